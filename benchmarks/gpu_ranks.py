@@ -169,7 +169,7 @@ def kernels_on(device: str) -> int:
     import torch
 
     from megatron.ops.library import library
-    from megatron.ops.proof import PROOFS, Draw, check
+    from megatron.ops.proof import PROOFS, Draw, compare_call
     from megatron.ops.select import why_not_native
 
     reason = why_not_native(library(), torch.device(device).type)
@@ -179,7 +179,9 @@ def kernels_on(device: str) -> int:
     wrong = 0
     for proof in PROOFS.values():
         draw = Draw(proof.dtypes[0], torch.Generator().manual_seed(1))
-        for finding in (finding for call in proof.calls(draw) for finding in check(proof, call, library().ops, device)):
+        for finding in (
+            finding for call in proof.calls(draw) for finding in compare_call(proof, call, library().ops, device)
+        ):
             if finding.wrong:
                 wrong += 1
                 print(f"{proof.name}: {finding.tensor}: {finding.wrong}")

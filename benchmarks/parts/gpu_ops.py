@@ -21,7 +21,7 @@ import torch
 
 from csrc.build import cuda_program
 from megatron.ops.library import PATH, library
-from megatron.ops.proof import PROOFS, SMALL, Proof, Verdict, doubts, judge
+from megatron.ops.proof import PROOFS, SMALL, OperationReport, Proof, doubts, judge
 from megatron.ops.proof.apart import judge_apart
 from megatron.ops.registry import kernels_in
 from megatron.ops.select import why_not_native
@@ -94,7 +94,7 @@ def judge_all(
     say: Callable[[str], None] = print,
     largest: int | None = None,
     proofs: Iterable[Proof] = PROOFS.values(),
-) -> list[Verdict]:
+) -> list[OperationReport]:
     verdicts = []
     for proof in proofs:
         for dtype in proof.dtypes:
@@ -104,7 +104,7 @@ def judge_all(
     return verdicts
 
 
-def judged(args: argparse.Namespace, seconds: float) -> list[Verdict]:
+def judged(args: argparse.Namespace, seconds: float) -> list[OperationReport]:
     folders, verdicts = sorted({proof.folder for proof in PROOFS.values()}), []
     for verdict in judge_apart(folders, args.device, seed=args.seed, seconds=seconds):
         verdicts.append(verdict)
@@ -185,7 +185,9 @@ def times(device: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------- the record
 
 
-def verified_kernels(verdicts: Sequence[Verdict], built: dict[str, str], sanitized: dict[str, str]) -> dict[str, str]:
+def verified_kernels(
+    verdicts: Sequence[OperationReport], built: dict[str, str], sanitized: dict[str, str]
+) -> dict[str, str]:
     """Kernel (an operation in one dtype) -> hash of its folder's sources, for the kernels that were right.
 
     None if a sanitizer found anything, or while one has still to run. One that does not work here does not count: the

@@ -20,7 +20,7 @@ from megatron.utils.renamed_tools import converting
 
 if TYPE_CHECKING:
     from megatron.checkpoint.found_step import FoundStep
-    from megatron.checkpoint.megatron_lm.write import Target
+    from megatron.checkpoint.megatron_lm.write import TargetLayout
 
 
 def parser(*, check: bool = False) -> Parser:
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _refuse_theirs(words)
         checks = any(word.partition("=")[0] == "--check" for word in words)
         arguments = parser(check=checks).parse_known_flags(argv)
-        check(arguments) if checks else run(arguments)
+        check_exported_folder(arguments) if checks else convert_checkpoint(arguments)
 
     return run_tool("error", convert)
 
@@ -98,7 +98,7 @@ def _refuse_theirs(words: Sequence[str]) -> None:
         )
 
 
-def check(arguments: argparse.Namespace) -> None:
+def check_exported_folder(arguments: argparse.Namespace) -> None:
     from megatron.checkpoint.hf import check_folder
 
     given = [name for name, value in vars(arguments).items() if value and name not in ("check", "load", "ckpt_step")]
@@ -112,7 +112,7 @@ def check(arguments: argparse.Namespace) -> None:
     print(check_folder(arguments.check, tokenizer))
 
 
-def run(arguments: argparse.Namespace) -> None:
+def convert_checkpoint(arguments: argparse.Namespace) -> None:
     if not arguments.load.exists():
         raise ConfigError(f"--load {arguments.load}: no such directory{hub_hint(arguments.load)}")
     if arguments.source is None:
@@ -130,7 +130,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.to == "hf":
         to_hugging_face(arguments)
     elif arguments.to == "megatron":
-        to_megatron(arguments)
+        save_for_megatron(arguments)
     elif arguments.source == "megatron":
         from_megatron(arguments)
     else:
@@ -163,13 +163,13 @@ def _refuse_targets(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--ckpt-step {arguments.ckpt_step}: does not apply to --from hf; leave it out")
 
 
-def to_megatron(arguments: argparse.Namespace) -> None:
-    from megatron.checkpoint.megatron_lm.write import Target, to_megatron
+def save_for_megatron(arguments: argparse.Namespace) -> None:
+    from megatron.checkpoint.megatron_lm.write import TargetLayout, to_megatron
 
     taken = arguments.save.exists() and (not arguments.save.is_dir() or any(arguments.save.iterdir()))
     if taken and not arguments.overwrite:
         raise ConfigError(f"--save {arguments.save}: exists already; give another directory, or --overwrite")
-    target = Target(
+    target = TargetLayout(
         1 if arguments.target_tensor_parallel_size is None else arguments.target_tensor_parallel_size,
         1 if arguments.target_pipeline_parallel_size is None else arguments.target_pipeline_parallel_size,
         arguments.megatron_names or "classic",
@@ -183,12 +183,12 @@ def to_megatron(arguments: argparse.Namespace) -> None:
 
 
 def from_megatron(arguments: argparse.Namespace) -> None:
-    from megatron.checkpoint.megatron_lm.convert import to_native
+    from megatron.checkpoint.megatron_lm.convert import import_step
 
     _refuse_occupied(arguments)
     found = _found(arguments)
     with _target(arguments) as directory, _progress("converted") as show:
-        info = to_native(found, directory, arguments.save, show)
+        info = import_step(found, directory, arguments.save, show)
     rows = found.saved_settings()["tokenizer"]["vocab_size"]
     ending = "--finetune" if info.step == 0 else "--no-load-rng"
     path = arguments.save / info.path.name
@@ -196,14 +196,14 @@ def from_megatron(arguments: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _ours(arguments: argparse.Namespace, target: Target) -> Iterator[FoundStep]:
+def _ours(arguments: argparse.Namespace, target: TargetLayout) -> Iterator[FoundStep]:
     """A Hugging Face model becomes a checkpoint of ours first, beside --save, which is removed again. What `target`
     cannot be is refused before that."""
     if arguments.source != "hf":
         yield _found(arguments)
         return
     from megatron.checkpoint.hf import open_folder
-    from megatron.checkpoint.hf.convert import to_native
+    from megatron.checkpoint.hf.convert import import_weights
     from megatron.checkpoint.paths import TEMPORARY
 
     source = open_folder(arguments.load, _warn)
@@ -211,7 +211,7 @@ def _ours(arguments: argparse.Namespace, target: Target) -> Iterator[FoundStep]:
     arguments.save.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f"{TEMPORARY}{arguments.save.name}-", dir=arguments.save.parent) as between:
         with _progress("read") as show:
-            to_native(source, Path(between), Path(between), show)
+            import_weights(source, Path(between), Path(between), show)
         yield _step_in(Path(between), None)
 
 
@@ -274,12 +274,12 @@ def _shard_bytes(given: str | None) -> int:
 
 def from_hugging_face(arguments: argparse.Namespace) -> None:
     from megatron.checkpoint.hf import open_folder
-    from megatron.checkpoint.hf.convert import to_native
+    from megatron.checkpoint.hf.convert import import_weights
 
     _refuse_occupied(arguments)
     source = open_folder(arguments.load, _warn)
     with _target(arguments) as directory, _progress("converted") as show:
-        info = to_native(source, directory, arguments.save, show)
+        info = import_weights(source, directory, arguments.save, show)
     path = arguments.save / info.path.name
     print(f"saved {path} ({source.family.architecture}, {source.dtype}); train on with --load and --finetune")
 

@@ -15,7 +15,7 @@ from megatron.checkpoint.manifest import Manifest, TensorRecord
 from megatron.checkpoint.storage import FileRecord
 from megatron.errors import CheckpointError
 from megatron.utils import durable
-from megatron.utils.typed import plain, typed
+from megatron.utils.typed import json_value, typed
 
 Records = dict[str, TensorRecord]
 
@@ -45,7 +45,7 @@ def _path(folder: Path, rank: int) -> Path:
 
 
 def leave(folder: Path, rank: int, part: Part) -> None:
-    durable.write_synced(_path(folder, rank), [json.dumps(plain(part)).encode()], sync=False)
+    durable.write_synced(_path(folder, rank), [json.dumps(json_value(part)).encode()], sync=False)
 
 
 def collect(folder: Path, ranks: Iterable[int]) -> list[Part]:

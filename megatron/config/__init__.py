@@ -1,11 +1,11 @@
 """The settings of a run. Importing this package loads neither torch nor numpy, so `--help` is fast.
 
 `parse_args(argv)` reads flags, presets and YAML into one frozen `RunConfig`; a class is handed the section it needs.
-`check` needs nothing but the settings, `check_world` the number of ranks and `check_paths` the file system.
+`check_settings` needs nothing but the settings, `check_world` the number of ranks and `check_paths` the file system.
 """
 
 from megatron.config.batch import BatchPlan
-from megatron.config.checks import check, check_paths, check_world
+from megatron.config.checks import check_paths, check_settings, check_world
 from megatron.config.cli import parse_args
 from megatron.config.run import RunConfig, build
 from megatron.config.sections.checkpoint import CheckpointConfig
@@ -43,8 +43,8 @@ __all__ = [
     "TrainingConfig",
     "adopt_checkpoint_args",
     "build",
-    "check",
     "check_paths",
+    "check_settings",
     "check_world",
     "describe",
     "from_dict",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from megatron.config.checks import check
+from megatron.config.checks import check_settings
 from megatron.config.deepspeed.source import deepspeed_assignments
 from megatron.config.flag import Setting
 from megatron.config.notices import notices_of
@@ -22,8 +22,8 @@ from megatron.config.sources import (
     Target,
     canonical_spellings,
     file_assignments,
-    refuse_unknown,
     spelling_table,
+    unknown_setting,
 )
 from megatron.config.values import nearest, show
 from megatron.errors import ConfigError
@@ -36,13 +36,13 @@ def parse_args(argv: Sequence[str] | None = None, *, needs_data: bool = True) ->
     are lines to print once, `.origins` tells where each value came from.
     """
     refusals = Refusals()
-    config = resolve(argv, refusals)
-    check(config, needs_data=needs_data, complete=not config.checkpoint.use_checkpoint_args, refusals=refusals)
+    config = merge_sources(argv, refusals)
+    check_settings(config, needs_data=needs_data, complete=not config.checkpoint.use_checkpoint_args, refusals=refusals)
     refusals.end()
     return config
 
 
-def resolve(argv: Sequence[str] | None, refusals: Refusals) -> RunConfig:
+def merge_sources(argv: Sequence[str] | None, refusals: Refusals) -> RunConfig:
     """Merges the sources (default < preset < files < flag) without the checks across settings. A value that is refused
     stays at its default."""
     flags = Assignments(origin="flag")
@@ -102,7 +102,7 @@ def _read(word: str, after: Sequence[str]) -> Given:
     name, equals, attached = word.partition("=")
     spelling = canonical_spellings().get(f"--{name.lstrip('-')}".replace("_", "-"))
     if spelling is None:
-        raise refuse_unknown(name if name.startswith("--") else f"-{name}")
+        raise unknown_setting(name if name.startswith("--") else f"-{name}")
     if not name.startswith("--"):
         raise ConfigError(f"{word}: flags begin with two dashes; give -{word}")
     target = spelling_table()[spelling]

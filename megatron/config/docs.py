@@ -82,7 +82,7 @@ def _known(flag: CompatFlag) -> tuple[str, str, str]:
     return f"`{flag.spelling}`", f"`{accepted}`" if accepted else "", f"{flag.status}: {flag.note}"
 
 
-def generate() -> str:
+def flags_page() -> str:
     """The whole page."""
     titles = [*SECTIONS, "Retired spellings", "Known by name", "Presets"]
     contents = ", ".join(f"[{title}](#{title.lower().replace(' ', '-')})" for title in titles)
@@ -113,4 +113,4 @@ def names() -> str:
 
 
 if __name__ == "__main__":
-    print(names() if "--names" in sys.argv[1:] else generate(), end="")
+    print(names() if "--names" in sys.argv[1:] else flags_page(), end="")

@@ -66,7 +66,7 @@ def _that_work() -> list[str]:
     ]
 
 
-def refuse_unknown(name: str) -> ConfigError:
+def unknown_setting(name: str) -> ConfigError:
     close = difflib.get_close_matches(name.replace("_", "-"), [*_that_work(), *_ELSEWHERE], n=1, cutoff=0.6)
     hint = "".join(
         f" (here it is {_ELSEWHERE[word]})" if word in _ELSEWHERE else f" (did you mean {word}?)" for word in close
@@ -198,6 +198,6 @@ def _add_from_file(assignments: Assignments, key: str, raw: Any) -> None:
             raise ConfigError(f"{spelling} {show(raw)}: it is a switch; write true or false")
         assignments.add(Given(spelling, raw), target)
     elif setting is None:
-        raise refuse_unknown("--" + key)
+        raise unknown_setting("--" + key)
     elif raw is not None:  # `bias_gelu_fusion: false`, the positive name of a --no-X switch
         assignments.set(setting, interpret(Given("--" + key, raw), setting), f"--{key} {show(raw)}")

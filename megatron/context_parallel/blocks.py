@@ -90,7 +90,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, pair: Pair, softmax: Soft
     return result, log_sum
 
 
-def merge(result: Tensor, log_sum: Tensor, other: Tensor, other_sum: Tensor) -> None:
+def merge_partial_attention(result: Tensor, log_sum: Tensor, other: Tensor, other_sum: Tensor) -> None:
     """Merges attention over other keys into `result` and `log_sum`, in place."""
     total = torch.logaddexp(log_sum, other_sum)
     reference = _finite(total)

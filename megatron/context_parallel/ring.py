@@ -98,7 +98,7 @@ class _Ring(Function):
             keys, values = (part.chunk(2, 2) for part in block)
             for q, k, pair in ring.pairs(owner, chunk, document_ids):
                 part = blocks.forward(queries[q], keys[k], values[k], pair, ring.softmax)
-                blocks.merge(results[q], log_sums[q], *part)
+                blocks.merge_partial_attention(results[q], log_sums[q], *part)
         narrow = result.to(query.dtype).transpose(1, 2)
         ctx.save_for_backward(query, key, value, document_ids, narrow, log_sum)
         ctx.ring = ring

@@ -20,12 +20,12 @@ from megatron.data.fim import FillInTheMiddle, FIMDataset, TextTokenizer
 from megatron.data.index_builders import Builders
 from megatron.data.indexed.record import Fingerprint
 from megatron.data.mock import mock_datasets
-from megatron.data.sft.conversations import ChatEncoder
+from megatron.data.sft.conversations import ConversationEncoder
 from megatron.data.sft.sources import ConversationSources
 from megatron.data.source_datasets import OwnDataset, SourceDatasets, SourceSlice
 from megatron.data.sources import Sources, check_border_flag
 from megatron.data.splits import split_bounds
-from megatron.data.table import MixtureRow, abbreviated, refuse_repeated, render, warn_repeated
+from megatron.data.table import MixtureRow, abbreviated, refuse_repeated, render_mixture, warn_repeated
 from megatron.data.validation import empty_set
 from megatron.errors import ConfigError, DataError
 
@@ -42,7 +42,7 @@ def build_train_valid_test(
     eod_id: int | None,
     tokenizer_fingerprint: Fingerprint = None,
     tokenizer: TextTokenizer | None = None,
-    chat: ChatEncoder | None = None,
+    chat: ConversationEncoder | None = None,
     builders: Builders | None = None,
 ) -> Datasets:
     """Builds the datasets of the three splits.
@@ -81,7 +81,7 @@ def sources_of(
     vocab_size: int | None,
     eod_id: int | None,
     tokenizer_fingerprint: Fingerprint,
-    chat: ChatEncoder | None,
+    chat: ConversationEncoder | None,
     say: Callable[[str], None] | None = None,
 ) -> Sources:
     """The files of a run: documents, or conversations under --sft. None is opened yet."""
@@ -136,12 +136,12 @@ class _Builder:
             train,
             valid,
             test,
-            render(abbreviated(self.rows)),
+            render_mixture(abbreviated(self.rows)),
             notes,
             self.sources.fingerprint(self._mixture()),
             self.sources.contents(),
             tuple(warn_repeated(self.rows)),
-            render(self.rows),
+            render_mixture(self.rows),
             sets,
         )
 

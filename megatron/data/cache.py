@@ -26,7 +26,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron.data.claim import Claim
-from megatron.data.indexed.files import as_bytes
+from megatron.data.indexed.files import array_bytes
 from megatron.errors import StorageError
 from megatron.utils.durable import target_of, write_atomically, writing
 
@@ -183,14 +183,14 @@ def _path(directory: Path, key: str, name: str) -> Path:
 
 
 def _crc(array: np.ndarray) -> int:
-    return zlib.crc32(f"{array.dtype.str}{array.shape}".encode(), zlib.crc32(as_bytes(array)))
+    return zlib.crc32(f"{array.dtype.str}{array.shape}".encode(), zlib.crc32(array_bytes(array)))
 
 
 def _npy(array: np.ndarray) -> Iterator[bytes | memoryview]:
     header = io.BytesIO()
     np.lib.format.write_array_header_2_0(header, np.lib.format.header_data_from_array_1_0(array))
     yield header.getvalue()
-    yield as_bytes(array)
+    yield array_bytes(array)
 
 
 def remove_leftovers(directory: Path) -> None:

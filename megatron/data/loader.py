@@ -124,7 +124,7 @@ class PackedBatch:
         return PackedBatch(self.memory.pin_memory(), self.layout)
 
 
-def packed(batch: Any) -> Any:
+def pack_batch(batch: Any) -> Any:
     """A batch as it goes from a worker to the trainer. What is not tensors alone, which a script's own dataset may
     give, goes torch's way."""
     if isinstance(batch, Mapping) and all(_is_plain(value) for value in batch.values()):
@@ -269,7 +269,7 @@ def build_loader(
         sample_ids,
         num_workers=num_workers,
         pin_memory=pin_memory,
-        collate=packed if num_workers else None,
+        collate=pack_batch if num_workers else None,
         read_ahead=read_ahead,
     )
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron.config.blend import SPLITS, data_sources
 from megatron.data.datasets import Datasets
-from megatron.data.table import MixtureRow, render
+from megatron.data.table import MixtureRow, render_mixture
 from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,6 +65,6 @@ def mock_datasets(
         for name, built in zip(SPLITS, (train, valid, test))
         if built is not None
     ]
-    table = render(rows)
+    table = render_mixture(rows)
     notes = ("mock data: synthetic tokens, no files",)
     return Datasets(train, valid, test, table, notes, "mock", full_table=table)

@@ -51,7 +51,7 @@ def _prefixes_of(word: str) -> list[str]:
     return sorted(found)
 
 
-def refuse_existing(prefix: str, outputs: Sequence[str]) -> None:
+def refuse_existing_urls(prefix: str, outputs: Sequence[str]) -> None:
     """`outputs` are URLs without ending."""
     remote.refuse_secrets(prefix)
     for output in outputs:

@@ -39,7 +39,7 @@ class SourceSlice:
     tokens: int
 
 
-class Progress:
+class ProgressReporter:
     """Reports long work, one line every few seconds."""
 
     def __init__(self, say: Callable[[str], None] | None) -> None:
@@ -61,7 +61,7 @@ class SourceDatasets:
         self._pad_id = pad_id
         self._tidied: set[Path] = set()  # directories of indices
         self.notes: list[str] = []
-        self.progress = Progress(builders.say)
+        self.progress = ProgressReporter(builders.say)
 
     def of_slices(self, name: str, parts: Sequence[SourceSlice], samples: Sequence[int | None]) -> list[OwnDataset]:
         built: list[OwnDataset] = []

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron.config.blend import fetch_first
 from megatron.data.indexed.dataset import IndexedDataset, idx_path
-from megatron.data.indexed.files import allow_open_files, is_mapped, map_tokens
+from megatron.data.indexed.files import allow_files_for_sources, is_mapped, map_tokens
 from megatron.data.indexed.record import DataRecord, Fingerprint, check_files, check_tokenizer, read_record, record_path
 from megatron.data.remote import is_url
 from megatron.data.sft.conversations import Conversations
@@ -75,7 +75,7 @@ class Sources:
         self._mapped_indices += sum(is_mapped(idx_path(prefix)) for prefix in new)
         count = len(self._opened) + len(new)
         read = min(count, _MAPPED_AT_ONCE) if self.config.mmap_bin_files else count
-        allow_open_files(count, read + self._mapped_indices)
+        allow_files_for_sources(count, read + self._mapped_indices)
 
     def open(self, prefix: str) -> Source:
         if prefix not in self._opened:

@@ -26,7 +26,7 @@ class MixtureRow:
 _HEADINGS = ("split", "source", "weight", "sequences", "tokens", "samples", "epochs")
 
 
-def render(rows: Sequence[MixtureRow]) -> str:
+def render_mixture(rows: Sequence[MixtureRow]) -> str:
     """Renders aligned columns: names to the left, numbers to the right."""
     cells = [_HEADINGS] + [
         (

@@ -54,7 +54,7 @@ class RankStatus:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
 
 
-def process_state(status: RankStatus, host: str, pid_namespace: str) -> str | None:
+def visible_process_state(status: RankStatus, host: str, pid_namespace: str) -> str | None:
     """The process's state letter in /proc; "" if it has ended, None if it is not visible from here (another machine or
     container)."""
     if status.host != host or status.pid_namespace != pid_namespace or not pid_namespace:

@@ -28,8 +28,8 @@ from megatron.distributed.failure_detection import (
     State,
     deadlock,
     mismatched_collectives,
-    process_state,
     stuck_rank,
+    visible_process_state,
     why_lost,
 )
 from megatron.distributed.launch import LaunchInfo
@@ -260,7 +260,7 @@ class Heartbeat:
 
     def _check(self, board: StatusBoard, status: RankStatus) -> None:
         silent = board.silent(status.rank)
-        process = process_state(status, self._host, self._pid_namespace)
+        process = visible_process_state(status, self._host, self._pid_namespace)
         if why_lost(status, silent, process, self._patience) is None:
             return
         (status,) = board.read([status.rank])  # it may have finished in between
@@ -347,7 +347,9 @@ class Heartbeat:
                 found, where = (None, "") if silent <= self._patience else ("does not answer", "")
                 name = f"the launcher's store at {self._info.master_addr}:{self._info.master_port}"
             else:
-                found = why_lost(host, silent, process_state(host, self._host, self._pid_namespace), self._patience)
+                found = why_lost(
+                    host, silent, visible_process_state(host, self._host, self._pid_namespace), self._patience
+                )
                 name, where = f"{host.name}", f"; it was last seen in {host}{self._own_place()}"
             if found is not None:
                 self._end("lost", f"{name} {found}{where}", prints=True)

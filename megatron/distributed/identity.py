@@ -23,7 +23,7 @@ _PUBLISHED_WITHIN = timedelta(seconds=30)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class MismatchWording:
     """What is compared, in the words of a message."""
 
     verb: str
@@ -31,12 +31,12 @@ class Subject:
     error: type[MegatronError]
 
 
-STARTED_WITH = Subject(
+STARTED_WITH = MismatchWording(
     verb="was started with other settings or code than",
     way_out="start all ranks with one command and one version of the code",
     error=ConfigError,
 )
-DATA = Subject(
+DATA = MismatchWording(
     verb="reads other data than",
     way_out="copy the files (.bin, .idx and their record) of one machine to the others, and give the same weights",
     error=DataError,
@@ -51,7 +51,7 @@ class Identity:
     values: Mapping[str, str]
     shown: Mapping[str, str] = field(default_factory=dict)
     """What a message says instead of a value, such as the place of a file whose content is compared."""
-    subject: Subject = STARTED_WITH
+    subject: MismatchWording = STARTED_WITH
 
     @property
     def digest(self) -> str:

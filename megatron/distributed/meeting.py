@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron.distributed.identity import Identity
 from megatron.distributed.launch import LaunchInfo
-from megatron.distributed.store_values import Unreadable, parse_ranks, printable
+from megatron.distributed.store_values import Unreadable, parse_ranks, printable_start
 from megatron.errors import ConfigError, HangError
 from megatron.utils.log import print_line
 
@@ -76,7 +76,7 @@ def wait_for_all(
     # Whose time is up decides for all, so that all ranks end for the same reason.
     mine = "" if store.check(["outcome"]) else f"{_LATE}{never_met(info, patience, _missing(store, info, did))}"
     found = bytes(store.compare_set("outcome", "", mine) if mine else store.get("outcome"))
-    outcome = printable(found, _OUTCOME_CHARACTERS)
+    outcome = printable_start(found, _OUTCOME_CHARACTERS)
     if outcome == _ALL_HERE:
         return
     if info.keeps_store:

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 from megatron.distributed.state import Axis
 from megatron.errors import PeerLostError
-from megatron.utils.typed import plain, typed
+from megatron.utils.typed import json_value, typed
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ def _device(axis: Axis) -> torch.device:
 
 
 def _encoded(value: Any) -> torch.Tensor:
-    text = json.dumps(plain(value), separators=(",", ":")).encode("ascii")
+    text = json.dumps(json_value(value), separators=(",", ":")).encode("ascii")
     assert len(text) <= LARGEST_MESSAGE, f"a message of {len(text)} bytes"
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 

@@ -42,7 +42,7 @@ class Unreadable:
     reason: str
 
     def __str__(self) -> str:
-        return f'"{printable(self.raw, QUOTED)}" ({self.reason})'
+        return f'"{printable_start(self.raw, QUOTED)}" ({self.reason})'
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class _WrongError(Exception):
     """The reason why a value is unreadable."""
 
 
-def printable(text: str | bytes, most: int = _TEXT_CHARACTERS) -> str:
+def printable_start(text: str | bytes, most: int = _TEXT_CHARACTERS) -> str:
     """The beginning of the text, without characters that move a terminal's cursor or change its state."""
     start = text[: 4 * most].decode(errors="replace") if isinstance(text, bytes) else text[:most]
     return "".join(one if one.isprintable() else "?" for one in start[:most])
@@ -104,7 +104,7 @@ def parse_status(raw: bytes, rank: int, world: int) -> RankStatus | Unreadable:
             text=_text(found["text"]),
             idle=_seconds(found["idle"]),
             explains=_flag(found["explains"]),
-            counts={printable(axis): _integer(count) for axis, count in _fields(found["counts"]).items()},
+            counts={printable_start(axis): _integer(count) for axis, count in _fields(found["counts"]).items()},
             waiting=_operation_if_any(found["waiting"], world),
             timed_out=_operation_if_any(found["timed_out"], world),
             last=_operation_if_any(found["last"], world),
@@ -122,7 +122,7 @@ def parse_recent(raw: bytes, world: int) -> dict[str, list[CommOp]] | Unreadable
 
     def read() -> dict[str, list[CommOp]]:
         found = _fields(_json(raw, _LARGE_BYTES))
-        return {printable(axis): [_operation(one, world) for one in _list(some)] for axis, some in found.items()}
+        return {printable_start(axis): [_operation(one, world) for one in _list(some)] for axis, some in found.items()}
 
     return _attempt(raw, read)
 
@@ -178,7 +178,7 @@ def parse_announcement(raw: bytes, world: int) -> Announcement | Unreadable:
         if match is None:
             raise _WrongError("not an announcement")
         kind = next(kind for kind in get_args(ErrorKind) if kind == match[2])
-        return Announcement(_integer(int(match[1]), 0, world - 1), kind, printable(match[3], ANNOUNCEMENT_BYTES))
+        return Announcement(_integer(int(match[1]), 0, world - 1), kind, printable_start(match[3], ANNOUNCEMENT_BYTES))
 
     return _attempt(raw, read)
 
@@ -194,7 +194,7 @@ def parse_first_rank(raw: bytes) -> FirstRank | Unreadable:
         if len(found) != 4:
             raise _WrongError("not the values of a rank")
         values, shown = (
-            {printable(name): _text(one) for name, one in _fields(some).items()} for some in (found[2], found[3])
+            {printable_start(name): _text(one) for name, one in _fields(some).items()} for some in (found[2], found[3])
         )
         return FirstRank(_integer(found[0]), _text(found[1]), values, shown)
 
@@ -253,7 +253,7 @@ def _list(value: object, least: int = 1) -> list[Any]:
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise _WrongError("not a text")
-    return printable(value)
+    return printable_start(value)
 
 
 def _integer(value: object, least: int = 0, most: int = _MOST) -> int:

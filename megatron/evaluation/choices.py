@@ -12,7 +12,7 @@ import numpy as np
 from megatron.errors import DataError
 from megatron.evaluation.scorer import Scores
 from megatron.evaluation.sequences import Scored, continuation
-from megatron.inference.texts import check_text, read_json_lines, text_of
+from megatron.inference.texts import check_text, read_json_lines, text_under
 from megatron.tokenizer import Tokenizer
 
 Fit = Callable[[list[int], list[int], str], tuple[list[int], list[int]]]
@@ -54,12 +54,12 @@ class Choices:
         }
 
 
-def plan(data: Path, tokenizer: Tokenizer, fit: Fit) -> Choices:
+def plan_choices(data: Path, tokenizer: Tokenizer, fit: Fit) -> Choices:
     """Plans the evaluation of objects with `context`, `choices` and `gold`, the number of the right choice counted from
     0."""
     items, prefixes = [], []
     for place, entry in read_json_lines(data, flag="--data"):
-        context = text_of(entry, "context", place, "it may be empty, but has to be there")
+        context = text_under(entry, "context", place, "it may be empty, but has to be there")
         texts, gold = _choices(entry, place), entry.get("gold")
         if type(gold) is not int or not 0 <= gold < len(texts):
             raise DataError(f"{place}: gold is {gold!r:.40}, not the number of a choice from 0 to {len(texts) - 1}")

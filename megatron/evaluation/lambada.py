@@ -11,10 +11,10 @@ import numpy as np
 
 from megatron.errors import DataError
 from megatron.evaluation.choices import Fit
-from megatron.evaluation.perplexity import exp
+from megatron.evaluation.perplexity import perplexity_of
 from megatron.evaluation.scorer import Scores
 from megatron.evaluation.sequences import Scored, continuation
-from megatron.inference.texts import read_json_lines, text_of
+from megatron.inference.texts import read_json_lines, text_under
 from megatron.tokenizer import Tokenizer
 
 
@@ -28,16 +28,16 @@ class Lambada:
             "accuracy": float(np.mean(scores.greedy)),
             "correct": int(scores.greedy.sum()),
             "items": len(self.rows),
-            "perplexity": exp(-float(scores.logprobs.mean())),
+            "perplexity": perplexity_of(-float(scores.logprobs.mean())),
             "counted_tokens": sum(row.count for row in self.rows),
         }
 
 
-def plan(data: Path, tokenizer: Tokenizer, fit: Fit, *, strict: bool, json_key: str) -> Lambada:
+def plan_passages(data: Path, tokenizer: Tokenizer, fit: Fit, *, strict: bool, json_key: str) -> Lambada:
     """Not strict: the last token of the passage. Strict: all tokens of its last word."""
     rows = []
     for place, entry in read_json_lines(data, flag="--data"):
-        text = text_of(entry, json_key, place)
+        text = text_under(entry, json_key, place)
         words = text.split()
         if len(words) < 2:
             raise DataError(f"{place}: {text[:40]!r} has fewer than two words, and the last one needs a context")

@@ -34,20 +34,20 @@ class Perplexity:
         loss, tokens = -float(scores.logprobs.sum()), self.counted_tokens
         found: dict[str, Any] = {
             "loss": loss / tokens,
-            "perplexity": exp(loss / tokens),
+            "perplexity": perplexity_of(loss / tokens),
             "word_perplexity": None,
             "bits_per_byte": None,
             "counted_tokens": tokens,
             "documents": self.documents,
         }
         if self.words:
-            found |= {"word_perplexity": exp(loss / self.words), "words": self.words}
+            found |= {"word_perplexity": perplexity_of(loss / self.words), "words": self.words}
         if self.bytes:
             found |= {"bits_per_byte": loss / math.log(2) / self.bytes, "bytes": self.bytes}
         return found
 
 
-def plan(
+def plan_windows(
     documents: Sequence[Document], *, window: int, stride: int | None, prefix: int | None, data: str
 ) -> Perplexity:
     """Windows over every document. `prefix`: an id put before each, so that its first token is predicted too; without
@@ -85,7 +85,7 @@ def notes(task: Perplexity, window: int, data: str) -> list[str]:
     return found
 
 
-def exp(value: float) -> float:
+def perplexity_of(value: float) -> float:
     try:
         return math.exp(value)
     except OverflowError:

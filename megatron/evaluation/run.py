@@ -36,7 +36,7 @@ class TaskOptions:
     output: str | None = None
 
 
-class Task(Protocol):
+class ScoringTask(Protocol):
     """Rows to score, and what their scores mean."""
 
     @property
@@ -71,19 +71,21 @@ def measure(subject: Subject, task_options: TaskOptions) -> dict[str, Any]:
     return _report(subject, task_options, task.result(scores), progress)
 
 
-def _task(subject: Subject, options: TaskOptions) -> tuple[Task, Sequence[str]]:
+def _task(subject: Subject, options: TaskOptions) -> tuple[ScoringTask, Sequence[str]]:
     data, tokenizer, window = Path(options.data), subject.tokenizer, subject.window
     if options.task != "perplexity":
         refuse_tokens(data, options.task)
     if options.task == "lambada":
         fit = fit_to(window, truncate=options.truncate_prompts)
-        return lambada.plan(data, tokenizer, fit, strict=options.strict_lambada, json_key=options.json_key), ()
+        return lambada.plan_passages(data, tokenizer, fit, strict=options.strict_lambada, json_key=options.json_key), ()
     if options.task == "choices":
-        chosen = choices.plan(data, tokenizer, fit_to(window, truncate=options.truncate_prompts))
+        chosen = choices.plan_choices(data, tokenizer, fit_to(window, truncate=options.truncate_prompts))
         return chosen, chosen.notes
     documents = read_documents(data, tokenizer, json_key=options.json_key, wikitext=options.detokenize == "wikitext")
     prefix = tokenizer.eod if options.score_first_token else None
-    found = perplexity.plan(documents, window=window, stride=options.overlapping_eval, prefix=prefix, data=options.data)
+    found = perplexity.plan_windows(
+        documents, window=window, stride=options.overlapping_eval, prefix=prefix, data=options.data
+    )
     return found, perplexity.notes(found, window, options.data)
 
 
@@ -105,7 +107,7 @@ def fit_to(window: int, *, truncate: bool) -> Fit:
     return fit
 
 
-def _check_same(task: Task, subject: Subject) -> None:
+def _check_same(task: ScoringTask, subject: Subject) -> None:
     """Ranks read the files themselves: other files, or another tokenizer, would give numbers that mean nothing."""
     digest = hashlib.sha256()
     for row in task.rows:

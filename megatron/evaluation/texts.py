@@ -13,7 +13,7 @@ from megatron.data.indexed.record import check_files, read_record
 from megatron.errors import ConfigError, DataError
 from megatron.evaluation.sequences import Tokens
 from megatron.evaluation.wikitext import count_words, detokenize
-from megatron.inference.texts import read_json_lines, read_text, text_of
+from megatron.inference.texts import read_json_lines, read_nonempty_text, text_under
 from megatron.tokenizer import Tokenizer
 
 NUMBERS = "NullTokenizer"
@@ -50,9 +50,9 @@ def read_documents(data: Path, tokenizer: Tokenizer, *, json_key: str, wikitext:
             raise ConfigError(f"--detokenize wikitext: {data} holds tokens, not text; give the text, or leave it out")
         return list(_indexed(without_ending(str(data)), tokenizer))
     if data.suffix in (".jsonl", ".json"):
-        texts = [text_of(entry, json_key, place) for place, entry in read_json_lines(data, flag="--data")]
+        texts = [text_under(entry, json_key, place) for place, entry in read_json_lines(data, flag="--data")]
     else:
-        texts = [read_text(data, flag="--data")]
+        texts = [read_nonempty_text(data, flag="--data")]
     return [_document(text, tokenizer, wikitext) for text in texts]
 
 

@@ -81,12 +81,12 @@ def parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     def body() -> StopReason:
         given = parser().parse_known_flags(argv)
-        check(given)
+        check_sampling_flags(given)
         with loading_torch():
             from megatron.inference.model import ModelOptions
-            from megatron.inference.run import GenerateOptions, run
+            from megatron.inference.run import GenerateOptions, answer_prompts
 
-        run(
+        answer_prompts(
             GenerateOptions(**fields_from(given, GenerateOptions)),
             ModelOptions(**fields_from(given, ModelOptions)),
             sampling(given),
@@ -110,7 +110,7 @@ _NOT_WITH_CHAT = {
 }
 
 
-def check(given: argparse.Namespace) -> None:
+def check_sampling_flags(given: argparse.Namespace) -> None:
     """What can be said without torch."""
     if given.greedy and (given.top_k or given.top_p or given.temperature != 1.0):
         raise ConfigError(

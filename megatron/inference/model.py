@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.checkpoint import DamagedCheckpointError, RunHistory, find_checkpoint
 from megatron.checkpoint.build import saved_tokenizer
 from megatron.checkpoint.hf import DTYPES, open_folder
-from megatron.checkpoint.hf.weights import read_json
+from megatron.checkpoint.hf.weights import read_finite_json
 from megatron.config import RunConfig, TokenizerConfig
 from megatron.distributed.state import ParallelState
 from megatron.engine import Evaluation
@@ -118,7 +118,7 @@ class Subject:
         path = None if self.tokenizer_folder is None else self.tokenizer_folder / "tokenizer_config.json"
         if path is None or not path.is_file():
             return None
-        named = read_json(path).get("bos_token")
+        named = read_finite_json(path).get("bos_token")
         token = named.get("content") if isinstance(named, dict) else named
         return self.tokenizer.token_id(token) if isinstance(token, str) else None
 
@@ -196,7 +196,7 @@ def subject_of(options: ModelOptions, connect: Callable[[RunConfig], Run]) -> Su
 def named_ends(folder: Path) -> frozenset[int]:
     """The `eos_token_id`, one or several, of generation_config.json; where that names none, of config.json."""
     for name in ("generation_config.json", "config.json"):
-        ids = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        ids = read_finite_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
         if ids is not None:
             return frozenset(one for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int))
     return frozenset()

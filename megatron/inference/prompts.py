@@ -12,7 +12,7 @@ from megatron.data.sft.messages import read_conversations
 from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.inference.answers import Prompt
 from megatron.inference.generate import DEFAULT_NEW_TOKENS, room
-from megatron.inference.texts import decoded, read_json_lines, read_text, text_of
+from megatron.inference.texts import decode_text, read_json_lines, read_nonempty_text, text_under
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.base import refuse_surrogates
 from megatron.tokenizer.chat.encoder import ChatEncoder
@@ -50,12 +50,12 @@ def read_prompts(given: Sequence[str], file: str | None, json_key: str) -> list[
             "--prompt: nothing to continue; give --prompt TEXT, --prompts FILE, or texts on standard input"
         )
     if file in (None, STDIN):
-        return _lines(decoded(sys.stdin.buffer.read(), "standard input"), "standard input")
+        return _lines(decode_text(sys.stdin.buffer.read(), "standard input"), "standard input")
     path = Path(str(file))
     if path.suffix in (".jsonl", ".json"):
         entries = read_json_lines(path, flag="--prompts")
-        return [Text(place, text_of(entry, json_key, place)) for place, entry in entries]
-    return _lines(read_text(path, flag="--prompts"), str(path))
+        return [Text(place, text_under(entry, json_key, place)) for place, entry in entries]
+    return _lines(read_nonempty_text(path, flag="--prompts"), str(path))
 
 
 def read_chats(given: Sequence[str], file: str | None) -> list[Chat]:
@@ -63,7 +63,7 @@ def read_chats(given: Sequence[str], file: str | None) -> list[Chat]:
     if given or file is None or not file.endswith((".jsonl", ".json")):
         texts = read_prompts(given, file, "")
         return [Chat(one.place, ({"role": "user", "content": one.text},), None) for one in texts]
-    read_text(Path(file), flag="--prompts")  # for its errors
+    read_nonempty_text(Path(file), flag="--prompts")  # for its errors
     chats = []
     for conversation in read_conversations(Path(file)):
         if isinstance(conversation, DataError):
@@ -93,7 +93,7 @@ def _checked(prompt: Text) -> Text:
     return prompt
 
 
-def encoded(
+def encode_prompts(
     texts: Sequence[Text],
     tokenizer: Tokenizer,
     *,

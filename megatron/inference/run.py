@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron.checkpoint.all_ranks import run_on_all, run_on_first
 from megatron.inference.answers import Answer, Answers, Prompt, Wanted
 from megatron.inference.model import ModelOptions, Subject, open_subject
-from megatron.inference.prompts import Text, encoded, encoded_chats, read_chats, read_prompts
+from megatron.inference.prompts import Text, encode_prompts, encoded_chats, read_chats, read_prompts
 from megatron.inference.sampling import Sampling
 from megatron.tokenizer.chat import build_chat_encoder
 from megatron.utils.outputs import check_output, write_output
@@ -36,7 +36,7 @@ class GenerateOptions:
     output: str | None = None
 
 
-def run(options: GenerateOptions, model: ModelOptions, sampling: Sampling) -> list[Answer]:
+def answer_prompts(options: GenerateOptions, model: ModelOptions, sampling: Sampling) -> list[Answer]:
     """Prompts are read and measured before any weight is."""
     if options.output is not None:
         check_output(Path(options.output))
@@ -78,7 +78,7 @@ def _prompts(subject: Subject, options: GenerateOptions) -> list[Prompt]:
         return run_on_first(lambda: _chats(subject, options), world, list[Prompt])
     texts = run_on_first(lambda: read_prompts(options.prompt, options.prompts, options.json_key), world, list[Text])
     return run_on_all(
-        lambda: encoded(
+        lambda: encode_prompts(
             texts,
             subject.tokenizer,
             beginning=subject.beginning,

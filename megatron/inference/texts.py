@@ -14,15 +14,15 @@ BYTE_ORDER_MARK = "\ufeff"
 """What some editors put before a text: no part of it."""
 
 
-def read_text(path: Path, *, flag: str) -> str:
+def read_nonempty_text(path: Path, *, flag: str) -> str:
     try:
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{flag} {path}: cannot be read ({error.strerror or error})") from None
-    return decoded(content, str(path))
+    return decode_text(content, str(path))
 
 
-def decoded(content: bytes, name: str) -> str:
+def decode_text(content: bytes, name: str) -> str:
     if not content.strip():
         raise DataError(f"{name}: is empty; there is nothing to read")
     try:
@@ -35,7 +35,7 @@ def decoded(content: bytes, name: str) -> str:
 
 def read_json_lines(path: Path, *, flag: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """(place for messages, object) of every line that is not blank."""
-    for number, line in enumerate(read_text(path, flag=flag).split("\n"), start=1):
+    for number, line in enumerate(read_nonempty_text(path, flag=flag).split("\n"), start=1):
         if not line.strip():
             continue
         place = f"{path} line {number}"
@@ -48,7 +48,7 @@ def read_json_lines(path: Path, *, flag: str) -> Iterator[tuple[str, Mapping[str
         yield place, entry
 
 
-def text_of(entry: Mapping[str, Any], key: str, place: str, way_out: str = "name the key with --json-key") -> str:
+def text_under(entry: Mapping[str, Any], key: str, place: str, way_out: str = "name the key with --json-key") -> str:
     text = entry.get(key)
     if not isinstance(text, str):
         has = ", ".join(sorted(entry)[:8]) or "nothing"

@@ -9,7 +9,7 @@ from megatron.model.factory import ModuleFactory
 from megatron.model.mlp import MLP
 from megatron.model.moe import MoE
 from megatron.model.parameters import MLP as MLP_NAME
-from megatron.model.recompute import run
+from megatron.model.recompute import call_with_recompute
 from megatron.model.self_attention import SelfAttention
 
 
@@ -32,7 +32,7 @@ class Layer(nn.Module):
         self.recomputed = make.recompute.modules
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        return run(self.mlp, ("moe" if isinstance(self.mlp, MoE) else "mlp") in self.recomputed, x)
+        return call_with_recompute(self.mlp, ("moe" if isinstance(self.mlp, MoE) else "mlp") in self.recomputed, x)
 
     def _drop(self, x: Tensor) -> Tensor:
         return self.dropout(x, self.hidden_dropout, True) if self.training else x

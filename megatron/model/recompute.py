@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.config import RecomputeConfig
 
 
-def run(function: Callable[..., Any], recomputed: bool, *arguments: Any) -> Any:
+def call_with_recompute(function: Callable[..., Any], recomputed: bool, *arguments: Any) -> Any:
     """`function(*arguments)`. Without gradients nothing is kept, so nothing is recomputed."""
     if not (recomputed and torch.is_grad_enabled()):
         return function(*arguments)

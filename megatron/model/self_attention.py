@@ -8,7 +8,7 @@ from megatron.model.attention import AttentionContext
 from megatron.model.factory import ModuleFactory
 from megatron.model.norm import Norm
 from megatron.model.parameters import ATTENTION_OUT, K_NORM, Q_NORM, QKV
-from megatron.model.recompute import run
+from megatron.model.recompute import call_with_recompute
 from megatron.ops.fused_qkv import split_qkv
 
 
@@ -38,7 +38,9 @@ class SelfAttention(nn.Module):
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if context.cache is not None:
             key, value = context.cache.extend(self.layer, key, value)
-        core = run(self.core_attention, self.recompute_core, query, key, value, context.mask, context.causal)
+        core = call_with_recompute(
+            self.core_attention, self.recompute_core, query, key, value, context.mask, context.causal
+        )
         return self.dense(core.transpose(1, 2).flatten(2))  # [batch, seq, hidden]
 
     def _query_key_value(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

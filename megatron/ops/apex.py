@@ -33,11 +33,11 @@ def takes(x: Tensor, *parameters: Tensor | None) -> bool:
     return all(parameter is not None and parameter.dtype == x.dtype for parameter in parameters)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def fused_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     return _normalization().fused_layer_norm_affine(x, weight, bias, tuple(weight.shape), eps)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _normalization().fused_rms_norm_affine(x, weight, tuple(weight.shape), eps)
 
 

@@ -59,12 +59,12 @@ def torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def apex_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    norm = apex.layer_norm if apex.takes(x, weight, bias) else torch_layer_norm
+    norm = apex.fused_layer_norm if apex.takes(x, weight, bias) else torch_layer_norm
     return norm(x, weight, bias, eps)
 
 
 def apex_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return (apex.rms_norm if apex.takes(x, weight) else torch_rms_norm)(x, weight, eps)
+    return (apex.fused_rms_norm if apex.takes(x, weight) else torch_rms_norm)(x, weight, eps)
 
 
 # ---------------------------------------------------------------- the kernels of csrc/

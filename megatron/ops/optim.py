@@ -35,12 +35,12 @@ def register(namespace: str) -> None:
     without_derivative(namespace, "square_sum")
 
 
-def joined(high: Tensor, low: Tensor) -> Tensor:
+def join_fp32(high: Tensor, low: Tensor) -> Tensor:
     """The fp32 numbers of which `high` (bf16) has the upper bits and `low` (int16) what is missing."""
     return ((high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
 
 
-def split(weights: Tensor) -> tuple[Tensor, Tensor]:
+def split_fp32(weights: Tensor) -> tuple[Tensor, Tensor]:
     """The nearest bf16 numbers (of two as near, the larger in magnitude) and what is missing to fp32."""
     bits = weights.contiguous().view(torch.int32)
     low = bits.to(torch.int16)  # the lower half, as a signed number

@@ -35,7 +35,7 @@ WAIT = 2 * SECONDS
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RejectedKernels:
     """The outcome of verifying one folder of csrc/: names of kernels (`kernel_name`) that must not be used, and why. It
     is kept in the cache only if all of them could be judged."""
 
@@ -43,7 +43,7 @@ class Outcome:
     judged: bool = True
 
 
-Judge = Callable[[Sequence[str], torch.device], Mapping[str, Outcome]]
+Judge = Callable[[Sequence[str], torch.device], Mapping[str, RejectedKernels]]
 Say = Callable[[str], None]
 
 
@@ -54,7 +54,7 @@ def user_cache() -> Path | None:
         return None
 
 
-def judged_apart(folders: Sequence[str], device: torch.device) -> dict[str, Outcome]:
+def judged_apart(folders: Sequence[str], device: torch.device) -> dict[str, RejectedKernels]:
     from megatron.ops.proof import PROOFS, SMALL, doubts  # not loaded where nothing is verified
     from megatron.ops.proof.apart import judge_apart
 
@@ -64,7 +64,7 @@ def judged_apart(folders: Sequence[str], device: torch.device) -> dict[str, Outc
         own = [verdict for verdict in verdicts if verdict.folder == folder]
         judged = bool(own) and all(verdict.tensors for verdict in own)
         wrong = doubts(folder, PROOFS.values(), own)
-        outcomes[folder] = Outcome({kernel: why[:_SAID] for kernel, why in wrong.items()}, judged)
+        outcomes[folder] = RejectedKernels({kernel: why[:_SAID] for kernel, why in wrong.items()}, judged)
     return outcomes
 
 
@@ -90,11 +90,11 @@ def verified(
     return replace(native, unverified={kernel: f"{doubt} on this GPU ({why})" for kernel, doubt, why in reasons})
 
 
-def _doubt(outcome: Outcome) -> str:
+def _doubt(outcome: RejectedKernels) -> str:
     return "found wrong" if outcome.judged else "not verified"
 
 
-def _one_line(outcome: Outcome) -> str:
+def _one_line(outcome: RejectedKernels) -> str:
     """All kernels that are not used, and the first reason."""
     why = next(iter(outcome.wrong.values()))
     return f"{', '.join(outcome.wrong)} {_doubt(outcome)} and not used ({why})"
@@ -108,7 +108,7 @@ def agreed(native: Library, of_every_rank: Sequence[Mapping[str, str]]) -> Libra
     return replace(native, unverified=theirs | dict(native.unverified))
 
 
-def _line(found: Mapping[str, Outcome], device: torch.device, seconds: float, where: str) -> str:
+def _line(found: Mapping[str, RejectedKernels], device: torch.device, seconds: float, where: str) -> str:
     right = sorted(folder for folder, outcome in found.items() if not outcome.wrong)
     wrong = [_one_line(outcome) for _, outcome in sorted(found.items()) if outcome.wrong]
     results = [f"{', '.join(right)} verified" if right else "no folder is right in every kernel", *wrong]
@@ -139,7 +139,7 @@ def _file(cache: Path | None, key: Mapping[str, str]) -> Path:
     return cache / f"{key['folder']}-{digest[:24]}.json"
 
 
-def _kept(cache: Path | None, key: Mapping[str, str]) -> Outcome | None:
+def _kept(cache: Path | None, key: Mapping[str, str]) -> RejectedKernels | None:
     """What an earlier run has found; None also for a file that is damaged, or not about this."""
     if cache is None:
         return None
@@ -149,10 +149,10 @@ def _kept(cache: Path | None, key: Mapping[str, str]) -> Outcome | None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     texts = isinstance(wrong, dict) and all(isinstance(why, str) and why for why in wrong.values())
-    return Outcome(wrong) if right and texts else None
+    return RejectedKernels(wrong) if right and texts else None
 
 
-def _keep(cache: Path | None, outcomes: Mapping[str, tuple[Mapping[str, str], Outcome]]) -> str:
+def _keep(cache: Path | None, outcomes: Mapping[str, tuple[Mapping[str, str], RejectedKernels]]) -> str:
     """Writes what was found; says where it is kept, or why not."""
     if cache is None:
         return "not kept, for this user has no home: every start verifies again"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.data_parallel import FlatPieces, Gradients, are_masters
-from megatron.ops.optim import joined, split
+from megatron.ops.optim import join_fp32, split_fp32
 from megatron.optimizer.decision import Decision
 from megatron.optimizer.groups import GroupRule, Rates
 from megatron.optimizer.places import Places
@@ -53,14 +53,14 @@ class _Segment:
         """The live tensors; with remainders the masters are computed for the call."""
         found = self.loadable_in_place()
         if self.has_remainders:
-            found["master"] = joined(self.weights, self.beside)
+            found["master"] = join_fp32(self.weights, self.beside)
         elif self.are_masters:
             found["master"] = self.weights
         return found
 
     def set_masters(self, masters: Tensor) -> None:
         """Also sets the model's own weights: the masters, rounded."""
-        halves = split(masters) if self.has_remainders else (masters, masters)
+        halves = split_fp32(masters) if self.has_remainders else (masters, masters)
         for kept, new in zip((self.weights, self.beside), halves, strict=True):
             kept.copy_(new)
 

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron.data.indexed.files import as_bytes
+from megatron.data.indexed.files import array_bytes
 from megatron.errors import MegatronError
 from megatron.preprocess.input.files import InputFile
 from megatron.utils.typed import typed
@@ -124,7 +124,7 @@ class ShardWriter:
 
     def add(self, encoded: Encoded) -> None:
         for number, array in enumerate((encoded.tokens, encoded.lengths, encoded.counts)):
-            view = as_bytes(array)
+            view = array_bytes(array)
             self._streams[number].write(view)
             self._hashes[number].update(view)
             self._sizes[number] += len(view)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron.data import remote
 from megatron.data.indexed.record import record_path
-from megatron.data.remote_pairs import beside, put_pair, refuse_existing
+from megatron.data.remote_pairs import beside, put_pair, refuse_existing_urls
 from megatron.errors import StorageError
 from megatron.preprocess.merge import Report
 from megatron.preprocess.run import is_of, preprocess
@@ -35,14 +35,14 @@ def preprocess_to_url(settings: PreprocessSettings, folder: Path | None, say: Sa
     local = dataclasses.replace(settings, output_prefix=str(folder / url.rpartition("/")[2]))
     outputs = {output: beside(url, output) for output in local.outputs}
     if not settings.overwrite and not settings.resume:
-        refuse_existing(url, list(outputs.values()))
+        refuse_existing_urls(url, list(outputs.values()))
     parameters = f"{url}.sentences.json"
     _fetch_parameters(local, parameters)
 
     def uploaded(digest: str) -> bool:
         if all(_is_there(output, place, digest) for output, place in outputs.items()):
             return True
-        refuse_existing(url, list(outputs.values()))
+        refuse_existing_urls(url, list(outputs.values()))
         return False
 
     report = preprocess(local, say, uploaded)

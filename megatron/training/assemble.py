@@ -34,7 +34,7 @@ from megatron.training.evaluate import SplitEvaluator
 from megatron.training.hooks import Hook, ManualGarbageCollection, PipelineTrace
 from megatron.training.identity import meet_over_data
 from megatron.training.initialize import Run
-from megatron.training.metric_writers import build_metric_writers, writing
+from megatron.training.metric_writers import build_metric_writers, writing_file_of
 from megatron.training.model import ModelProvider, build_model
 from megatron.training.profiling.profiler import build_profiler
 from megatron.training.replica_check import ReplicaCheck
@@ -204,7 +204,7 @@ def _show(run: Run, datasets: Datasets) -> None:
         run.log.warn(warning)
     path = run.config.data.data_table_path
     if path is not None and run.log.main:
-        with writing("--data-table-path", path):
+        with writing_file_of("--data-table-path", path):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(f"{datasets.full_table}\n", encoding="utf-8")
 

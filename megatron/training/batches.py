@@ -15,7 +15,7 @@ from megatron.config import RunConfig
 from megatron.config.notices import spelled
 from megatron.config.validation import ONE_SET, ValidationPlan, validation_plan
 from megatron.data.datasets import Datasets
-from megatron.data.loader import BatchIterator, build_loader, packed
+from megatron.data.loader import BatchIterator, build_loader, pack_batch
 from megatron.data.masks import ALL_FIELDS, MaskConfig
 from megatron.data.sampler import BlockShape, sample_batches
 from megatron.errors import ConfigError, DataError, MegatronError
@@ -183,7 +183,7 @@ class BatchMaker:
                 sample_ids,
                 num_workers=workers,
                 pin_memory=pin_memory,
-                collate=packed if workers else None,
+                collate=pack_batch if workers else None,
             )
         self._open.add(loader)
         return loader

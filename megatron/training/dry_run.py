@@ -39,7 +39,7 @@ _BUILT = 2048
 """The most experts, of all layers together, of which each is made."""
 
 
-def check_files(run: Run, *, needs_data: bool) -> None:
+def check_launch_files(run: Run, *, needs_data: bool) -> None:
     """Opens what a launch would read: the sources of the data, and the description of the checkpoint. What
     takes long (sample order, hashes, tensors) is left to the launch, as is what a script's own providers do."""
     config, refusals = run.config, Refusals()

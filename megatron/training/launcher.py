@@ -15,7 +15,7 @@ from megatron.errors import MegatronError
 from megatron.training.settings import read_settings
 
 
-def check(ranks: int, flags: Sequence[str]) -> tuple[str, ...]:
+def check_launch(ranks: int, flags: Sequence[str]) -> tuple[str, ...]:
     """The lines about files that are not there yet, of a --dry-run; a ConfigError for what would be refused."""
     absent = Refusals() if "--dry-run" in flags else None
     check_world(read_settings(flags, absent=absent), ranks)
@@ -24,7 +24,7 @@ def check(ranks: int, flags: Sequence[str]) -> tuple[str, ...]:
 
 def main(argv: Sequence[str]) -> int:
     try:
-        for line in check(int(argv[0]), argv[1:]):
+        for line in check_launch(int(argv[0]), argv[1:]):
             print(f"before a launch: {line}")
     except MegatronError as error:
         print("\n".join(f"error: {line}" for line in error.lines), file=sys.stderr)

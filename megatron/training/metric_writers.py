@@ -43,12 +43,12 @@ class MetricsFile(Hook):
         self._file.close()
 
     def _write(self, values: dict[str, Any]) -> None:
-        with writing("--metrics-jsonl", self._path):
+        with writing_file_of("--metrics-jsonl", self._path):
             self._file.write(f"{json.dumps(values)}\n".encode())
 
 
 @contextmanager
-def writing(flag: str, path: object) -> Iterator[None]:
+def writing_file_of(flag: str, path: object) -> Iterator[None]:
     """Turns an OSError (a full disk) into an error that names the flag and the file."""
     try:
         yield

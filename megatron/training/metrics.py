@@ -69,7 +69,7 @@ class EvalRecord:
 
 
 @dataclass(frozen=True)
-class Rates:
+class Speeds:
     tokens_per_second: float
     samples_per_second: float
     tflops_per_device: float | None
@@ -83,12 +83,12 @@ class Throughput:
     flops_per_token: float | None  # None for a model that is not our GPT
     peak_flops: float | None  # peak of one device; None if unknown, and then no MFU is reported
 
-    def rates(self, samples: int, seconds: float) -> Rates:
+    def rates(self, samples: int, seconds: float) -> Speeds:
         tokens_per_second = samples * self.seq_length / seconds
         per_device = None
         if self.flops_per_token is not None:
             per_device = tokens_per_second * self.flops_per_token / self.world_size
         utilisation = per_device / self.peak_flops if per_device is not None and self.peak_flops else None
-        return Rates(
+        return Speeds(
             tokens_per_second, samples / seconds, None if per_device is None else per_device / 1e12, utilisation
         )

@@ -49,7 +49,7 @@ def pretrain(
 
             from megatron.training.assemble import assemble
             from megatron.training.checkpointing import held_save_directory
-            from megatron.training.dry_run import check_files, render_plan
+            from megatron.training.dry_run import check_launch_files, render_plan
             from megatron.training.initialize import start
             from megatron.training.memory import with_memory_checked
             from megatron.training.watchdog import watched
@@ -57,7 +57,7 @@ def pretrain(
 
         run = start(config, needs_data=needs_data)
         if config.runtime.plans:
-            check_files(run, needs_data=needs_data)
+            check_launch_files(run, needs_data=needs_data)
             plan = render_plan(run, model_provider)
             run.log.info(describe(config) if config.runtime.print_config else plan)
             return StopReason("planned", "--print-config" if config.runtime.print_config else "--dry-run")

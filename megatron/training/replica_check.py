@@ -60,7 +60,7 @@ class ReplicaCheck(Hook):
         found: Fingerprints = {}
         for what, dim, parts in self._tensors():
             for held, part in parts:
-                found[what, dim, held] = fingerprint(part)
+                found[what, dim, held] = tensor_hash(part)
         return found
 
     def _tensors(self) -> Iterator[tuple[str, int, Iterable[tuple[Range, Tensor]]]]:
@@ -91,7 +91,7 @@ def _parts(spec: ShardSpec, tensor: Tensor) -> Iterator[tuple[Range, Tensor]]:
         offset += stop - start
 
 
-def fingerprint(tensor: Tensor) -> int:
+def tensor_hash(tensor: Tensor) -> int:
     """A 64-bit hash of the tensor's bits, in order, computed on its device. One changed element always changes it (its
     factor is odd); any other change goes unseen with a probability of about 2**-60."""
     bits = tensor.contiguous().view(-1).view(_INTEGER_OF[tensor.element_size()])

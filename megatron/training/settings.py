@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.checkpoint.find import find_candidates
-from megatron.config import RunConfig, adopt_checkpoint_args, check, check_paths
-from megatron.config.cli import resolve
+from megatron.config import RunConfig, adopt_checkpoint_args, check_paths, check_settings
+from megatron.config.cli import merge_sources
 from megatron.config.notices import given, spelled
 from megatron.config.refusals import Refusals
 from megatron.errors import ConfigError
@@ -32,7 +32,7 @@ def read_settings(
     shape is unknown and the settings go unchecked.)"""
     refusals = Refusals()
     files = refusals if absent is None else absent
-    config = resolve(argv, refusals)
+    config = merge_sources(argv, refusals)
     _check_load_is_there(config, files)
     if absent is not None and absent.lines:
         refusals.end()
@@ -41,7 +41,7 @@ def read_settings(
     if theirs or config.checkpoint.use_checkpoint_args:
         refusals.end()  # without the model's shape there is little to check
         config = _with_settings_of_folder(config, needs_data) if theirs else _with_checkpoint_args(config)
-    check(config, needs_data=needs_data, refusals=refusals)
+    check_settings(config, needs_data=needs_data, refusals=refusals)
     if opens_files:
         check_paths(config, files)
     project = config.logging.wandb_project

@@ -22,16 +22,16 @@ def typed(kind: type[T], value: Any) -> T:
     return made
 
 
-def plain(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """What `typed` reads back: dataclasses as objects, tuples as lists, paths as text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: json_value(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         if not all(isinstance(name, str) for name in value):
             raise TypeError(f"the names of an object are text, not {sorted({type(name).__name__ for name in value})}")
-        return {name: plain(item) for name, item in value.items()}
+        return {name: json_value(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [json_value(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 

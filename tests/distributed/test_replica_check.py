@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.errors import ReplicaError
 from megatron.training.hooks import Hook
-from megatron.training.replica_check import ReplicaCheck, fingerprint
+from megatron.training.replica_check import ReplicaCheck, tensor_hash
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import flags, make_parts, pretrain_here
 
@@ -142,34 +142,34 @@ def test_one_process_has_no_copies() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
 def test_the_fingerprint_sees_every_bit_and_the_order(dtype: torch.dtype) -> None:
     tensor = torch.arange(1, 40).to(dtype)
-    before = fingerprint(tensor)
-    assert before == fingerprint(tensor.clone()) and before != fingerprint(tensor.flip(0))
+    before = tensor_hash(tensor)
+    assert before == tensor_hash(tensor.clone()) and before != tensor_hash(tensor.flip(0))
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     for element in (0, 17, -1):
         for bit in range(8 * tensor.element_size()):
             changed = tensor.clone()
             mask = -(1 << bit) if bit == 8 * tensor.element_size() - 1 else 1 << bit
             changed.view(integers)[element] ^= mask
-            assert fingerprint(changed) != before
+            assert tensor_hash(changed) != before
 
 
 def test_a_bit_anywhere_in_a_large_tensor_is_seen() -> None:
     tensor = torch.ones(2**20 + 5)
-    before = fingerprint(tensor)
+    before = tensor_hash(tensor)
     for element in (2**20 - 1, 2**20, -1):  # the end of a block, the beginning of the next
         flip_one_bit(tensor, element)
-        assert fingerprint(tensor) != before
+        assert tensor_hash(tensor) != before
         flip_one_bit(tensor, element)
-    assert fingerprint(tensor) == before
+    assert tensor_hash(tensor) == before
 
 
 def test_elements_exchanged_or_changed_together_are_seen() -> None:
     generator = torch.Generator().manual_seed(1)
     tensor = torch.randn(5000, generator=generator)
-    before = fingerprint(tensor)
+    before = tensor_hash(tensor)
     for _ in range(200):
         i, j = torch.randint(5000, (2,), generator=generator).tolist()
         changed = tensor.clone()
         changed[[i, j]] = tensor[[j, i]]
-        assert (fingerprint(changed) != before) == (i != j)
-    assert fingerprint(torch.zeros(3)) != fingerprint(torch.zeros(4)) != fingerprint(-torch.zeros(4))
+        assert (tensor_hash(changed) != before) == (i != j)
+    assert tensor_hash(torch.zeros(3)) != tensor_hash(torch.zeros(4)) != tensor_hash(-torch.zeros(4))

@@ -151,7 +151,7 @@ def merged_without_rescaling(parts: Parts) -> None:
         result.add_(other)
         log_sum.copy_(torch.logaddexp(log_sum, other_sum))
 
-    blocks.merge = merge
+    blocks.merge_partial_attention = merge
 
 
 def a_chunk_too_much(parts: Parts) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from megatron.data_parallel import FullySharded
 from megatron.training.assemble import Parts
-from megatron.training.check_layout.outcome import Outcome, RankOutcome, join, train_outcome
+from megatron.training.check_layout.outcome import RankOutcome, RunOutcome, join, train_outcome
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import few_batches, whole_state, worst
 from tests.helpers.runs import LLAMA_SHAPE, flags, make_parts
@@ -53,7 +53,7 @@ def train(rank: int, world: int, cases: Sequence[Sequence[str]], dtype: torch.dt
 
 
 @cache
-def plain(argv: tuple[str, ...], dtype: torch.dtype = torch.float64) -> Outcome:
+def plain(argv: tuple[str, ...], dtype: torch.dtype = torch.float64) -> RunOutcome:
     return join(train(0, 1, [argv], dtype))
 
 

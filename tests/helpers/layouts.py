@@ -22,8 +22,8 @@ from megatron.optimizer import Optimizer
 from megatron.optimizer.rules.base import WHOLE_KINDS
 from megatron.training.assemble import Parts
 from megatron.training.check_layout.outcome import (
-    Outcome,
     RankOutcome,
+    RunOutcome,
     join,
     train_outcome,
     uneven_weights,
@@ -33,7 +33,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import TINY, flags, make_parts
 
 __all__ = [
-    "Outcome",
+    "RunOutcome",
     "at_layout",
     "at_layouts",
     "expected",
@@ -56,16 +56,16 @@ Cases = dict[int, list[tuple[dict[str, Any], dict[str, Any]]]]
 """By the number of ranks: settings of the model, settings of the layout."""
 
 
-def reference(argv: Sequence[str], steps: int = STEPS) -> Outcome:
+def reference(argv: Sequence[str], steps: int = STEPS) -> RunOutcome:
     return _joined([_train(0, 1, list(argv), None, steps)])
 
 
-def at_layout(ranks: int, argv: Sequence[str], change: Change | None = None, timeout: float = 120.0) -> Outcome:
+def at_layout(ranks: int, argv: Sequence[str], change: Change | None = None, timeout: float = 120.0) -> RunOutcome:
     """`change` plants a bug: it runs on every rank before the first step."""
     return _joined(run_ranks(ranks, _train, ranks, list(argv), change, timeout=timeout))
 
 
-def at_layouts(ranks: int, cases: Sequence[Sequence[str]], steps: int = STEPS) -> list[Outcome]:
+def at_layouts(ranks: int, cases: Sequence[Sequence[str]], steps: int = STEPS) -> list[RunOutcome]:
     """Trains several cases on ranks that are started once."""
     argvs = [list(argv) for argv in cases]
     results = run_ranks(ranks, _train_all, ranks, argvs, steps, timeout=60.0 + 60.0 * len(cases))
@@ -76,7 +76,7 @@ def _train_all(rank: int, world_size: int, cases: list[list[str]], steps: int) -
     return [_train(rank, world_size, argv, None, steps) for argv in cases]
 
 
-def worst(got: Outcome, expected: Outcome) -> float:
+def worst(got: RunOutcome, expected: RunOutcome) -> float:
     """The largest relative difference of the steps' numbers, and (per tensor, Frobenius) of gradients and weights."""
     assert got.numbers.keys() == expected.numbers.keys() and got.samples == expected.samples
     pairs = [pair for kind, wanted in expected.numbers.items() for pair in zip(got.numbers[kind], wanted, strict=True)]
@@ -140,7 +140,7 @@ def two_rounds(ranks: int, settings: Mapping[str, Any]) -> int:
 
 
 @cache
-def expected(argv: tuple[str, ...], steps: int = STEPS) -> Outcome:
+def expected(argv: tuple[str, ...], steps: int = STEPS) -> RunOutcome:
     """`reference`, computed once for each command line."""
     return reference(argv, steps)
 
@@ -153,7 +153,7 @@ def _train(rank: int, world_size: int, argv: list[str], change: Change | None, s
     return train_outcome(parts, steps)
 
 
-def _joined(ranks: list[RankOutcome]) -> Outcome:
+def _joined(ranks: list[RankOutcome]) -> RunOutcome:
     try:
         return join(ranks)
     except ReplicaError as error:

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.ops.proof import Draw, check
+from megatron.ops.proof import Draw, compare_call
 from megatron.ops.registry import register
 from tests.helpers.declared import all_proofs, files_with
 from tests.helpers.kernels import builder
@@ -185,6 +185,6 @@ def compare(kernels: Path, op: str, emulated: bool, said: Path) -> None:
     proof = all_proofs()[op]
     for dtype in proof.dtypes[:2]:
         for call in proof.calls(Draw(dtype, torch.Generator().manual_seed(1))):
-            for finding in check(proof, call, getattr(torch.ops, namespace), "cpu"):
+            for finding in compare_call(proof, call, getattr(torch.ops, namespace), "cpu"):
                 if finding.wrong:
                     sys.exit(f"{call.name}: {finding.tensor}: {finding.wrong}")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from megatron.ops.library import library
-from megatron.ops.proof import PROOFS, Draw, Proof, check
+from megatron.ops.proof import PROOFS, Draw, Proof, compare_call
 from megatron.ops.proof.judge import elements
 from megatron.ops.registry import register
 
@@ -53,7 +53,7 @@ def sweep(proof: Proof, ops: Any, args: argparse.Namespace) -> int:
         small = [call for call in calls if elements(call.args) <= args.largest]
         call = small[number // len(proof.dtypes) % len(small)]
         number += 1
-        for finding in check(proof, call, ops, args.device):
+        for finding in compare_call(proof, call, ops, args.device):
             if finding.wrong is None:
                 largest[dtype] = max(largest[dtype], finding.error)
             else:

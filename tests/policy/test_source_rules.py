@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.policy import rules
+from tests.policy.measure import Source, defined_twice, sources
 
 Rule = Callable[[str, str], list[str]]
 
@@ -189,6 +190,33 @@ def test_a_package_that_offers_its_modules_is_no_cycle() -> None:
         "megatron/a/c.py": "import os",
     }
     assert rules.import_cycle(sources) == []
+
+
+# At most ten names that two modules may define, each with its reason.
+SHARED_NAMES = {
+    "read": "always read with its module: manifest.read, share.read",
+    "encode": "always read with its module: manifest.encode, share.encode",
+    "decode": "always read with its module: manifest.decode, share.decode",
+    "initialize": "the public megatron.initialize hands over to the engine's, which users may also import themselves",
+}
+# A closed list: nothing is added; whoever renames one takes it out.
+NAMES_TO_GO = {"Arrivals", "Seen", "Slot", "units_of"}
+
+
+def test_no_name_stands_for_two_things() -> None:
+    assert len(SHARED_NAMES) <= 10
+    twice = defined_twice(sources(rules.ROOT))
+    assert set(twice) == NAMES_TO_GO | set(SHARED_NAMES), "\n".join(f"{name}: {where}" for name, where in twice.items())
+
+
+def test_a_second_definition_is_found() -> None:
+    texts = {
+        "a.py": "class Row: ...\ndef main(): ...\ndef _f(): ...",
+        "b.py": "def Row(): ...\ndef main(): ...\ndef _f(): ...",
+    }
+    assert defined_twice([Source(path, text, ast.parse(text)) for path, text in texts.items()]) == {
+        "Row": ["a.py", "b.py"]
+    }
 
 
 LONGEST_FILE, LONGEST_FUNCTION = 500, 80

@@ -20,14 +20,14 @@ def main() -> None:
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         try:
-            answer = read(json.loads(line))
+            answer = read_with_transformers(json.loads(line))
         except Exception as error:  # whatever transformers raises is what its user would get
             version = getattr(sys.modules.get("transformers"), "__version__", None)
             answer = {"error": f"{type(error).__name__}: {error}", "version": version}
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def read(request: dict[str, Any]) -> dict[str, Any]:
+def read_with_transformers(request: dict[str, Any]) -> dict[str, Any]:
     import transformers
 
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(

@@ -22,7 +22,7 @@ from megatron.errors import StorageError
 from megatron.layout import Layout
 
 
-def to_native(source: HuggingFaceFolder, save: Path, known_as: Path, show: Show) -> SavedInfo:
+def import_weights(source: HuggingFaceFolder, save: Path, known_as: Path, show: Show) -> SavedInfo:
     """One tensor at a time is in memory."""
     reading = Reading(show)
 

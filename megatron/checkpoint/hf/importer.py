@@ -15,7 +15,7 @@ from megatron.checkpoint.hf.exchange import Exchange
 from megatron.checkpoint.hf.export import DTYPES
 from megatron.checkpoint.hf.families import by_model_type
 from megatron.checkpoint.hf.family import Family
-from megatron.checkpoint.hf.weights import BIN, BIN_INDEX, INDEX, WEIGHTS, WeightsFile, read_json, weights_files
+from megatron.checkpoint.hf.weights import BIN, BIN_INDEX, INDEX, WEIGHTS, WeightsFile, read_finite_json, weights_files
 from megatron.checkpoint.member_checks import MemberChecks, Say
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError, ConfigError
@@ -100,7 +100,7 @@ def open_folder(folder: Path, say: Say = lambda text: None, *, compare: bool = T
     if not folder.is_dir():
         raise ConfigError(f"--load {folder}: {is_not_a_directory(folder)}")
     _refuse_adapter(folder)
-    values = read_json(folder / "config.json")
+    values = read_finite_json(folder / "config.json")
     _refuse_quantised(values)
     family = by_model_type(values.get("model_type"))
     config, moe = family.read_config(values)
@@ -131,7 +131,7 @@ def _check_tied(source: HuggingFaceFolder) -> None:
 def _refuse_adapter(folder: Path) -> None:
     described = folder / ADAPTER
     if described.is_file() and not any((folder / name).is_file() for name in (WEIGHTS, INDEX, BIN, BIN_INDEX)):
-        base = str(read_json(described).get("base_model_name_or_path") or "its base model")
+        base = str(read_finite_json(described).get("base_model_name_or_path") or "its base model")
         raise ConfigError(
             f"--load {folder}: holds an adapter of {base:.200}, not a model; merge the two first (peft's "
             "merge_and_unload) and give the merged folder"

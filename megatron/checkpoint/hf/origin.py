@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.hf.weights import read_json
+from megatron.checkpoint.hf.weights import read_finite_json
 from megatron.errors import CheckpointError
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.huggingface import refuse_outside
@@ -32,12 +32,12 @@ class Origin:
 
 
 def read_origin(folder: Path) -> Origin:
-    values, generation = read_json(folder / "config.json"), folder / GENERATION
+    values, generation = read_finite_json(folder / "config.json"), folder / GENERATION
     ids = {name: values[name] for name in _IDS if name in values}
     if generation.exists():
         refuse_outside(folder, generation)
     return _checked(
-        Origin(str(values.get("model_type")), ids, read_json(generation) if generation.exists() else None),
+        Origin(str(values.get("model_type")), ids, read_finite_json(generation) if generation.exists() else None),
         str(folder / "config.json"),
     )
 

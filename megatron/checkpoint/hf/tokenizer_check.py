@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.hf.families import by_model_type
-from megatron.checkpoint.hf.weights import read_json
+from megatron.checkpoint.hf.weights import read_finite_json
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.tokenizer.base import gives_up, library_errors
 from megatron.tokenizer.for_transformers import JSON, ROLES, TokenizerFiles, is_qwen2
@@ -65,7 +65,7 @@ def ask_fresh(request: dict[str, Any]) -> dict[str, Any]:
 def compare_tokenizer(expected: Expected, advice: str) -> str:
     """Raises unless the folder is read as expected. Returns one line that says what was compared."""
     answer = ask_fresh(expected.request)
-    if problem := first_difference(expected, answer):
+    if problem := first_misreading(expected, answer):
         version = answer.get("version") or "(version unknown)"
         raise CheckpointError(f"{expected.request['folder']}: transformers {version} {problem}; {advice}")
     ran = ", and its pipeline runs" if answer["pipeline"] is not None else ""
@@ -85,7 +85,8 @@ def check_folder(folder: Path, run: TokenizerFiles | None) -> str:
     own = TokenizerFiles.of(folder)
     if not own.has_json:
         raise ConfigError(f"--check {folder}: has no {JSON}; give an exported folder with a tokenizer")
-    values, advice = read_json(folder / "config.json"), "export it again with tools/convert_checkpoint.py --to hf"
+    values = read_finite_json(folder / "config.json")
+    advice = "export it again with tools/convert_checkpoint.py --to hf"
     if type(rows := values.get("vocab_size")) is not int:
         raise ConfigError(f"--check {folder}: its config.json has no vocab_size; give an exported folder")
     if by_model_type(values.get("model_type")).rebuilds_tokenizer and not is_qwen2(own.json(JSON)):
@@ -137,7 +138,7 @@ def _around_each(tokens: Sequence[str]) -> list[str]:
     return [f"one {token}two{token} 3 {token}\n" for token in some]
 
 
-def first_difference(expected: Expected, answer: dict[str, Any]) -> str | None:
+def first_misreading(expected: Expected, answer: dict[str, Any]) -> str | None:
     """What the other program reads differently; None if nothing."""
     if "error" in answer:
         return f"does not open it ({answer['error']:.300})"

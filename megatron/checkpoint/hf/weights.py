@@ -142,7 +142,7 @@ def _all_there(index: Path) -> list[Path]:
 
 
 def _shards(index: Path) -> list[str]:
-    names = read_json(index).get("weight_map")
+    names = read_finite_json(index).get("weight_map")
     if not isinstance(names, dict):
         raise CheckpointError(f"{index} has no weight_map")
     return sorted({str(shard) for shard in names.values()})
@@ -156,7 +156,7 @@ def _member(folder: Path, name: str) -> Path:
     return path
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_finite_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except FileNotFoundError as error:

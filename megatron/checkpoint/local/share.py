@@ -15,7 +15,7 @@ from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.parts import Part
 from megatron.checkpoint.verify import DamagedCheckpointError
 from megatron.errors import CheckpointError
-from megatron.utils.typed import plain, typed
+from megatron.utils.typed import json_value, typed
 
 _RANK = "rank_"
 
@@ -42,7 +42,7 @@ def rank_directories(root: Path) -> Iterator[tuple[int, Path]]:
 
 
 def encode(record: ShareRecord) -> bytes:
-    body = plain(record)
+    body = json_value(record)
     return storage.canonical_json({"share": body, "sha256": _digest(body)})
 
 

@@ -32,17 +32,17 @@ _QKV_NAMES = (f"{QKV}.weight", f"{QKV}.bias")
 
 
 @dataclass(frozen=True)
-class Coordinates:
+class ModelRank:
     tp: int
     pp: int
     ep: int
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ModelChunk:
     """The layers of one pipeline stage, or of one of its virtual stages, as one rank has them."""
 
-    at: Coordinates
+    at: ModelRank
     key: str
     """`model`, or `model0` and so on."""
     tensors: Mapping[str, Any]
@@ -57,10 +57,10 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Place:
+class SliceLocation:
     """Where one slice of a parameter lies."""
 
-    at: Coordinates
+    at: ModelRank
     chunk: str
     name: str
     """The flat name there."""
@@ -69,7 +69,7 @@ class Place:
 @dataclass(frozen=True)
 class ClassicTree:
     directory: Path
-    files: Mapping[Coordinates, TorchFile]
+    files: Mapping[ModelRank, TorchFile]
     tp: int
     pp: int
     ep: int
@@ -78,7 +78,7 @@ class ClassicTree:
 
     @property
     def first(self) -> TorchFile:
-        return self.files[Coordinates(0, 0, 0)]
+        return self.files[ModelRank(0, 0, 0)]
 
     @cached_property
     def args(self) -> dict[str, Any]:
@@ -94,14 +94,14 @@ class ClassicTree:
         return float(found)
 
     @cached_property
-    def chunks(self) -> Mapping[Coordinates, tuple[Chunk, ...]]:
+    def chunks(self) -> Mapping[ModelRank, tuple[ModelChunk, ...]]:
         """The chunks of every rank: its virtual stages in order."""
         return {at: tuple(_chunks(at, file)) for at, file in self.files.items()}
 
     @cached_property
     def stages(self) -> tuple[tuple[int, int, int], ...]:
         """(stage, virtual stage, its first layer) in the order of the layers."""
-        counts = {pp: [chunk.layers for chunk in self.chunks[Coordinates(0, pp, 0)]] for pp in range(self.pp)}
+        counts = {pp: [chunk.layers for chunk in self.chunks[ModelRank(0, pp, 0)]] for pp in range(self.pp)}
         virtual = {len(layers) for layers in counts.values()}
         if len(virtual) != 1:
             raise CheckpointError(f"{self.directory}: its pipeline stages have {sorted(virtual)} virtual stages")
@@ -115,11 +115,11 @@ class ClassicTree:
     @property
     def is_core(self) -> bool:
         """Whether it is of a core model; those of 23.06 have other names."""
-        return any(".linear_qkv." in name for name in self.chunks[Coordinates(0, 0, 0)][0].tensors)
+        return any(".linear_qkv." in name for name in self.chunks[ModelRank(0, 0, 0)][0].tensors)
 
     def layers(self) -> int:
         pp, chunk, first = self.stages[-1]
-        return first + self.chunks[Coordinates(0, pp, 0)][chunk].layers
+        return first + self.chunks[ModelRank(0, pp, 0)][chunk].layers
 
     def stage_of(self, name: str) -> tuple[int, int, int]:
         layer = layer_of(name)
@@ -127,7 +127,7 @@ class ClassicTree:
             return self.stages[0] if name == WORD_TABLE or "position_embeddings" in name else self.stages[-1]
         return next(stage for stage in reversed(self.stages) if stage[2] <= layer)
 
-    def record(self, parameter: Parameter, experts: int) -> tuple[TensorRecord, dict[Slice, Place]]:
+    def record(self, parameter: Parameter, experts: int) -> tuple[TensorRecord, dict[Slice, SliceLocation]]:
         """The slices of one parameter, and where each of them is."""
         row, name = parameter.row, parameter.name
         if row.name in _QKV_NAMES:
@@ -136,10 +136,10 @@ class ClassicTree:
         pp, chunk, first = self.stage_of(name)
         layer = None if parameter.layer is None else parameter.layer - first
         names = candidates(name, layer, local)
-        places: dict[Slice, Place] = {}
+        places: dict[Slice, SliceLocation] = {}
         dtypes = set()
         for tp in range(1 if row.split_dim is None else self.tp):
-            at = Coordinates(tp, pp, ep)
+            at = ModelRank(tp, pp, ep)
             held = self.chunks[at][chunk]
             found = next((each for each in names if each in held.tensors), None)
             if found is None:
@@ -149,7 +149,7 @@ class ClassicTree:
             dtypes.add(str(file.dtype(stored)))
             ranges = self._ranges(parameter, tp, shape)
             _check_shape(self.directory, parameter, ranges, shape)
-            places[Slice(f"{tp}.{pp}.{ep}", (held.key, found), ranges, shape)] = Place(at, held.key, found)
+            places[Slice(f"{tp}.{pp}.{ep}", (held.key, found), ranges, shape)] = SliceLocation(at, held.key, found)
         if len(dtypes) != 1:
             raise CheckpointError(f"{self.directory}: {name} is {' and '.join(sorted(dtypes))} on its ranks")
         record = TensorRecord(parameter.shape, dtypes.pop(), row.split_dim or 0, tuple(places), row.fold)
@@ -187,7 +187,7 @@ class ClassicTree:
         own differs in all rows; some of them are compared, without reading the tables for their checksums."""
         pp, chunk, _ = self.stages[-1]
         for tp in range(self.tp):
-            first, last = Coordinates(tp, 0, 0), Coordinates(tp, pp, 0)
+            first, last = ModelRank(tp, 0, 0), ModelRank(tp, pp, 0)
             words = self.files[first].tensor(self.chunks[first][0].tensors[WORD_TABLE], compare=False)
             for name in _HEAD_COPIES:
                 stored = self.chunks[last][chunk].tensors.get(name)
@@ -199,7 +199,7 @@ class ClassicTree:
                         "(untie_embeddings_and_output_weights)"
                     )
 
-    def unknown(self, used: set[Place], *, tied: bool) -> list[str]:
+    def unknown(self, used: set[SliceLocation], *, tied: bool) -> list[str]:
         """Tensors of the files that belong to no parameter."""
         copies = _HEAD_COPIES if tied and self.pp > 1 else ()
         names = {(place.at.pp, place.at.ep, place.chunk, place.name) for place in used}
@@ -224,7 +224,7 @@ def open_tree(directory: Path, checks: MemberChecks | None) -> ClassicTree:
         raise CheckpointError(f"{first.path} holds no dictionary: it is no checkpoint of Megatron-LM")
     args = plain_values(first.content.get("args"))
     args = args if isinstance(args, dict) else {}
-    files: dict[Coordinates, TorchFile] = {}
+    files: dict[ModelRank, TorchFile] = {}
     for name, match in matches.items():
         assert match is not None
         numbers = [int(number) for number in match.groups() if number is not None]
@@ -250,15 +250,15 @@ def open_tree(directory: Path, checks: MemberChecks | None) -> ClassicTree:
     return ClassicTree(directory, files, tp, pp, ep, checks)
 
 
-def _coordinates(numbers: list[int], args: Mapping[str, Any]) -> Coordinates:
+def _coordinates(numbers: list[int], args: Mapping[str, Any]) -> ModelRank:
     """The ranks that a folder's name says. Of two numbers the second is the pipeline rank, or without a pipeline the
     expert-parallel rank."""
     if len(numbers) == 2 and args.get("pipeline_model_parallel_size", 2) == 1:
-        return Coordinates(numbers[0], 0, numbers[1])
-    return Coordinates(*(*numbers, 0, 0)[:3])
+        return ModelRank(numbers[0], 0, numbers[1])
+    return ModelRank(*(*numbers, 0, 0)[:3])
 
 
-def _chunks(at: Coordinates, file: TorchFile) -> Iterator[Chunk]:
+def _chunks(at: ModelRank, file: TorchFile) -> Iterator[ModelChunk]:
     keys = sorted((k for k in file.content if isinstance(k, str) and _CHUNK.fullmatch(k)), key=lambda k: (len(k), k))
     if not keys:
         raise CheckpointError(f"{file.path} has no model: it is no checkpoint of Megatron-LM")
@@ -267,7 +267,7 @@ def _chunks(at: Coordinates, file: TorchFile) -> Iterator[Chunk]:
         strange = [name for name, value in tensors.items() if not file.is_tensor(value)]
         if strange:
             raise CheckpointError(f"{file.path} has no tensor under {strange[0][:100]}")
-        yield Chunk(at, key, tensors)
+        yield ModelChunk(at, key, tensors)
 
 
 def _check_shape(

@@ -34,7 +34,7 @@ def with_true_vocabulary(found: FoundStep, rows: int | None) -> FoundStep:
     return cut
 
 
-def to_native(
+def import_step(
     found: FoundStep, save: Path, known_as: Path, show: Show, log: Callable[[str], object] = print
 ) -> SavedInfo:
     """One tensor at a time is in memory."""

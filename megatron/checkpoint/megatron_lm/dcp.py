@@ -33,7 +33,7 @@ Offsets = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class FileRange:
     file: str
     start: int
     length: int
@@ -43,7 +43,7 @@ class Place:
 class Chunk:
     offsets: Offsets
     sizes: tuple[int, ...]
-    place: Place
+    place: FileRange
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class DistTensor:
 class DistDirectory:
     directory: Path
     tensors: Mapping[str, DistTensor]
-    blobs: Mapping[str, Place]
+    blobs: Mapping[str, FileRange]
     """What is no tensor."""
     checks: MemberChecks | None
     _mapped: dict[str, Bytes] = field(default_factory=dict)
 
-    def content(self, place: Place, key: str) -> TorchFile:
+    def content(self, place: FileRange, key: str) -> TorchFile:
         if place.file not in self._mapped:
             path = self.directory / place.file
             if not paths.is_plain_file(path):
@@ -115,11 +115,11 @@ def open_directory(directory: Path, checks: MemberChecks | None) -> DistDirector
     return DistDirectory(directory, tensors, blobs, checks)
 
 
-def _described(content: Any) -> tuple[dict[str, DistTensor], dict[str, Place]]:
+def _described(content: Any) -> tuple[dict[str, DistTensor], dict[str, FileRange]]:
     described = _mapping(_fields(content, "Metadata").get("state_dict_metadata"))
     places = dict(_places(_mapping(_fields(content, "Metadata").get("storage_data"))))
     tensors: dict[str, DistTensor] = {}
-    blobs: dict[str, Place] = {}
+    blobs: dict[str, FileRange] = {}
     for key, entry in described.items():
         if not isinstance(key, str) or not isinstance(entry, Made):
             raise PickleRefused("it has an entry without a name")
@@ -131,7 +131,7 @@ def _described(content: Any) -> tuple[dict[str, DistTensor], dict[str, Place]]:
     return tensors, blobs
 
 
-def _places(stored: Mapping[Any, Any]) -> Iterator[tuple[tuple[str, Offsets | None], Place]]:
+def _places(stored: Mapping[Any, Any]) -> Iterator[tuple[tuple[str, Offsets | None], FileRange]]:
     """(name, offsets of the chunk, or None of what is no tensor) -> its bytes."""
     for index, info in stored.items():
         named, where = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
@@ -142,7 +142,7 @@ def _places(stored: Mapping[Any, Any]) -> Iterator[tuple[tuple[str, Offsets | No
         if not isinstance(key, str) or not _is_file_name(file):
             raise PickleRefused(f"it names a file {str(file)[:60]!r}, which is none of its directory")
         start, length = _numbers((start, length))
-        yield (key, None if offsets is None else _numbers(offsets)), Place(str(file), start, length)
+        yield (key, None if offsets is None else _numbers(offsets)), FileRange(str(file), start, length)
 
 
 def _is_file_name(name: Any) -> bool:
@@ -150,7 +150,7 @@ def _is_file_name(name: Any) -> bool:
 
 
 def _tensor(
-    key: str, fields: Mapping[str, Any], places: Mapping[tuple[str, Offsets | None], Place]
+    key: str, fields: Mapping[str, Any], places: Mapping[tuple[str, Offsets | None], FileRange]
 ) -> DistTensor:  # fmt: skip
     shape = _numbers(fields.get("size"))
     properties = fields.get("properties")

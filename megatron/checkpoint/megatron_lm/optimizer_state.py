@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint import paths
-from megatron.checkpoint.megatron_lm.classic_tree import Chunk, ClassicTree, Coordinates
+from megatron.checkpoint.megatron_lm.classic_tree import ClassicTree, ModelChunk, ModelRank
 from megatron.checkpoint.torch_files import TorchFile, plain_values
 from megatron.errors import CheckpointError
 
@@ -32,7 +32,7 @@ _SCALER = {"scale", "growth_tracker", "hysteresis_tracker"}
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredTensor:
     """One tensor of the optimizer: what stands for it in a file, or a part of a vector there."""
 
     file: TorchFile
@@ -49,7 +49,7 @@ class Entry:
         return self.file.dtype(self.stored)
 
 
-Entries = Mapping[tuple[str, str], Mapping[str, Entry]]
+Entries = Mapping[tuple[str, str], Mapping[str, StoredTensor]]
 """(chunk, flat name) -> kind -> entry."""
 
 
@@ -62,12 +62,12 @@ class _Link:
     """One optimizer of a rank's chain: the parameters that it has, all of them if it is alone."""
 
     tree: ClassicTree
-    at: Coordinates
+    at: ModelRank
     state: Any
     of_experts: bool | None
     """None: not divided by that."""
 
-    def names(self, chunk: Chunk) -> list[str]:
+    def names(self, chunk: ModelChunk) -> list[str]:
         return [
             name
             for name in chunk.tensors
@@ -75,7 +75,7 @@ class _Link:
         ]
 
 
-def of_rank(tree: ClassicTree, at: Coordinates) -> Entries:
+def of_rank(tree: ClassicTree, at: ModelRank) -> Entries:
     """The optimizer's tensors in one rank's file; none if it was saved without."""
     file = tree.files[at]
     state = file.content.get("optimizer")
@@ -87,7 +87,7 @@ def of_rank(tree: ClassicTree, at: Coordinates) -> Entries:
     if len({link.of_experts for link in links}) != len(links):
         raise _refused(tree, _DIVIDED)
     distributed = (file.path.parent / DISTRIBUTED).exists()
-    found: dict[tuple[str, str], dict[str, Entry]] = {}
+    found: dict[tuple[str, str], dict[str, StoredTensor]] = {}
     for where, kind, entry in _in_vectors(links, file.path.parent) if distributed else _in_numbers(links, apart):
         found.setdefault(where, {})[kind] = entry
     return found
@@ -103,19 +103,17 @@ def _groups(state: Any) -> list[Any]:
     return _values(inner.get("param_groups")) if isinstance(inner, dict) else []
 
 
-def _in_numbers(links: list[_Link], apart: bool) -> Iterator[tuple[tuple[str, str], str, Entry]]:
+def _in_numbers(links: list[_Link], apart: bool) -> Iterator[tuple[tuple[str, str], str, StoredTensor]]:
     for link in links:
         file = link.tree.files[link.at]
         for where, kind, stored in _numbered(link.tree, link.at, link.state, apart):
             shape = _shape(link.tree, link.at, where)
             if not file.is_tensor(stored) or file.shape(stored) != shape:
                 raise _refused(link.tree, f"its entry for {where[1]} does not have the shape {shape}")
-            yield where, kind, Entry(file, stored, shape)
+            yield where, kind, StoredTensor(file, stored, shape)
 
 
-def _numbered(
-    tree: ClassicTree, at: Coordinates, state: Any, apart: bool
-) -> Iterator[tuple[tuple[str, str], str, Any]]:
+def _numbered(tree: ClassicTree, at: ModelRank, state: Any, apart: bool) -> Iterator[tuple[tuple[str, str], str, Any]]:
     """(parameter, kind, tensor) of the state of one torch optimizer, with its masters if it has some."""
     inner = state.get("optimizer", state) if isinstance(state, dict) else None
     if not isinstance(inner, dict) or not isinstance(inner.get("param_groups"), list):
@@ -145,7 +143,7 @@ def _numbered(
         yield from ((where, "master", copy) for copy, where in zip(copies, names, strict=True))
 
 
-def _names_of_groups(tree: ClassicTree, at: Coordinates, groups: list[Any], apart: bool) -> list[list[tuple[str, str]]]:
+def _names_of_groups(tree: ClassicTree, at: ModelRank, groups: list[Any], apart: bool) -> list[list[tuple[str, str]]]:
     """Which parameters each group numbers. `apart`: experts have groups of their own."""
     found = []
     for group in groups:
@@ -165,7 +163,7 @@ def _names_of_groups(tree: ClassicTree, at: Coordinates, groups: list[Any], apar
     return found
 
 
-def _in_vectors(links: list[_Link], folder: Path) -> Iterator[tuple[tuple[str, str], str, Entry]]:
+def _in_vectors(links: list[_Link], folder: Path) -> Iterator[tuple[tuple[str, str], str, StoredTensor]]:
     """A chain of optimizers has a list of their vectors, with None for what the rank of another expert keeps."""
     tree = links[0].tree
     file = TorchFile.open(paths.member(folder, DISTRIBUTED), tree.checks)
@@ -177,7 +175,7 @@ def _in_vectors(links: list[_Link], folder: Path) -> Iterator[tuple[tuple[str, s
             yield from _of_link(link, by_chunk, file)
 
 
-def _of_link(link: _Link, by_chunk: Any, file: TorchFile) -> Iterator[tuple[tuple[str, str], str, Entry]]:
+def _of_link(link: _Link, by_chunk: Any, file: TorchFile) -> Iterator[tuple[tuple[str, str], str, StoredTensor]]:
     tree, at = link.tree, link.at
     chunks = [(chunk, names) for chunk in tree.chunks[at] if (names := link.names(chunk))]
     for number, (chunk, names) in enumerate(chunks):
@@ -200,7 +198,7 @@ def _of_link(link: _Link, by_chunk: Any, file: TorchFile) -> Iterator[tuple[tupl
             in_half = tree.files[at].dtype(chunk.tensors[name]) in _HALF
             for theirs, ours in _VECTORS.items():
                 if ours != "master" or in_half:  # a full-precision parameter is its own
-                    yield (chunk.key, name), ours, Entry(file, vectors[0][theirs], shape, position)
+                    yield (chunk.key, name), ours, StoredTensor(file, vectors[0][theirs], shape, position)
 
 
 def _starts(sizes: list[int], held: Any) -> list[int] | None:
@@ -258,15 +256,15 @@ def _values(items: Any) -> list[Any]:
     return list(items.values()) if isinstance(items, dict) else items if isinstance(items, list) else []
 
 
-def _stored(tree: ClassicTree, at: Coordinates, where: tuple[str, str]) -> Any:
+def _stored(tree: ClassicTree, at: ModelRank, where: tuple[str, str]) -> Any:
     return next(chunk.tensors[where[1]] for chunk in tree.chunks[at] if chunk.key == where[0])
 
 
-def _shape(tree: ClassicTree, at: Coordinates, where: tuple[str, str]) -> tuple[int, ...]:
+def _shape(tree: ClassicTree, at: ModelRank, where: tuple[str, str]) -> tuple[int, ...]:
     return tree.files[at].shape(_stored(tree, at, where))
 
 
-def _decays(tree: ClassicTree, at: Coordinates, where: tuple[str, str]) -> bool:
+def _decays(tree: ClassicTree, at: ModelRank, where: tuple[str, str]) -> bool:
     return not where[1].endswith(".bias") and len(_shape(tree, at, where)) > 1
 
 

@@ -60,7 +60,7 @@ _WHILE_TRAINING = (  # settings of the loss, of the devices and of rounding, whi
 _NOT_READ_BY_CORE = ("apply_residual_connection_post_layernorm", "openai_gelu")
 
 
-def read_settings(args: Mapping[str, Any], where: Path, *, core: bool = False) -> dict[str, dict[str, Any]]:
+def settings_from_args(args: Mapping[str, Any], where: Path, *, core: bool = False) -> dict[str, dict[str, Any]]:
     """As the manifest of a checkpoint of ours has them. `core`: of a core model, which ignores some of them."""
     args = {name: value for name, value in args.items() if not (core and name in _NOT_READ_BY_CORE)}
     lacking = [name for name in _NEEDED if type(args.get(name)) is not int]

@@ -14,8 +14,8 @@ from megatron.checkpoint import paths
 from megatron.checkpoint.architecture import model_config, moe_config
 from megatron.checkpoint.manifest import Manifest, Slice, TensorRecord
 from megatron.checkpoint.megatron_lm import classic_tree, optimizer_state
-from megatron.checkpoint.megatron_lm.classic_tree import ClassicTree, Place
-from megatron.checkpoint.megatron_lm.settings import read_settings, true_vocabulary
+from megatron.checkpoint.megatron_lm.classic_tree import ClassicTree, SliceLocation
+from megatron.checkpoint.megatron_lm.settings import settings_from_args, true_vocabulary
 from megatron.checkpoint.member_checks import MemberChecks
 from megatron.checkpoint.reader import StepReader
 from megatron.checkpoint.torch_files import TorchFile, plain_values
@@ -105,7 +105,7 @@ def open_classic(directory: Path, checks: MemberChecks | None) -> ForeignStep | 
     tree = classic_tree.open_tree(directory, checks)
     if "has_manifest" in tree.first.content:
         return None
-    settings = read_settings(tree.args, directory, core=tree.is_core)
+    settings = settings_from_args(tree.args, directory, core=tree.is_core)
     config, moe = model_config(settings["model"]), moe_config(settings)
     check_size(directory, config, moe, tree.layers())
     rows = _table_rows(tree)
@@ -115,7 +115,7 @@ def open_classic(directory: Path, checks: MemberChecks | None) -> ForeignStep | 
     sources: dict[tuple[str, tuple[str, ...]], Callable[[], Tensor]] = {}
     records, places = _weights(tree, wanted, moe, sources)
     used = {place for held in places.values() for place in held.values()}
-    refuse_unknown(directory, tree.unknown(used, tied=config.tied))
+    refuse_unknown_tensors(directory, tree.unknown(used, tied=config.tied))
     if config.tied and tree.pp > 1:
         tree.refuse_another_head()
     optimizer, problem = {}, None
@@ -135,7 +135,7 @@ def check_size(directory: Path, config: ModelConfig, moe: MoEConfig, held: int) 
         raise CheckpointError(f"{directory}: its args say {config.num_layers} layers, its files have {held}")
 
 
-def refuse_unknown(directory: Path, names: Iterable[str]) -> None:
+def refuse_unknown_tensors(directory: Path, names: Iterable[str]) -> None:
     """Tensors that belong to no parameter of ours."""
     unknown = sorted(set(names))
     if bias := next((name for name in unknown if name.endswith(".mlp.router.bias")), None):
@@ -149,7 +149,7 @@ def refuse_unknown(directory: Path, names: Iterable[str]) -> None:
 def _table_rows(tree: ClassicTree) -> int:
     rows = 0
     for tp in range(tree.tp):
-        at = classic_tree.Coordinates(tp, 0, 0)
+        at = classic_tree.ModelRank(tp, 0, 0)
         table = tree.chunks[at][0].tensors.get(WORD_TABLE)
         if table is None:
             raise CheckpointError(f"{tree.directory} has no {WORD_TABLE} on its first stage")
@@ -162,9 +162,9 @@ def _weights(
     wanted: Mapping[str, Parameter],
     moe: MoEConfig,
     sources: dict[tuple[str, tuple[str, ...]], Callable[[], Tensor]],
-) -> tuple[dict[str, TensorRecord], dict[str, dict[Slice, Place]]]:
+) -> tuple[dict[str, TensorRecord], dict[str, dict[Slice, SliceLocation]]]:
     records: dict[str, TensorRecord] = {}
-    places: dict[str, dict[Slice, Place]] = {}
+    places: dict[str, dict[Slice, SliceLocation]] = {}
     for name, parameter in wanted.items():
         records[name], places[name] = tree.record(parameter, moe.num_experts or 1)
         for piece, place in places[name].items():
@@ -173,11 +173,11 @@ def _weights(
     return records, places
 
 
-def classic_chunk(tree: ClassicTree, place: Place) -> classic_tree.Chunk:
+def classic_chunk(tree: ClassicTree, place: SliceLocation) -> classic_tree.ModelChunk:
     return next(chunk for chunk in tree.chunks[place.at] if chunk.key == place.chunk)
 
 
-def _source(tree: ClassicTree, parameter: Parameter, place: Place, stored: Any) -> Callable[[], Tensor]:
+def _source(tree: ClassicTree, parameter: Parameter, place: SliceLocation, stored: Any) -> Callable[[], Tensor]:
     return lambda: tree.ours(parameter, tree.files[place.at].tensor(stored))
 
 
@@ -185,7 +185,7 @@ def _optimizer(
     tree: ClassicTree,
     wanted: Mapping[str, Parameter],
     records: Mapping[str, TensorRecord],
-    places: Mapping[str, Mapping[Slice, Place]],
+    places: Mapping[str, Mapping[Slice, SliceLocation]],
     sources: dict[tuple[str, tuple[str, ...]], Callable[[], Tensor]],
 ) -> dict[str, dict[str, TensorRecord]]:
     """Records of the optimizer's tensors, each split as its weight is."""
@@ -214,7 +214,7 @@ def _optimizer(
     return found
 
 
-def _entry_source(tree: ClassicTree, parameter: Parameter, entry: optimizer_state.Entry) -> Callable[[], Tensor]:
+def _entry_source(tree: ClassicTree, parameter: Parameter, entry: optimizer_state.StoredTensor) -> Callable[[], Tensor]:
     return lambda: tree.ours(parameter, entry.tensor())
 
 

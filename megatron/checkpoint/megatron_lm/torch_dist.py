@@ -24,14 +24,14 @@ from megatron.checkpoint.manifest import Slice, TensorRecord
 from megatron.checkpoint.megatron_lm.common import STATE, common_content
 from megatron.checkpoint.megatron_lm.dcp import METADATA, DistDirectory, open_directory
 from megatron.checkpoint.megatron_lm.names import layer_pattern
-from megatron.checkpoint.megatron_lm.settings import read_settings, true_vocabulary
+from megatron.checkpoint.megatron_lm.settings import settings_from_args, true_vocabulary
 from megatron.checkpoint.megatron_lm.step import (
     ClassicReader,
     ForeignStep,
     check_size,
     foreign_manifest,
     main_content,
-    refuse_unknown,
+    refuse_unknown_tensors,
 )
 from megatron.checkpoint.member_checks import MemberChecks
 from megatron.checkpoint.torch_files import plain_values
@@ -66,7 +66,7 @@ def open_torch_dist(directory: Path, checks: MemberChecks | None) -> ForeignStep
     content, file = common_content(found)
     args = plain_values(content.get("args"))
     args = args if isinstance(args, dict) else {}
-    settings = read_settings(args, directory, core=True)
+    settings = settings_from_args(args, directory, core=True)
     config, moe = model_config(settings["model"]), moe_config(settings)
     check_size(directory, config, moe, _layers(found))
     table = _tensor_named(found, WORD_TABLE)
@@ -78,7 +78,7 @@ def open_torch_dist(directory: Path, checks: MemberChecks | None) -> ForeignStep
     records = {
         name: _record(found, parameter, places[name], places[name].key, sources) for name, parameter in wanted.items()
     }
-    refuse_unknown(directory, _unknown(found, {place.key for place in places.values()}))
+    refuse_unknown_tensors(directory, _unknown(found, {place.key for place in places.values()}))
     optimizer, problem = _optimizer(found, wanted, places, sources)
     manifest = foreign_manifest(directory, content, args, settings, records, optimizer)
     main = main_content(file, content, manifest)

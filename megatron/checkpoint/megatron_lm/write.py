@@ -66,7 +66,7 @@ _OF_LAYER_IN_TE = ("self_attention.dense", "input_layernorm", "self_attention.qu
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetLayout:
     tp: int = 1
     pp: int = 1
     names: Generation = "classic"
@@ -112,7 +112,7 @@ class _Writer:
     config: ModelConfig
     moe: MoEConfig
     wanted: Mapping[str, Parameter]
-    target: Target
+    target: TargetLayout
     with_optimizer: bool
     reading: Reading
 
@@ -268,7 +268,7 @@ class _Writer:
 
 
 def to_megatron(
-    found: FoundStep, save: Path, target: Target, show: Show = no_progress, log: Callable[[str], object] = print
+    found: FoundStep, save: Path, target: TargetLayout, show: Show = no_progress, log: Callable[[str], object] = print
 ) -> Path:
     """Writes to a temporary directory and renames it: a directory named `save` is always complete."""
     writer = _plan(found, target, Reading(show), log)
@@ -287,7 +287,7 @@ def to_megatron(
     return save / name
 
 
-def _plan(found: FoundStep, target: Target, reading: Reading, log: Callable[[str], object]) -> _Writer:
+def _plan(found: FoundStep, target: TargetLayout, reading: Reading, log: Callable[[str], object]) -> _Writer:
     manifest = found.manifest
     if "model" not in manifest.config or WORD_TABLE not in manifest.model:
         raise ConfigError(f"--to megatron: {found.directory} holds no GPT of ours")

@@ -1,7 +1,7 @@
 """All checks across settings. Each raises a ConfigError that names the settings, their values and the way out.
 
-`check` needs nothing but the settings, `check_world` the number of ranks and `check_paths` the file system. Device and
-backend are checked where the device is known (`distributed/device.py`).
+`check_settings` needs nothing but the settings, `check_world` the number of ranks and `check_paths` the file system.
+Device and backend are checked where the device is known (`distributed/device.py`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from megatron.config.refusals import Refusals
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 
-__all__ = ["check", "check_paths", "check_world"]
+__all__ = ["check_paths", "check_settings", "check_world"]
 
 
-def check(
+def check_settings(
     config: RunConfig, *, needs_data: bool = True, complete: bool = True, refusals: Refusals | None = None
 ) -> None:
     """All checks that need nothing but the settings.
@@ -33,7 +33,7 @@ def check(
     modules = (model, training, data, checkpoint, parallel, moe, kernels, zero)
     checks = [check_one for module in modules for check_one in module.CHECKS]
     if needs_data:
-        checks += [data.check_sources, *([data.check_tokenizer] if complete else [])]
+        checks += [data.check_sources, *([data.check_tokenizer_flags] if complete else [])]
     with found.of_checking():
         for setting, need in without_effect(config):
             if setting.flag.insists:

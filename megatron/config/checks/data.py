@@ -120,7 +120,7 @@ def check_sources(config: RunConfig) -> None:
         )
 
 
-def check_tokenizer(config: RunConfig) -> None:
+def check_tokenizer_flags(config: RunConfig) -> None:
     tokenizer = config.tokenizer
     if config.data.mock_data and tokenizer.tokenizer_type is None and tokenizer.vocab_file is None:
         if tokenizer.vocab_size is None:

@@ -42,20 +42,20 @@ def _rows(keys: Iterable[Key]) -> Iterator[str]:
         yield f"| {f'`{block}`: ' if block else ''}{names} | {outcome} |".replace("||", "\\|")
 
 
-def generate() -> str:
+def key_tables() -> str:
     lines = [BEGIN, ""]
     for title, keys in GROUPS.items():
         lines += [f"### {title}", "", "| key | here |", "|---|---|", *_rows(keys), ""]
     return "\n".join([*lines, END])
 
 
-def written(page: str) -> str:
+def with_new_tables(page: str) -> str:
     """The page with its tables generated anew."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return before + generate() + after
+    return before + key_tables() + after
 
 
 if __name__ == "__main__":
     path = Path(__file__).parents[3] / "docs" / "from_deepspeed.md"
-    path.write_text(written(path.read_text(encoding="utf-8")), encoding="utf-8")
+    path.write_text(with_new_tables(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -17,7 +17,7 @@ _JSON = MappingProxyType({"True": "true", "False": "false", "None": "null", "'":
 _PYTHON = re.compile("|".join(_JSON))
 
 
-def read_json(path: str) -> dict[str, Any]:
+def read_json_without_duplicates(path: str) -> dict[str, Any]:
     text = text_of(FLAG, path, "JSON")
     try:
         content = json.loads(text, object_pairs_hook=_without_duplicates, parse_int=_whole)

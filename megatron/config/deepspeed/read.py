@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.config.deepspeed.blocks import DECISIONS, without_booleans
-from megatron.config.deepspeed.json_file import read_json
+from megatron.config.deepspeed.json_file import read_json_without_duplicates
 from megatron.config.deepspeed.keys import Key, Kind, wrong_kind
 from megatron.config.deepspeed.members import members_of
 from megatron.config.deepspeed.optimizers import decide_optimizer
@@ -64,8 +64,8 @@ def read_deepspeed(
     else:
         name = str(source)
         with found.of_reading():
-            content = read_json(name)
-    reading = Reading(name, found, stronger)
+            content = read_json_without_duplicates(name)
+    reading = FileReading(name, found, stronger)
     reading.walk("", without_booleans(content))
     for decide in DECISIONS:
         with reading.naming(*_LEFT_UNKNOWN.get(decide, ())):
@@ -76,7 +76,7 @@ def read_deepspeed(
 
 
 @dataclass
-class Reading:
+class FileReading:
     """A configuration while it is read."""
 
     name: str

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 
-class Reading(Protocol):
+class KeyContext(Protocol):
     given: dict[str, Any]
     """The value of each key, by its path."""
     stronger: Mapping[str, Any]

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron.data.indexed.checksums import BLOCK_BYTES, FileChecksums
 from megatron.data.indexed.dataset import IndexedDataset, bin_path, idx_path
-from megatron.data.indexed.files import as_bytes, open_alone
+from megatron.data.indexed.files import array_bytes, open_alone
 from megatron.data.indexed.growing import GrowingIndex, unnamed_file
 from megatron.data.indexed.index_file import dtype_code
 from megatron.data.indexed.record import record_path
@@ -148,7 +148,7 @@ class IndexedDatasetBuilder:
 
     def _write(self, ids: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> None:
         self._write_tokens(ids)
-        self._checksums.update(as_bytes(ids))
+        self._checksums.update(array_bytes(ids))
         with self._aborted_on_failure(self._partial):
             self._index.add(lengths, counts)
 
@@ -156,7 +156,7 @@ class IndexedDatasetBuilder:
         """Writes tokens without adding them to the checksums."""
         assert self._stream is not None, "the dataset is finished"
         with self._aborted_on_failure(self._partial):
-            self._stream.write(as_bytes(ids))
+            self._stream.write(array_bytes(ids))
         self._tokens += ids.size
 
     @contextlib.contextmanager

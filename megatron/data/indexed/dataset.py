@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron.config.blend import prefix_meant
-from megatron.data.indexed.files import as_bytes, map_tokens, regular_file_size
+from megatron.data.indexed.files import array_bytes, map_tokens, regular_file_size
 from megatron.data.indexed.index_file import LEGACY_MAGIC, Index, read_index
 from megatron.data.indexed.legacy import read_legacy_index
 from megatron.errors import ConfigError, DataError
@@ -120,7 +120,7 @@ class IndexedDataset:
         digest = hashlib.sha256()
         digest.update(f"{self.dtype.str} {len(self)} {self.num_documents} {self._bin_bytes}\n".encode())
         for array in (self.sequence_lengths, self.document_indices):
-            digest.update(as_bytes(array))
+            digest.update(array_bytes(array))
         return digest.hexdigest()
 
     def sampled(self, blocks: int) -> str:

@@ -57,7 +57,7 @@ def is_mapped(path: Path) -> bool:
         return False
 
 
-def allow_open_files(sources: int, held: int) -> None:
+def allow_files_for_sources(sources: int, held: int) -> None:
     """Raises the limit on open files for this many sources, which hold at least `held` descriptors, and up to a dozen
     each with large indices. The usual limit of 1024 is too small for a blend of thousands."""
     wanted, needed = max(512 + 12 * sources, 256 + held), 256 + held
@@ -73,7 +73,7 @@ def allow_open_files(sources: int, held: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
 
 
-def as_bytes(array: np.ndarray) -> memoryview:
+def array_bytes(array: np.ndarray) -> memoryview:
     """The bytes of an array, to write or hash without a copy."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megatron.data.indexed.files import as_bytes
+from megatron.data.indexed.files import array_bytes
 from megatron.data.indexed.index_file import HEADER, LEGACY_MAGIC, MAGIC, VERSION, dtype_code
 from megatron.data.indexed.legacy import HEADER as LEGACY_HEADER
 from megatron.utils.durable import write_synced
@@ -27,8 +27,8 @@ class GrowingIndex:
         self.documents = counts.seek(0, io.SEEK_END) // 4
 
     def add(self, lengths: np.ndarray, counts: np.ndarray) -> None:
-        self._lengths.write(as_bytes(lengths.astype("<i4", copy=False)))
-        self._counts.write(as_bytes(counts.astype("<i4", copy=False)))
+        self._lengths.write(array_bytes(lengths.astype("<i4", copy=False)))
+        self._counts.write(array_bytes(counts.astype("<i4", copy=False)))
         self.sequences += len(lengths)
         self.documents += len(counts)
 
@@ -40,7 +40,7 @@ class GrowingIndex:
         """The content of the .idx file. Reads the lengths twice: as they are, and summed to offsets."""
         yield HEADER.pack(MAGIC, VERSION, dtype_code(dtype), self.sequences, self.documents + 1)
         for block in _blocks(self._lengths):
-            yield as_bytes(block)
+            yield array_bytes(block)
         end = 0
         for block in _blocks(self._lengths):
             sums = np.cumsum(block.astype(np.int64) * dtype.itemsize)

@@ -51,7 +51,7 @@ def document_lengths(data: IndexedDataset) -> np.ndarray:
     return lengths
 
 
-def statistics(data: IndexedDataset) -> Statistics:
+def length_statistics(data: IndexedDataset) -> Statistics:
     lengths = document_lengths(data)
     some = len(lengths) > 0
     longest = int(np.argmax(lengths)) if some else -1
@@ -81,7 +81,7 @@ def log_bins(lengths: np.ndarray) -> list[Bin]:
     return [Bin(1 << p >> 1, max((1 << p) - 1, 0), int(n)) for p, n in enumerate(counts) if p >= begun]
 
 
-def draw(bins: Sequence[Bin], *, width: int = 50, block: str = "█") -> str:
+def draw_histogram(bins: Sequence[Bin], *, width: int = 50, block: str = "█") -> str:
     """The histogram for a terminal."""
     most = max((b.documents for b in bins), default=1)
     left = max((len(b.label) for b in bins), default=6)

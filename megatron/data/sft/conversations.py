@@ -20,7 +20,7 @@ _BLOCK = 1 << 20  # ids that are joined at once
 Say = Callable[[str], None]
 
 
-class ChatEncoder(Protocol):
+class ConversationEncoder(Protocol):
     """What knows the chat template; `megatron.tokenizer.chat` has one."""
 
     @property
@@ -38,7 +38,7 @@ class ChatEncoder(Protocol):
 class Conversations:
     """Conversation i is tokens[starts[i]:starts[i + 1]]. Without those in which nothing is to be learned."""
 
-    def __init__(self, path: str, chat: ChatEncoder, cache: IndexCache, say: Say | None = None) -> None:
+    def __init__(self, path: str, chat: ConversationEncoder, cache: IndexCache, say: Say | None = None) -> None:
         self.prefix = path
         self.fingerprint = _digest(Path(path), chat)
         description = {"kind": "Conversations", "of": self.fingerprint}
@@ -78,13 +78,13 @@ class Conversations:
         return notes
 
 
-def _digest(path: Path, chat: ChatEncoder) -> str:
+def _digest(path: Path, chat: ConversationEncoder) -> str:
     with path.open("rb") as file:
         content = hashlib.file_digest(file, "sha256").hexdigest()
     return hashlib.sha256(f"{content} {chat.fingerprint}".encode()).hexdigest()
 
 
-def _encoded(path: Path, chat: ChatEncoder, say: Say | None) -> Arrays:
+def _encoded(path: Path, chat: ConversationEncoder, say: Say | None) -> Arrays:
     began = said = time.monotonic()
     tokens, counted = _Growing(np.int32), _Growing(np.bool_)
     lengths, lines, silent = [], [], []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron.data.cache import CachePlace, IndexCache, remove_leftovers
 from megatron.data.remote import is_url
-from megatron.data.sft.conversations import ChatEncoder, Conversations, Say
+from megatron.data.sft.conversations import ConversationEncoder, Conversations, Say
 from megatron.data.sources import Source, Sources
 from megatron.errors import ConfigError, DataError, without_secrets
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ConversationSources(Sources):
-    def __init__(self, config: DataConfig, chat: ChatEncoder, say: Say | None) -> None:
+    def __init__(self, config: DataConfig, chat: ConversationEncoder, say: Say | None) -> None:
         super().__init__(config, vocab_size=None, eod_id=None, tokenizer_fingerprint=None)
         self._chat, self._say = chat, say
         self._notes: list[str] = []

@@ -28,8 +28,8 @@ from megatron.data_parallel import FullySharded
 from megatron.distributed.messages import all_gather_json, broadcast_json
 from megatron.distributed.rng import get_rng_state, set_rng_state
 from megatron.distributed.shard import Range, ShardSpec
-from megatron.engine.any_model.plain import decoded, encoded
-from megatron.engine.any_model.ranks import Place
+from megatron.engine.any_model.plain import mark_types, restore_types
+from megatron.engine.any_model.ranks import RankPlacement
 from megatron.engine.any_model.settings import EngineSettings
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.optimizer import Optimizer
@@ -55,7 +55,7 @@ class Saved(Protocol):
     module: nn.Module
     lr_scheduler: Any
     settings: EngineSettings
-    place: Place
+    place: RankPlacement
     log: RankLog
 
     @property
@@ -113,7 +113,7 @@ class EngineCheckpoints:
             found = find_checkpoint(directory, parallel=parallel, history=self.history, log=engine.log.info)
             assert found is not None, "a fresh start is for a directory that is saved to"
             loaded = self._read(found, optimizer=optimizer, weights_only=weights_only)
-            extra = decoded(loaded.extra)
+            extra = restore_types(loaded.extra)
             if not weights_only:
                 self._restore(loaded, extra.get("engine", {}))
                 if scheduler:
@@ -145,7 +145,7 @@ class EngineCheckpoints:
         if loaded.optimizer is not None:
             with saved_values("optimizer state", loaded.path, "give --no-load-optim to start it anew"):
                 held = {name: loaded.optimizer[name] for name in self.core.state()}
-                self.core.load_state(held, decoded(loaded.optimizer_extra or {}))
+                self.core.load_state(held, restore_types(loaded.optimizer_extra or {}))
         else:
             self.core.refresh_masters()
         engine.restore_counters(loaded.iteration, counters.get("skipped_steps", 0), loaded.consumed_train_samples)
@@ -192,9 +192,9 @@ class EngineCheckpoints:
             },
             divisions=self.core.divisions(),
             replicas=self.core.replicas(),
-            optimizer_extra=encoded(self.core.extra_state(), "optimizer"),
+            optimizer_extra=mark_types(self.core.extra_state(), "optimizer"),
             rng=get_rng_state(engine.place.device),
-            extra={name: encoded(value, name) for name, value in kept.items()},
+            extra={name: mark_types(value, name) for name, value in kept.items()},
         )
 
     def _whole_params(self, params: Mapping[str, tuple[ShardSpec, Tensor]]) -> dict[str, tuple[ShardSpec, Tensor]]:

@@ -36,7 +36,7 @@ from megatron.engine.any_model.deepspeed_members import (
 )
 from megatron.engine.any_model.facts import Calls, EngineFacts
 from megatron.engine.any_model.loss_scale_lines import SEVERAL, line_after_skips
-from megatron.engine.any_model.ranks import Place
+from megatron.engine.any_model.ranks import RankPlacement
 from megatron.engine.any_model.schedule import scheduler_arguments
 from megatron.engine.any_model.settings import EngineSettings
 from megatron.engine.any_model.types_that_fit import TypesThatFit
@@ -55,7 +55,7 @@ class ModelEngine(EngineFacts):
         self,
         model: nn.Module,
         settings: EngineSettings,
-        place: Place,
+        place: RankPlacement,
         grads: GradBuffers | FullySharded,
         core: Optimizer,
         usage: Usage,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.engine.any_model.ranks import Place
+from megatron.engine.any_model.ranks import RankPlacement
 from megatron.engine.any_model.settings import BatchSizes, EngineSettings
 from megatron.errors import ConfigError
 from megatron.optimizer import Optimizer, RuleOptimizer
@@ -38,7 +38,7 @@ class Calls:
 
 class EngineFacts(nn.Module):
     settings: EngineSettings
-    place: Place
+    place: RankPlacement
     optimizer: torch.optim.Optimizer
     training_dataloader: Any
     log: RankLog

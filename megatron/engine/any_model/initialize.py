@@ -18,7 +18,7 @@ from megatron.engine.any_model.fit import checked_model
 from megatron.engine.any_model.from_deepspeed import EngineConfig
 from megatron.engine.any_model.loader import EpochLoader
 from megatron.engine.any_model.loss_scale_lines import lines_at_start
-from megatron.engine.any_model.ranks import Place, find_place
+from megatron.engine.any_model.ranks import RankPlacement, find_place
 from megatron.engine.any_model.settings import EngineSettings
 from megatron.engine.any_model.usage import Usage
 from megatron.errors import ConfigError
@@ -97,7 +97,7 @@ def initialize(
 def build_model_engine(
     model: nn.Module,
     settings: EngineSettings,
-    place: Place,
+    place: RankPlacement,
     optimizer: torch.optim.Optimizer,
     scheduler: Any,
     log: RankLog,
@@ -168,7 +168,9 @@ def _check_on_pieces(optimizer: torch.optim.Optimizer, settings: EngineSettings,
     )
 
 
-def _divide_weights(model: nn.Module, settings: EngineSettings, place: Place, names: Mapping[int, str]) -> FullySharded:
+def _divide_weights(
+    model: nn.Module, settings: EngineSettings, place: RankPlacement, names: Mapping[int, str]
+) -> FullySharded:
     """In place: the model's parameters are others afterwards."""
     apart = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in names]
     if apart:
@@ -218,7 +220,7 @@ def _one_config(args: Any, config: Any, config_params: Any) -> Mapping[str, Any]
     return value
 
 
-def _prepare_model(model: nn.Module, settings: EngineSettings, place: Place) -> None:
+def _prepare_model(model: nn.Module, settings: EngineSettings, place: RankPlacement) -> None:
     """In place, so that the user's optimizer goes on holding its parameters. All ranks start from the first one's."""
     dtype = getattr(torch, settings.precision.params_dtype)
     device = torch.device("cpu") if settings.parameters_on_host else place.device  # which has not room for all of it

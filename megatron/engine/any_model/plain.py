@@ -15,7 +15,7 @@ from megatron.errors import ConfigError
 _PAIRS, _TUPLE = "pairs of a dict", "items of a tuple"
 
 
-def encoded(value: Any, place: str) -> Any:
+def mark_types(value: Any, place: str) -> Any:
     """`value` with dicts of any keys and tuples marked as such; anything that a file cannot hold is refused by
     place."""
     try:
@@ -47,14 +47,14 @@ def _encoded(value: Any, place: str) -> Any:
     )
 
 
-def decoded(value: Any) -> Any:
+def restore_types(value: Any) -> Any:
     if isinstance(value, Mapping):
         if _PAIRS in value:
-            return {_hashable(decoded(key)): decoded(item) for key, item in value[_PAIRS]}
+            return {_hashable(restore_types(key)): restore_types(item) for key, item in value[_PAIRS]}
         if _TUPLE in value:
-            return tuple(decoded(item) for item in value[_TUPLE])
-        return {key: decoded(item) for key, item in value.items()}
-    return [decoded(item) for item in value] if isinstance(value, list) else value
+            return tuple(restore_types(item) for item in value[_TUPLE])
+        return {key: restore_types(item) for key, item in value.items()}
+    return [restore_types(item) for item in value] if isinstance(value, list) else value
 
 
 def _hashable(key: Any) -> Any:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.distributed.device import resolve_backend, resolve_device
 from megatron.distributed.launch import LaunchInfo
 from megatron.distributed.rendezvous import init_process_group, open_group_of_one
-from megatron.engine.any_model.ranks import TIMEOUT, leave
+from megatron.engine.any_model.ranks import TIMEOUT, shutdown_at_exit
 from megatron.errors import ConfigError
 
 
@@ -53,4 +53,4 @@ def init_distributed(
         open_group_of_one(device)
     else:
         init_process_group(launch, backend, timeout, device)
-    atexit.register(leave)
+    atexit.register(shutdown_at_exit)

@@ -25,7 +25,7 @@ _LAST_WAIT = timedelta(seconds=10)
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlacement:
     """A rank's axes, its number on this machine, and its device."""
 
     parallel: ParallelState
@@ -33,7 +33,7 @@ class Place:
     device: torch.device
 
 
-def find_place(model: nn.Module) -> Place:
+def find_place(model: nn.Module) -> RankPlacement:
     """Opens the process group of a launcher's ranks if nobody has; it is closed when the process ends."""
     if dist.is_initialized():
         rank, size, local_rank = dist.get_rank(), dist.get_world_size(), _own_local_rank()
@@ -44,11 +44,11 @@ def find_place(model: nn.Module) -> Place:
         rank, size, local_rank = launch.rank, launch.world_size, launch.local_rank
         device = _device_of(model, local_rank)
         init_process_group(launch, resolve_backend(None, device), TIMEOUT, device)
-        atexit.register(leave)  # also a group of one, which ZeRO's stage 3 opens
-    return Place(ParallelState.build(Layout(size), rank), local_rank, device)
+        atexit.register(shutdown_at_exit)  # also a group of one, which ZeRO's stage 3 opens
+    return RankPlacement(ParallelState.build(Layout(size), rank), local_rank, device)
 
 
-def leave() -> None:
+def shutdown_at_exit() -> None:
     """At the end of the program, after its last collective. gloo's threads may still be letting go of that one's
     tensors, which aborts a process whose interpreter has ended; at the barrier they have done so. A rank that ends with
     an error does not wait: the others are not at their end."""

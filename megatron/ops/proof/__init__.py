@@ -10,11 +10,23 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
-from megatron.ops.proof.compare import Call, Draw, Finding, Proof, check, flat_tensors
-from megatron.ops.proof.judge import SMALL, Verdict, doubts, judge
+from megatron.ops.proof.compare import Call, Draw, Finding, Proof, compare_call, flat_tensors
+from megatron.ops.proof.judge import SMALL, OperationReport, doubts, judge
 
 _NAMES = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
 _MODULES = [module for name in _NAMES if hasattr(module := import_module(f"{__name__}.{name}"), "PROOFS")]
 PROOFS: dict[str, Proof] = {proof.name: proof for module in _MODULES for proof in module.PROOFS}
 
-__all__ = ["PROOFS", "SMALL", "Call", "Draw", "Finding", "Proof", "Verdict", "check", "doubts", "flat_tensors", "judge"]
+__all__ = [
+    "PROOFS",
+    "SMALL",
+    "Call",
+    "Draw",
+    "Finding",
+    "OperationReport",
+    "Proof",
+    "compare_call",
+    "doubts",
+    "flat_tensors",
+    "judge",
+]

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from megatron.ops.library import library
-from megatron.ops.proof import PROOFS, Verdict, judge
+from megatron.ops.proof import PROOFS, OperationReport, judge
 from megatron.utils.durable import write_atomically
 
 
@@ -29,7 +29,7 @@ def main() -> int:
         torch.cuda.set_device(device)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 6))  # the other folders compute their oracles, too
     where, twin = (library().ops, str(device)), library().ops if device.type == "cuda" else None
-    verdicts: list[Verdict] = []
+    verdicts: list[OperationReport] = []
     for proof in PROOFS.values():
         for dtype in proof.dtypes if proof.folder == args.folder else ():
             verdicts.append(judge(proof, dtype, args.seed, where, twin, args.largest))

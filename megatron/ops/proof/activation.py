@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.ops.proof.compare import Bounds, Call, Draw, proof_of
-from megatron.ops.proof.rounding import Near, constant, joined, logistic, near, normal
+from megatron.ops.proof.rounding import Near, concatenated, constant, logistic, near, normal
 
 SHAPES = ((0, 4), (1, 2), (3, 14), (5, 16), (2, 1000), (2, 1002), (7, 2048))
 
@@ -79,7 +79,7 @@ def _gated_bounds(graph: Callable[..., tuple[Near, Near]]) -> Bounds:
         gate, up = (near(half) for half in x.chunk(2, dim=-1))
         value, slope = graph(gate, x.dtype.itemsize == 2, *options)
         of_gate, of_up = near(upstreams[0]) * up * slope, near(upstreams[0]) * value
-        return [value * up], {0: joined(of_gate, of_up)}
+        return [value * up], {0: concatenated(of_gate, of_up)}
 
     return bounds
 

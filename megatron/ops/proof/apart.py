@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.ops.proof.judge import Verdict
+from megatron.ops.proof.judge import OperationReport
 
 PACKAGE = Path(__file__).resolve().parents[3]  # where `megatron` is imported from
 JUDGE = (sys.executable, "-m", "megatron.ops.proof")
@@ -26,7 +26,7 @@ def judge_apart(
     seconds: float,
     largest: int | None = None,
     judge: Sequence[str] = JUDGE,
-) -> Iterator[Verdict]:
+) -> Iterator[OperationReport]:
     """Judges all folders at once. If a process crashes or runs out of time, its folder gets a verdict that says so."""
     command = [*judge, "--device", device, "--seed", str(seed)]
     command += [] if largest is None else ["--largest", str(largest)]
@@ -38,7 +38,9 @@ def judge_apart(
                 ended = _ended(process, until, seconds)
                 yield from _verdicts(_results(Path(outputs) / folder))
                 if ended:
-                    yield Verdict(folder, folder, "", 0, 0.0, 0.0, (f"{ended}{_last_words(Path(outputs) / folder)}",))
+                    yield OperationReport(
+                        folder, folder, "", 0, 0.0, 0.0, (f"{ended}{_last_words(Path(outputs) / folder)}",)
+                    )
         finally:
             for process in started.values():
                 process.kill()
@@ -70,6 +72,6 @@ def _ended(process: subprocess.Popen[bytes], until: float, seconds: float) -> st
     return f"its process ended with exit code {code}" if code else None
 
 
-def _verdicts(file: Path) -> list[Verdict]:
+def _verdicts(file: Path) -> list[OperationReport]:
     found = json.loads(file.read_text()) if file.is_file() else []
-    return [replace(verdict, wrong=tuple(verdict.wrong)) for verdict in (Verdict(**item) for item in found)]
+    return [replace(verdict, wrong=tuple(verdict.wrong)) for verdict in (OperationReport(**item) for item in found)]

@@ -101,7 +101,7 @@ def flat_tensors(value: Any) -> list[Tensor]:
     return [tensor for part in value for tensor in flat_tensors(part)] if isinstance(value, list | tuple) else []
 
 
-def check(proof: Proof, call: Call, ops: Any, device: str) -> list[Finding]:
+def compare_call(proof: Proof, call: Call, ops: Any, device: str) -> list[Finding]:
     """The kernel's outputs and gradients for one call, each against fp64."""
     upstreams = _upstreams(proof, call)
     exact = _outcome(proof.oracle, call, upstreams, "cpu", torch.float64)

@@ -65,7 +65,7 @@ def in_place_calls(draw: Draw) -> Iterator[Call]:
         yield Call(name, (logits, labels, padding), grads=())
 
 
-def split(ops: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+def sharded_loss(ops: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """As ranks that hold the columns up to every one of `ends`; the last has one more row of padding."""
 
     def function(logits: Tensor, labels: Tensor, grad: Tensor, ends: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -83,11 +83,11 @@ def split(ops: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     return function
 
 
-def split_oracle(logits: Tensor, labels: Tensor, grad: Tensor, ends: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def sharded_oracle(logits: Tensor, labels: Tensor, grad: Tensor, ends: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return _loss_and_gradient(logits, labels, grad)
 
 
-def split_calls(draw: Draw) -> Iterator[Call]:
+def sharded_calls(draw: Draw) -> Iterator[Call]:
     for name, logits, labels in logits_and_labels(draw):
         columns = logits.shape[1]
         ends = (columns // 3, columns // 2, columns, columns)  # of few columns some ranks hold none, the last never
@@ -176,7 +176,7 @@ def in_place_bounds(args: Sequence[Any], _: Sequence[Tensor]) -> tuple[list[Near
     return [row.loss, row.by_factor().map(lambda tensor: F.pad(tensor, (0, padding)))], {}
 
 
-def split_bounds(args: Sequence[Any], _: Sequence[Tensor]) -> tuple[list[Near], dict[int, Near]]:
+def sharded_bounds(args: Sequence[Any], _: Sequence[Tensor]) -> tuple[list[Near], dict[int, Near]]:
     logits, labels, grad, _ = args
     row = _row(logits, labels)
     return [row.loss_in_fp32, row.by_log_sum(_in_fp32(row)) * grad[:, None]], {}
@@ -220,6 +220,6 @@ def proof_by(name: str, kernel: Callable[[Any], Any], oracle: Callable[..., Any]
 PROOFS = (
     proof_of("cross_entropy", whole_calls, whole_bounds),
     proof_by("xent_in_place", in_place, in_place_oracle, in_place_calls, in_place_bounds),
-    proof_by("xent_split", split, split_oracle, split_calls, split_bounds),
+    proof_by("xent_split", sharded_loss, sharded_oracle, sharded_calls, sharded_bounds),
     proof_of("linear_cross_entropy", linear_calls, linear_bounds, products=True),
 )

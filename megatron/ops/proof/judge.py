@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from megatron.ops.operation import kernel_name
-from megatron.ops.proof.compare import Draw, Proof, check, flat_tensors
+from megatron.ops.proof.compare import Draw, Proof, compare_call, flat_tensors
 from megatron.ops.registry import kernels_in
 
 SMALL = 20_000  # elements: what compute-sanitizer, and a run that begins, do in seconds
 
 
 @dataclass(frozen=True)
-class Verdict:
+class OperationReport:
     """The result for one operation in one dtype: the largest error, that of its CPU twin, and what was wrong."""
 
     op: str
@@ -34,12 +34,12 @@ class Verdict:
         )
 
 
-def doubts(folder: str, proofs: Iterable[Proof], verdicts: Iterable[Verdict]) -> dict[str, str]:
+def doubts(folder: str, proofs: Iterable[Proof], verdicts: Iterable[OperationReport]) -> dict[str, str]:
     """Kernels of a folder (`kernel_name`) that are wrong or were not judged, and why. One operation may take several
     proofs, and counts only if all are right; a verdict without a dtype says why its process did not end."""
     found = {(verdict.op, verdict.dtype): verdict for verdict in verdicts if verdict.folder == folder}
     missing = next((verdict.wrong[0] for verdict in found.values() if not verdict.dtype), "nothing judges it")
-    of_kernel: dict[str, list[Verdict | None]] = {name: [] for name in kernels_in(folder)}
+    of_kernel: dict[str, list[OperationReport | None]] = {name: [] for name in kernels_in(folder)}
     for proof in proofs:
         for dtype in proof.dtypes if proof.folder == folder else ():
             verdict = found.get((proof.name, str(dtype).removeprefix("torch.")))
@@ -47,7 +47,7 @@ def doubts(folder: str, proofs: Iterable[Proof], verdicts: Iterable[Verdict]) ->
     return {name: why for name, own in of_kernel.items() if (why := _doubt(own, missing)) is not None}
 
 
-def _doubt(verdicts: Sequence[Verdict | None], missing: str) -> str | None:
+def _doubt(verdicts: Sequence[OperationReport | None], missing: str) -> str | None:
     judged = [verdict for verdict in verdicts if verdict is not None]
     wrong = [f"{verdict.op} {verdict.dtype}: {text}" for verdict in judged for text in verdict.wrong]
     if wrong:
@@ -61,20 +61,20 @@ def elements(args: Iterable[Any]) -> int:
 
 def judge(
     proof: Proof, dtype: torch.dtype, seed: int, where: tuple[Any, str], twin: Any, largest: int | None = None
-) -> Verdict:
+) -> OperationReport:
     """`where`: torch.ops.<namespace> and the device; `twin`: the operations of the CPU, or None."""
     errors, twin_errors, wrong = [0.0], [0.0], []
     for call in proof.calls(Draw(dtype, torch.Generator().manual_seed(seed))):
         if largest is not None and elements(call.args) > largest:
             continue
         try:
-            findings = check(proof, call, *where)
+            findings = compare_call(proof, call, *where)
         except Exception as error:  # a launch that failed, an argument that was changed, an output of a wrong shape
             wrong.append(f"{call.name}: {(str(error).splitlines() or [type(error).__name__])[0]}")
             continue
         errors += [finding.error for finding in findings]
         wrong += [f"{call.name}: {finding.tensor}: {finding.wrong}" for finding in findings if finding.wrong]
         if twin is not None:
-            twin_errors += [finding.error for finding in check(proof, call, twin, "cpu")]
+            twin_errors += [finding.error for finding in compare_call(proof, call, twin, "cpu")]
     name = str(dtype).removeprefix("torch.")
-    return Verdict(proof.name, proof.folder, name, len(errors) - 1, max(errors), max(twin_errors), tuple(wrong))
+    return OperationReport(proof.name, proof.folder, name, len(errors) - 1, max(errors), max(twin_errors), tuple(wrong))

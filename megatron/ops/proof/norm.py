@@ -50,7 +50,7 @@ def calls(*, centred: bool, summed: bool) -> Callable[[Draw], Iterator[Call]]:
     return generate
 
 
-def bounds(*, centred: bool, summed: bool) -> Bounds:
+def norm_bounds(*, centred: bool, summed: bool) -> Bounds:
     """Of the kernels' formulas; see csrc/norm/cpu.cpp."""
 
     def of_call(args: Sequence[Any], upstreams: Sequence[Tensor]) -> tuple[list[Near], dict[int, Near]]:
@@ -83,7 +83,7 @@ def _over_rows(terms: Near) -> Near:
 
 def proof(name: str, *, centred: bool, summed: bool) -> Proof:
     kind = {"centred": centred, "summed": summed}
-    return proof_of(name, calls(**kind), bounds(**kind))
+    return proof_of(name, calls(**kind), norm_bounds(**kind))
 
 
 PROOFS = (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.ops.optim import joined, split
+from megatron.ops.optim import join_fp32, split_fp32
 from megatron.ops.proof.compare import Call, Draw, proof_of
 from megatron.ops.proof.rounding import Near, constant, depth, near, root
 
@@ -47,9 +47,9 @@ def kernel(ops: Any) -> Callable[..., Any]:
         weights, m, v = own("weights", weights), own("m", m), own("v", v)
         rest = m, v, grad, ends, rates, control, *BETAS, EPS
         if kept == "remainder":
-            high, low = (own(name, part) for name, part in zip(("high", "low"), split(weights)))
+            high, low = (own(name, part) for name, part in zip(("high", "low"), split_fp32(weights)))
             ops.adamw_remainder_(high, low, *rest)
-            return joined(high, low), m, v, torch.ones_like(m)
+            return join_fp32(high, low), m, v, torch.ones_like(m)
         copy = own("copy", weights.to(HALVES[kept])) if kept in HALVES else weights.new_empty(0)
         ops.adamw_(weights, copy, *rest)
         right = copy == weights.to(copy.dtype) if kept in HALVES else torch.ones_like(weights)

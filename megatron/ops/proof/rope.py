@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.ops.proof.compare import Call, Draw, proof_of
-from megatron.ops.proof.rounding import Near, joined, near
+from megatron.ops.proof.rounding import Near, concatenated, near
 
 
 def angles(draw: Draw, batch: int, seq: int, half: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ def calls(draw: Draw) -> Iterator[Call]:
     yield Call("inf and nan", (draw.with_specials(2, 5, 3, 26), *angles(draw, 1, 5, 8)), grads=(0,))
 
 
-def bounds(args: Sequence[Any], upstreams: Sequence[Tensor]) -> tuple[list[Near], dict[int, Near]]:
+def turned_bounds(args: Sequence[Any], upstreams: Sequence[Tensor]) -> tuple[list[Near], dict[int, Near]]:
     x, cos, sin = args
     return [_turned(x, cos, sin)], {0: _turned(upstreams[0], cos, -sin)}
 
@@ -54,7 +54,7 @@ def bounds(args: Sequence[Any], upstreams: Sequence[Tensor]) -> tuple[list[Near]
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Near:
     half = cos.shape[-1]
     first, second = near(x[..., :half]), near(x[..., half : 2 * half])
-    return joined(first * cos - second * sin, second * cos + first * sin, near(x[..., 2 * half :]))
+    return concatenated(first * cos - second * sin, second * cos + first * sin, near(x[..., 2 * half :]))
 
 
-PROOFS = (proof_of("rope", calls, bounds),)
+PROOFS = (proof_of("rope", calls, turned_bounds),)

@@ -115,7 +115,7 @@ def half_ulp(number: Near, dtype: torch.dtype) -> Tensor:
     return torch.ldexp(torch.ones_like(number.value), exponent.clamp(min=least) - bits)
 
 
-def joined(*parts: Near) -> Near:
+def concatenated(*parts: Near) -> Near:
     """One behind the other in the last dimension."""
     return Near(torch.cat([part.value for part in parts], -1), torch.cat([part.error for part in parts], -1))
 

@@ -66,7 +66,7 @@ def masked_calls(draw: Draw) -> Iterator[Call]:
     yield Call("one value a query", (draw(2, 1, 4, 6), torch.ones(4, 1, dtype=torch.bool), 1.0))
 
 
-def bounds(args: Sequence[Any], upstreams: Sequence[Tensor]) -> tuple[list[Near], dict[int, Near]]:
+def probability_bounds(args: Sequence[Any], upstreams: Sequence[Tensor]) -> tuple[list[Near], dict[int, Near]]:
     scores, mask, scale = args[:3]
     hidden = torch.zeros(scores.shape, dtype=torch.bool) if mask is None else ~mask.expand(scores.shape)
     if len(args) > 3 and args[3]:
@@ -79,4 +79,4 @@ def bounds(args: Sequence[Any], upstreams: Sequence[Tensor]) -> tuple[list[Near]
     return [out], {0: (grad - (grad * stored).sum(-1)) * (stored * constant(scale))}
 
 
-PROOFS = (proof_of("softmax", calls, bounds, oracle=oracle),)
+PROOFS = (proof_of("softmax", calls, probability_bounds, oracle=oracle),)

@@ -54,7 +54,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_tool(NAME, lambda: run(parse(sys.argv[1:] if argv is None else argv)))
+    return run_tool(NAME, lambda: inspect_all(parse(sys.argv[1:] if argv is None else argv)))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -69,7 +69,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def run(arguments: argparse.Namespace) -> int:
+def inspect_all(arguments: argparse.Namespace) -> int:
     """Inspects all datasets; the exit code is that of the first damaged one."""
     tokenizer = _tokenizer(arguments)
     code = 0
@@ -94,10 +94,10 @@ def _inspect_anywhere(prefix: str, arguments: argparse.Namespace, tokenizer: Tok
     if not is_url(prefix):
         return inspect(prefix, arguments, tokenizer)
     from megatron.data.remote_pairs import fetch_pair
-    from megatron.preprocess.commands.merge_datasets import work_folder
+    from megatron.preprocess.commands.merge_datasets import temporary_folder
 
     refuse_secrets(prefix)
-    with work_folder(arguments.work_folder) as folder:
+    with temporary_folder(arguments.work_folder) as folder:
         if not arguments.json:
             print(f"{prefix}:")
         return {**inspect(fetch_pair(prefix, folder), arguments, tokenizer), "prefix": prefix}
@@ -115,7 +115,7 @@ def _tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
 def inspect(prefix: str, arguments: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
     from megatron.data.indexed.dataset import IndexedDataset
     from megatron.data.indexed.record import read_record
-    from megatron.data.indexed.statistics import statistics
+    from megatron.data.indexed.statistics import length_statistics
 
     data, record = IndexedDataset(prefix), read_record(prefix)
     if record is not None and tokenizer is not None and record.tokenizer_fingerprint not in tokenizer.fingerprints:
@@ -123,7 +123,7 @@ def inspect(prefix: str, arguments: argparse.Namespace, tokenizer: Tokenizer | N
             f"{prefix}: made with another tokenizer (vocabulary {record.vocab_size}) than the one given (vocabulary "
             f"{tokenizer.vocab_size}); give the tokenizer that the data was made with"
         )
-    numbers = statistics(data)
+    numbers = length_statistics(data)
     facts = _facts(data, record, numbers)
     if not arguments.json:
         print("\n".join(_lines(data, record, numbers)))
@@ -213,7 +213,7 @@ def _picture(prefix: str, numbers: Statistics, arguments: argparse.Namespace) ->
     if arguments.histogram == _TERMINAL:
         if not arguments.json:
             plain = (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
-            print(statistics.draw(numbers.bins, block="#" if plain else "█"))
+            print(statistics.draw_histogram(numbers.bins, block="#" if plain else "█"))
         return
     if arguments.histogram.endswith(".svg"):
         content = statistics.draw_svg(numbers.bins, title).encode()

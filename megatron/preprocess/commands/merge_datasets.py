@@ -42,10 +42,12 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_tool(NAME, lambda: run(build_parser().parse_known_flags(sys.argv[1:] if argv is None else argv)))
+    return run_tool(
+        NAME, lambda: merge_inputs(build_parser().parse_known_flags(sys.argv[1:] if argv is None else argv))
+    )
 
 
-def run(arguments: argparse.Namespace) -> None:
+def merge_inputs(arguments: argparse.Namespace) -> None:
     output = arguments.output_prefix
     if not output or output.endswith(os.sep) or Path(output).is_dir():
         raise ConfigError(f"--output-prefix {output}: is a folder; add the name of the dataset")
@@ -58,25 +60,25 @@ def run(arguments: argparse.Namespace) -> None:
             _print(merged, merged.summary.prefix)
         return
     from megatron.data.remote import refuse_secrets
-    from megatron.data.remote_pairs import beside, fetch_words, put_pair, refuse_existing
+    from megatron.data.remote_pairs import beside, fetch_words, put_pair, refuse_existing_urls
 
     refuse_secrets(output)
-    with work_folder(arguments.work_folder) as folder:
+    with temporary_folder(arguments.work_folder) as folder:
         local = str(folder / output.rpartition("/")[2]) if is_url(output) else output
         if is_url(output) and not arguments.overwrite:
-            refuse_existing(output, [output])
+            refuse_existing_urls(output, [output])
         for merged in _merge(arguments, fetch_words(arguments.input, folder), local):
             place = merged.summary.prefix
             if is_url(output):
                 place = beside(output, place)
                 if not arguments.overwrite:
-                    refuse_existing(output, [place])  # the keys' names are known only now
+                    refuse_existing_urls(output, [place])  # the keys' names are known only now
                 put_pair(merged.summary.prefix, place)
             _print(merged, place)
 
 
 @contextmanager
-def work_folder(given: str | None) -> Iterator[Path]:
+def temporary_folder(given: str | None) -> Iterator[Path]:
     """A temporary folder in the given one (by default the current one), removed with its content."""
     with ExitStack() as stack:
         try:

@@ -24,7 +24,7 @@ NAME = "preprocess_data.py"
 def main(argv: Sequence[str] | None = None) -> int:
     def job() -> None:
         arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
-        settings, folder = settings_of(arguments)
+        settings, folder = settings_and_folder(arguments)
         if arguments.find_optimal_num_workers:
             return find_workers(arguments, settings, folder)
         from megatron.data.remote import is_url
@@ -179,7 +179,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def settings_of(arguments: argparse.Namespace) -> tuple[PreprocessSettings, Path | None]:
+def settings_and_folder(arguments: argparse.Namespace) -> tuple[PreprocessSettings, Path | None]:
     """The settings, and the local folder of a run that writes to a URL."""
     world = _world(arguments)
     if arguments.keep_sequential_samples:

@@ -34,7 +34,7 @@ Texts = list[tuple[str, list[tuple[int, int]]]]
 """Each text, and where the assistant's answers begin and end in it."""
 
 
-class LimitError(Exception):
+class OutputLimitError(Exception):
     """The output is larger than its limit."""
 
 
@@ -138,7 +138,7 @@ def bounded(pieces: Iterable[str], most: int) -> str:
     for piece in pieces:
         length += len(piece)
         if length > most:
-            raise LimitError
+            raise OutputLimitError
         kept.append(piece)
     return "".join(kept)
 
@@ -160,7 +160,7 @@ def more_time(seconds: int) -> None:
     limited(resource.RLIMIT_CPU, math.ceil(time.process_time()) + seconds, for_good=False)
 
 
-def as_bytes(value: Any) -> bytes:
+def json_bytes(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
 
 
@@ -184,15 +184,15 @@ def attempt(seconds: int, most: int, work: Callable[[], Any]) -> bytes:
     """What `work` returns as JSON, or why there is nothing."""
     more_time(seconds)
     try:
-        answer = as_bytes(work())
+        answer = json_bytes(work())
         if len(answer) > most:
-            raise LimitError
+            raise OutputLimitError
         return answer
     except MemoryError:
         return _failure("memory")
     except RecursionError as error:
         return _failure("endless", type(error).__name__)
-    except LimitError:
+    except OutputLimitError:
         return _failure("output")
     except UnknownAnswerError as error:
         return _failure("unknown", str(error))
@@ -201,7 +201,7 @@ def attempt(seconds: int, most: int, work: Callable[[], Any]) -> bytes:
 
 
 def _failure(kind: str, why: str = "") -> bytes:
-    return as_bytes({"error": kind, "why": why})
+    return json_bytes({"error": kind, "why": why})
 
 
 def _write(answer: bytes) -> None:

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from megatron.errors import ConfigError, MegatronError
 from megatron.tokenizer.chat import renderer
-from megatron.tokenizer.chat.renderer import LENGTH_BYTES, MARKED, MARKS, as_bytes, frame
+from megatron.tokenizer.chat.renderer import LENGTH_BYTES, MARKED, MARKS, frame, json_bytes
 from megatron.utils.process import how_to_continue
 
 _SAFE_JINJA = (3, 1, 6)  # older sandboxes have known holes
@@ -203,7 +203,7 @@ class ChatTemplate:
 def request(messages: Sequence[Message], tools: Sequence[Any] | None = None, *, prompt: bool = False) -> bytes:
     """A conversation as it is rendered; with `prompt`, followed by the prompt to answer it."""
     try:
-        content = as_bytes({"messages": list(messages), "tools": tools, "prompt": prompt})
+        content = json_bytes({"messages": list(messages), "tools": tools, "prompt": prompt})
     except RecursionError:
         raise ChatError("its values are nested too deeply; make it flatter") from None
     if MARKS.search(content.decode("utf-8", "surrogatepass")):
@@ -239,7 +239,7 @@ class _Process:
         self._named, self._owner = named, os.getpid()
         os.set_blocking(_open(self._popen.stdin).fileno(), False)  # what fits is written, and the rest waits
         self.end = weakref.finalize(self, _end, self._popen, self._owner)
-        self.send(as_bytes(setup))
+        self.send(json_bytes(setup))
 
     @property
     def usable(self) -> bool:

@@ -21,9 +21,17 @@ from megatron.errors import ConfigError, ReplicaError
 from megatron.ops.select import resolve
 from megatron.training.assemble import assemble
 from megatron.training.check_layout import faults
-from megatron.training.check_layout.outcome import Difference, Outcome, differences, join, read, train_outcome, written
+from megatron.training.check_layout.outcome import (
+    Difference,
+    RunOutcome,
+    join,
+    outcome_from_bytes,
+    outcome_to_bytes,
+    relative_differences,
+    train_outcome,
+)
 from megatron.training.check_layout.ranks import run_ranks
-from megatron.training.check_layout.settings import alone, changes, is_large, ranks_of, reproducible, shrink
+from megatron.training.check_layout.settings import alone, changed_settings, is_large, ranks_of, reproducible, shrink
 from megatron.training.exit import in_one_line
 from megatron.training.initialize import build_run, tokenizer_of
 from megatron.training.settings import read_settings
@@ -38,7 +46,7 @@ _NEAREST_CAUSE = ("counted tokens", "gradient", "weight")
 """Kinds of differences, those first that are nearest to what is wrong."""
 
 
-def check(options: argparse.Namespace, argv: Sequence[str]) -> int:
+def compare_with_one_process(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Prints what is compared, how far the layout is from one process, and the verdict; returns the exit code."""
     script = load_script(options.script)
     with tempfile.TemporaryDirectory(prefix="check-layout-") as cache:
@@ -53,7 +61,7 @@ def check(options: argparse.Namespace, argv: Sequence[str]) -> int:
     if isinstance(got, ReplicaError) or cause is not None:
         print(f"DIFFERENT: {cause}")
         return 1
-    found = differences(got, expected)
+    found = relative_differences(got, expected)
     print(_table(found))
     equal, line = _verdict(found, options.tolerance, ranks)
     print(line)
@@ -76,7 +84,9 @@ def _settings(options: argparse.Namespace, argv: Sequence[str], cache: Path) -> 
     config = _with_kernels_of_a_cpu(config, introduction)
     if is_large(config, ranks, vocab_size) and not options.full:
         small = shrink(config, ranks)
-        introduction.append(f"shrunk to be quick (--full runs it as it is): {', '.join(changes(config, small))}")
+        introduction.append(
+            f"shrunk to be quick (--full runs it as it is): {', '.join(changed_settings(config, small))}"
+        )
         config = small
     return config, ranks, introduction
 
@@ -111,7 +121,7 @@ def _with_kernels_of_a_cpu(config: RunConfig, introduction: list[str]) -> RunCon
 
 def _train(
     options: argparse.Namespace, script: ModuleType, config: RunConfig, ranks: int, *, fault: str | None = None
-) -> Outcome | ReplicaError:
+) -> RunOutcome | ReplicaError:
     """A few steps in fp64 and silently, with a planted fault if one is named. The error: replicas that differ."""
 
     def body(rank: int) -> bytes:
@@ -121,11 +131,11 @@ def _train(
         with assemble(run, script.datasets_provider, script.model_provider, script.forward_step) as parts:
             if fault is not None:
                 getattr(faults, fault.replace("-", "_"))(parts)
-            return written(train_outcome(parts, options.steps))
+            return outcome_to_bytes(train_outcome(parts, options.steps))
 
     results = run_ranks(ranks, body, timedelta(minutes=options.timeout_minutes))
     try:
-        return join([read(result) for result in results])
+        return join([outcome_from_bytes(result) for result in results])
     except ReplicaError as error:
         return error
 
@@ -152,7 +162,7 @@ def load_script(path: str | None) -> ModuleType:
 # ---------------------------------------------------------------- what is printed of the comparison
 
 
-def _other_samples(got: Outcome, expected: Outcome, data: DataConfig) -> str | None:
+def _other_samples(got: RunOutcome, expected: RunOutcome, data: DataConfig) -> str | None:
     """Why nothing else can be equal: the two runs did not read the same samples."""
     steps = zip(got.samples, expected.samples, strict=True)
     step = next((number for number, (ours, theirs) in enumerate(steps, 1) if ours != theirs), None)

@@ -114,9 +114,9 @@ def _run(argv: list[str]) -> int:
             # A worker is a forked process, which macOS cannot have safely.
             cpus = usable_cpus() if sys.platform == "linux" else 1
             return prove(options.cluster, options.script, argv[cut + 1 :], workers=options.workers or cpus)
-        from megatron.training.check_layout.check import check
+        from megatron.training.check_layout.check import compare_with_one_process
 
-        return check(options, argv[cut + 1 :])
+        return compare_with_one_process(options, argv[cut + 1 :])
     except BrokenPipeError:
         raise
     except Exception as error:

@@ -39,7 +39,7 @@ class RankOutcome:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """The outcome of all ranks, with whole tensors."""
 
     numbers: Numbers
@@ -48,12 +48,12 @@ class Outcome:
     weights: dict[str, Tensor]
 
 
-def written(outcome: RankOutcome) -> bytes:
+def outcome_to_bytes(outcome: RankOutcome) -> bytes:
     torch.save(outcome, file := io.BytesIO())
     return file.getvalue()
 
 
-def read(content: bytes) -> RankOutcome:
+def outcome_from_bytes(content: bytes) -> RankOutcome:
     """Runs nothing but the two constructors."""
     with torch.serialization.safe_globals([RankOutcome, ShardSpec]):
         return torch.load(io.BytesIO(content), weights_only=True)
@@ -114,7 +114,7 @@ def uneven_weights(batch: Mapping[str, Any]) -> Batch:
     return {**batch, "loss_mask": batch["loss_mask"] * weights}
 
 
-def join(ranks: Sequence[RankOutcome]) -> Outcome:
+def join(ranks: Sequence[RankOutcome]) -> RunOutcome:
     """Whole tensors from the ranks' shards; a ReplicaError where replicas or reported numbers differ."""
     gradients = whole_tensors([rank.gradients for rank in ranks], what="gradient of ")
     weights = whole_tensors([rank.weights for rank in ranks])
@@ -124,7 +124,7 @@ def join(ranks: Sequence[RankOutcome]) -> Outcome:
             if repr(ours) != repr(other.numbers[kind]):  # NaN is like NaN here
                 raise ReplicaError(f"rank 0 and rank {number} report another {kind}: {ours} and {other.numbers[kind]}")
     samples = [sorted(set().union(*step)) for step in zip(*(rank.samples for rank in ranks), strict=True)]
-    return Outcome(first.numbers, samples, gradients, weights)
+    return RunOutcome(first.numbers, samples, gradients, weights)
 
 
 def whole_tensors(parts: Sequence[Stored], agree_to: float = COPIES_AGREE, what: str = "") -> dict[str, Tensor]:
@@ -154,7 +154,7 @@ class Difference:
     size: float  # relative
 
 
-def differences(got: Outcome, expected: Outcome) -> list[Difference]:
+def relative_differences(got: RunOutcome, expected: RunOutcome) -> list[Difference]:
     """The relative difference of every number and tensor, in the order of the steps and of the model.
 
     Tensors are compared by their norms. The scale is that of the expected tensor, but not less than what is negligible

@@ -19,7 +19,7 @@ from megatron.config import (
     RuntimeConfig,
     ScheduleConfig,
     TokenizerConfig,
-    check,
+    check_settings,
     check_world,
 )
 from megatron.config.notices import spelled
@@ -155,7 +155,7 @@ def shrink(config: RunConfig, ranks: int) -> RunConfig:
     if config.recompute.recompute_num_layers > 1:
         small = replace(small, recompute=replace(config.recompute, recompute_num_layers=1))
     try:
-        check(small, needs_data=False)
+        check_settings(small, needs_data=False)
         check_world(small, ranks)
     except ConfigError as error:
         why = ", and ".join(error.lines)
@@ -163,7 +163,7 @@ def shrink(config: RunConfig, ranks: int) -> RunConfig:
     return small
 
 
-def changes(before: RunConfig, after: RunConfig) -> list[str]:
+def changed_settings(before: RunConfig, after: RunConfig) -> list[str]:
     """Lines such as `--num-layers 32 -> 4`, one for each setting that differs."""
     return [
         f"{spelled(before, setting.name)} -> {spelled(after, setting.name).rpartition(' ')[2]}"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.training.curves.read import Run
-from megatron.utils import picture
+from megatron.training.curves.read import LoggedRun
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -16,11 +14,7 @@ _MARKERS = "os^Dv"
 """Of the validation sets of a run, from the first on again."""
 
 
-def write_picture(runs: Sequence[Run], value: str, output: Path) -> None:
-    picture.write_picture(lambda: build_figure(runs, value), output)
-
-
-def build_figure(runs: Sequence[Run], value: str) -> Figure:
+def draw_curves(runs: Sequence[LoggedRun], value: str) -> Figure:
     from matplotlib.figure import Figure  # no pyplot: nothing is shown, so no screen is asked for
 
     figure = Figure(figsize=(9, 5.5), layout="constrained")

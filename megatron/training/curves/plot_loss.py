@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError
-from megatron.training.curves.picture import write_picture
-from megatron.training.curves.read import Run, read_log, read_metrics
-from megatron.training.curves.terminal import draw
+from megatron.training.curves.picture import draw_curves
+from megatron.training.curves.read import LoggedRun, read_log, read_metrics
+from megatron.training.curves.terminal import draw_in_terminal
 from megatron.utils.command_line import Parser, integer, run_tool
+from megatron.utils.picture import write_picture
 
 EXAMPLES = """examples:
   python tools/plot_loss.py --metrics-jsonl metrics.jsonl
@@ -59,10 +60,14 @@ def _plot(arguments: argparse.Namespace) -> None:
     runs = [read_metrics(path, arguments.value) for path in arguments.metrics_jsonl]
     runs += [read_log(path, arguments.value) for path in arguments.log]
     if arguments.names:
-        runs = [Run(name, run.curves) for name, run in zip(arguments.names, runs, strict=True)]
+        runs = [LoggedRun(name, run.curves) for name, run in zip(arguments.names, runs, strict=True)]
     if arguments.output is not None:
-        write_picture(runs, arguments.value, arguments.output)
+        write_picture(lambda: draw_curves(runs, arguments.value), arguments.output)
         print(f"{arguments.output}: {arguments.value} of {', '.join(run.name for run in runs)}")
     else:
         plain = (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
-        print(draw(runs[0], width=arguments.width, height=arguments.height, plain=plain, title=arguments.value))
+        print(
+            draw_in_terminal(
+                runs[0], width=arguments.width, height=arguments.height, plain=plain, title=arguments.value
+            )
+        )

@@ -22,7 +22,7 @@ _NUMBER = r"([-+]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|nan|inf))"
 
 
 @dataclass(frozen=True)
-class Run:
+class LoggedRun:
     """One curve per split that has points."""
 
     name: str
@@ -33,9 +33,9 @@ class Run:
             self.curves.setdefault(split, {})[iteration] = float(value)
 
 
-def read_metrics(path: Path, value: str) -> Run:
+def read_metrics(path: Path, value: str) -> LoggedRun:
     """`value` is a key of the file's objects."""
-    run = Run(str(path))
+    run = LoggedRun(str(path))
     for number, line in enumerate(_lines("--metrics-jsonl", path), start=1):
         try:
             row = json.loads(line)
@@ -49,9 +49,9 @@ def read_metrics(path: Path, value: str) -> Run:
     return _with_points("--metrics-jsonl", path, value, run)
 
 
-def read_log(path: Path, value: str) -> Run:
+def read_log(path: Path, value: str) -> LoggedRun:
     """`value` is a key of the metrics file; a line of the log has it in words, rounded, the loss as a mean."""
-    run = Run(str(path))
+    run = LoggedRun(str(path))
     words = _NAMES_IN_LOGS.get(value, value.replace("_", " "))
     number = re.compile(rf"\| (?:{words}|{re.escape(value)})(?: value)?:? {_NUMBER}(?: \||$)", re.IGNORECASE)
     for line in _lines("--log", path):
@@ -73,7 +73,7 @@ def _lines(flag: str, path: Path) -> list[str]:
         raise _unusable(flag, path, str(error.strerror)) from None
 
 
-def _with_points(flag: str, path: Path, value: str, run: Run) -> Run:
+def _with_points(flag: str, path: Path, value: str, run: LoggedRun) -> LoggedRun:
     if not run.curves:
         raise _unusable(flag, path, f"no line with a finite {value}")
     return run

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from itertools import cycle
 
-from megatron.training.curves.read import Run
+from megatron.training.curves.read import LoggedRun
 
 TRAIN, VALIDATION = ("•", "*"), (("◆", "v"), ("▲", "a"), ("■", "b"), ("○", "o"))
 """The second where the terminal has no Unicode; one for each validation set, from the first on again."""
 
 
-def draw(run: Run, *, width: int, height: int, plain: bool, title: str) -> str:
+def draw_in_terminal(run: LoggedRun, *, width: int, height: int, plain: bool, title: str) -> str:
     """Iterations to the right, the value upwards, both axes labelled."""
     sets = [split for split in run.curves if split != "train"]
     marks = {"train": TRAIN[plain]} | {name: pair[plain] for name, pair in zip(sets, cycle(VALIDATION), strict=False)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron.training.order.events import Communicator, Message, Op, Recording, Wait
+from megatron.training.order.events import Communicator, MessageSide, Op, Recording, Wait
 
 _ROUTED = ("tp", "ep")
 """The axes over which experts' rows travel, as many as the router sends."""
@@ -83,7 +83,7 @@ def _content(op: Op) -> tuple[object, ...]:
 def _of_messages(recordings: Mapping[int, Recording]) -> Iterator[str]:
     """Checks the messages of each pair of ranks in order, because nccl matches them by order alone; our tags show
     whether sender and receiver mean the same message."""
-    sides: dict[tuple[str, int, int], dict[str, list[Message]]] = defaultdict(lambda: {"send": [], "recv": []})
+    sides: dict[tuple[str, int, int], dict[str, list[MessageSide]]] = defaultdict(lambda: {"send": [], "recv": []})
     groups: dict[str, Communicator] = {}
     for rank, recording in recordings.items():
         groups |= recording.groups

@@ -100,7 +100,7 @@ def _as_often_as_can_be(asked: CheckpointConfig, local: Path) -> CheckpointConfi
     )
 
 
-def copies_of(config: RunConfig, world_size: int) -> list[int]:
+def compared_ranks(config: RunConfig, world_size: int) -> list[int]:
     """Ranks that are compared with the representative of their class."""
     whole_groups = config.parallel.zero > 0 or config.optimizer.uses_muon
     return others(config.parallel.layout(world_size), divided=whole_groups)
@@ -124,7 +124,7 @@ def save_by_one_process(config: RunConfig, folder: Path, script: ModuleType) -> 
 def record_cluster(
     config: RunConfig, world_size: int, script: ModuleType, *, copies: Sequence[int] | None = None
 ) -> ClusterRecording:
-    """One run. `copies` unset: those of `copies_of`."""
+    """One run. `copies` unset: those of `compared_ranks`."""
     return _record_clusters({"a run": config}, world_size, script, copies)["a run"]
 
 
@@ -139,7 +139,7 @@ def _record_clusters(
 ) -> dict[str, ClusterRecording]:
     config = next(iter(runs.values()))
     layout = config.parallel.layout(world_size)
-    chosen, compared = representatives(layout), copies_of(config, world_size) if copies is None else copies
+    chosen, compared = representatives(layout), compared_ranks(config, world_size) if copies is None else copies
     found = record_ranks(runs, [*chosen, *compared], layout, script, workers=workers, report=report)
     return {
         run: ClusterRecording(

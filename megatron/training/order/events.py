@@ -8,7 +8,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Message:
+class MessageSide:
     """One side of a point-to-point message."""
 
     side: Literal["send", "recv"]
@@ -36,7 +36,7 @@ class Op:
     dtype: str = ""
     detail: str = ""
     """The reduction, the root."""
-    messages: tuple[Message, ...] = ()
+    messages: tuple[MessageSide, ...] = ()
     given: int = field(default=0, compare=False)
     """Elements of this rank's input, also where their number depends on data."""
 

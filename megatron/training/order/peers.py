@@ -72,12 +72,12 @@ class Script:
         return Scripted(self, options, ranks)
 
 
-def packed(broadcasts: Said) -> bytes:
+def pack_broadcasts(broadcasts: Said) -> bytes:
     torch.save(broadcasts, file := io.BytesIO())
     return file.getvalue()
 
 
-def unpacked(content: bytes) -> Said:
+def unpack_broadcasts(content: bytes) -> Said:
     read: Said = torch.load(io.BytesIO(content), weights_only=True)
     return read
 

@@ -26,9 +26,9 @@ from megatron.config import (
 )
 from megatron.config.stages import stage_layers
 from megatron.training.check_layout.check import load_script
-from megatron.training.check_layout.settings import changes, shrink
+from megatron.training.check_layout.settings import changed_settings, shrink
 from megatron.training.order.classes import representatives
-from megatron.training.order.cluster import ClusterRecording, copies_of, record_runs
+from megatron.training.order.cluster import ClusterRecording, compared_ranks, record_runs
 from megatron.training.order.events import Mark, Op, Recording
 from megatron.training.order.record import FIRST_STEP, LATER
 from megatron.training.order.waits import INDEPENDENT, ONE_QUEUE
@@ -143,14 +143,14 @@ def _introduction(given: RunConfig, config: RunConfig, world_size: int) -> list[
     named = [("tensor", layout.tp), ("context", layout.cp), ("expert", layout.ep), ("pipeline", layout.pp)]
     sizes = [f"{name} {size}" for name, size in (*named, ("data", layout.dp)) if size > 1]
     reduced = {"num_layers", "hidden_size", "global_batch_size", "micro_batch_size", "seq_length", "num_experts"}
-    cut = [line for line in changes(given, config) if line.split()[0].lstrip("-").replace("-", "_") in reduced]
+    cut = [line for line in changed_settings(given, config) if line.split()[0].lstrip("-").replace("-", "_") in reduced]
     evaluations = "evaluations, " if config.evaluation.eval_iters else "no evaluation (--eval-iters 0), "
     between = given.checkpoint.save_interval is not None or given.checkpoint.non_persistent_ckpt_type is not None
     saves = "a save after each step" if between else "save"
     left_out = "; without the copies that --replication sends" if given.checkpoint.replication else ""
     return [
         f"{' x '.join(sizes)} on {world_size} ranks: one rank of each of {len(representatives(layout))} classes, and "
-        f"{len(copies_of(config, world_size))} others, with made-up peers",
+        f"{len(compared_ranks(config, world_size))} others, with made-up peers",
         f"two runs: start, two steps, {evaluations}{saves} and stop{left_out}; start, load of a "
         "checkpoint, a step and stop",
         f"cut to what the order of operations depends on: {', '.join(cut)}",
@@ -165,7 +165,7 @@ class _Progress:
 
     def __init__(self, config: RunConfig, world_size: int) -> None:
         classes = representatives(config.parallel.layout(world_size))
-        self._done, self._all = 0, 2 * (len(classes) + len(copies_of(config, world_size)))
+        self._done, self._all = 0, 2 * (len(classes) + len(compared_ranks(config, world_size)))
 
     def __call__(self) -> None:
         self._done += 1

@@ -24,7 +24,7 @@ from megatron.training.initialize import build_run
 from megatron.training.order.classes import representative
 from megatron.training.order.events import Recording
 from megatron.training.order.large import as_large_on_accelerators
-from megatron.training.order.peers import Script, packed, unpacked
+from megatron.training.order.peers import Script, pack_broadcasts, unpack_broadcasts
 from megatron.training.order.recorder import Tape, recorded
 from megatron.training.pretrain import train_and_evaluate
 from megatron.utils.log import RankLog
@@ -87,7 +87,7 @@ def record_ranks(
     """What each of `ranks` does in each of `runs`, on the CPU, with made-up peers. `workers`: processes at a time; the
     recordings do not depend on it."""
     recordings: Recordings = {run: {} for run in runs}
-    said: dict[tuple[str, int | None], bytes] = {(run, None): packed({}) for run in runs}
+    said: dict[tuple[str, int | None], bytes] = {(run, None): pack_broadcasts({}) for run in runs}
     with _answering(_Recorder(runs, layout, script), workers, report) as answers_to:
         for wave in waves(layout, ranks):
             tasks = [_Task(run, group, said[run, before]) for run in runs for group, before in wave.items()]
@@ -159,13 +159,13 @@ class _Recorder:
     script: ModuleType
 
     def __call__(self, task: _Task, note: Callable[[None], None]) -> _Answer:
-        peers = Script(partial(representative, self.layout), unpacked(task.heard))
+        peers = Script(partial(representative, self.layout), unpack_broadcasts(task.heard))
         config, recordings = _in_own_directories(self.runs[task.run], task.ranks[0]), {}
         with as_large_on_accelerators():
             for rank in task.ranks:
                 recordings[rank] = _record_rank(config, rank, self.layout.world_size, self.script, peers)
                 note(None)
-        return _Answer(task, recordings, packed(peers.broadcasts))
+        return _Answer(task, recordings, pack_broadcasts(peers.broadcasts))
 
 
 def _in_own_directories(config: RunConfig, group: int) -> RunConfig:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.training.order.events import Communicator, Compute, Event, Mark, Message, Op, Recording, Wait
+from megatron.training.order.events import Communicator, Compute, Event, Mark, MessageSide, Op, Recording, Wait
 from megatron.training.order.peers import MakePeers, Peers, Script
 
 BACKEND = "recorded"
@@ -39,7 +39,7 @@ class Tape:
         self._made: dict[str, Communicator] = {}
         self._last: dict[str, Op] = {}
         self._count = 0
-        self._batch: list[Message] | None = None
+        self._batch: list[MessageSide] | None = None
 
     @property
     def recording(self) -> Recording:
@@ -66,7 +66,7 @@ class Tape:
         told = before is not None and (before.kind, before.size, before.dtype) == (kind, 1, "int64")
         return told and tensor.dtype == torch.uint8
 
-    def message(self, group: str, message: Message) -> int:
+    def message(self, group: str, message: MessageSide) -> int:
         if self._batch is None:
             return self.note(group, message.side, messages=(message,))
         self._batch.append(message)
@@ -234,7 +234,7 @@ class _RecordedGroup(_TorchGroup):
         (tensor,) = tensors
         _check_sendable(tensor, side, self.axis)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        message = Message(side, self.ranks[peer], tensor.numel(), dtype, tag)
+        message = MessageSide(side, self.ranks[peer], tensor.numel(), dtype, tag)
         number = self.tape.message(self.communicator, message)
         return _RecordedWork(self.tape, number, answer(tensors, peer, tag))
 

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from megatron.training.order.events import Communicator, Compute, Event, Mark, Message, Op, Recording, Wait
+from megatron.training.order.events import Communicator, Compute, Event, Mark, MessageSide, Op, Recording, Wait
 
 _COMPUTE = "computation"
 Key = tuple[object, ...]
@@ -270,7 +270,7 @@ def _sides(rank: int, op: Op) -> list[Key]:
     return [(op.group, "message", *_way(rank, each)) for each in op.messages]
 
 
-def _way(rank: int, message: Message) -> tuple[int, int]:
+def _way(rank: int, message: MessageSide) -> tuple[int, int]:
     """(sender, receiver)"""
     return (rank, message.peer) if message.side == "send" else (message.peer, rank)
 

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron.config import ProfileConfig
 from megatron.training.hooks import Hook
-from megatron.training.metric_writers import writing
+from megatron.training.metric_writers import writing_file_of
 from megatron.training.profiling.trace_summary import STEP, read_trace, summarise
 from megatron.utils.device import end_memory_history, record_memory_history
 from megatron.utils.log import RankLog, print_line
@@ -87,7 +87,7 @@ class StepProfiler(Hook):
         folder = Path(self.config.profile_dir)
         path = folder / f"rank{self.rank}-iterations{self._first}-{self._last}.pt.trace.json.gz"
         partial = path.with_name(f".partial-{path.name}")
-        with writing("--profile-dir", folder):
+        with writing_file_of("--profile-dir", folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._profile.export_chrome_trace(str(partial))
             partial.replace(path)

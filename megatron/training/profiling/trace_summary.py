@@ -140,7 +140,7 @@ def summarise(events: Sequence[Event], slowest: int = 10) -> Summary:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TimeSlice:
     """A moment that belongs to one operation, which began at `began`."""
 
     category: str
@@ -153,7 +153,7 @@ class Piece:
 # ---------------------------------------------------------------- the CPU: one thread's nested operations
 
 
-def _thread_pieces(events: Sequence[Event], thread: tuple[Any, Any]) -> Iterator[Piece]:
+def _thread_pieces(events: Sequence[Event], thread: tuple[Any, Any]) -> Iterator[TimeSlice]:
     mine, elsewhere = [], []
     for event in events:
         if event.thread == thread and not _UNDER_WAY.search(event.name):
@@ -168,10 +168,10 @@ def _thread_pieces(events: Sequence[Event], thread: tuple[Any, Any]) -> Iterator
             for begin, until in under_way:
                 if seconds := max(0.0, min(end, until) - max(start, begin)):
                     moment = start + waited
-                    yield Piece("communication", "waiting for a collective", moment, moment + seconds, begin)
+                    yield TimeSlice("communication", "waiting for a collective", moment, moment + seconds, begin)
                     waited += seconds
         if category != "idle" and waited < end - start:
-            yield Piece(category, stack[-1].name, start + waited, end, stack[-1].start)
+            yield TimeSlice(category, stack[-1].name, start + waited, end, stack[-1].start)
 
 
 def _computes(event: Event) -> bool:
@@ -221,7 +221,7 @@ def _category(stack: Sequence[Event]) -> str:
 # ---------------------------------------------------------------- an accelerator: kernels on several streams
 
 
-def _device_pieces(events: Sequence[Event]) -> Iterator[Piece]:
+def _device_pieces(events: Sequence[Event]) -> Iterator[TimeSlice]:
     kernels = sorted((e for e in events if e.kind in KERNELS), key=lambda e: e.start)
     optimizer = _merged((e.start, e.end) for e in events if e.kind == "gpu_user_annotation" and e.name == "optimizer")
     work = [e for e in kernels if not _COMMUNICATION.search(e.name)]
@@ -231,17 +231,17 @@ def _device_pieces(events: Sequence[Event]) -> Iterator[Piece]:
         if not _COMMUNICATION.search(event.name):
             continue
         covered = sum(max(0.0, min(event.end, b) - max(event.start, a)) for a, b in busy)
-        yield Piece("hidden", event.name, event.start, event.start + covered, event.start)
-        yield Piece("communication", event.name, event.start + covered, event.end, event.start)
+        yield TimeSlice("hidden", event.name, event.start, event.start + covered, event.start)
+        yield TimeSlice("communication", event.name, event.start + covered, event.end, event.start)
 
 
-def _unshared(kernels: Sequence[Event], category: Any) -> Iterator[Piece]:
+def _unshared(kernels: Sequence[Event], category: Any) -> Iterator[TimeSlice]:
     """Where kernels of several streams run at once, the moment belongs to the one that began first."""
     until = 0.0
     for event in kernels:
         start = max(event.start, until)
         if start < event.end:
-            yield Piece(category(event), event.name, start, event.end, event.start)
+            yield TimeSlice(category(event), event.name, start, event.end, event.start)
             until = event.end
 
 

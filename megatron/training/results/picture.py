@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.training.results.rows import Row
-from megatron.utils import picture
+from megatron.training.results.rows import SizeResult
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -15,11 +13,7 @@ if TYPE_CHECKING:
 _OURS, _PUBLISHED = "C0", "0.65"
 
 
-def write_picture(rows: Sequence[Row], source: str, output: Path) -> None:
-    picture.write_picture(lambda: build_figure(rows, source), output)
-
-
-def build_figure(rows: Sequence[Row], source: str) -> Figure:
+def draw_bars(rows: Sequence[SizeResult], source: str) -> Figure:
     from matplotlib.figure import Figure  # no pyplot: nothing is shown, so no screen is asked for
 
     figure = Figure(figsize=(11, 1.6 + 0.34 * len(rows)), layout="constrained")
@@ -38,7 +32,7 @@ def build_figure(rows: Sequence[Row], source: str) -> Figure:
     return figure
 
 
-def _bars(axes: Any, rows: Sequence[Row], values: Sequence[float | None]) -> None:
+def _bars(axes: Any, rows: Sequence[SizeResult], values: Sequence[float | None]) -> None:
     """Rows without the value have no bar."""
     for place, (row, value) in enumerate(zip(rows, values, strict=True)):
         if value is not None:
@@ -48,6 +42,6 @@ def _bars(axes: Any, rows: Sequence[Row], values: Sequence[float | None]) -> Non
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _label(row: Row) -> str:
+def _label(row: SizeResult) -> str:
     steps = "" if row.steps is None else f", {row.steps} steps"
     return f"{row.size}, {row.devices}{steps}"

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.errors import ConfigError
-from megatron.training.results.picture import write_picture
-from megatron.training.results.rows import Published, Row, read_published, row_of_run
+from megatron.training.results.picture import draw_bars
+from megatron.training.results.rows import Published, SizeResult, read_published, row_of_run
 from megatron.utils.command_line import Parser, run_tool
+from megatron.utils.picture import write_picture
 
 NAME = "results_table.py"
 _COLUMNS = ("size", "devices", "samples/s", "PPL", "steps", "measured")
@@ -39,11 +40,11 @@ def _show(arguments: argparse.Namespace) -> None:
     rows = [*(row_of_run(size, devices, Path(file)) for size, devices, file in arguments.run), *published.rows]
     print(render(rows, published.source))
     if arguments.output is not None:
-        write_picture(rows, published.source, arguments.output)
+        write_picture(lambda: draw_bars(rows, published.source), arguments.output)
         print(f"{arguments.output}: the same as a picture")
 
 
-def render(rows: Sequence[Row], source: str) -> str:
+def render(rows: Sequence[SizeResult], source: str) -> str:
     cells = [_COLUMNS, *(_cells(row) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
@@ -55,7 +56,7 @@ def render(rows: Sequence[Row], source: str) -> str:
     return "\n".join([*lines, *([f"published: {source}."] if source else [])])
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: SizeResult) -> tuple[str, ...]:
     return (
         row.size,
         row.devices,

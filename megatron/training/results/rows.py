@@ -16,7 +16,7 @@ from megatron.utils.typed import typed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class SizeResult:
     size: str
     devices: str
     samples_per_second: float | None
@@ -29,10 +29,10 @@ class Row:
 class Published:
     source: str
     """By whom the rows were published, and that they are theirs."""
-    rows: tuple[Row, ...]
+    rows: tuple[SizeResult, ...]
 
 
-def row_of_run(size: str, devices: str, path: Path) -> Row:
+def row_of_run(size: str, devices: str, path: Path) -> SizeResult:
     """samples/s is the median of the logged intervals, the first left out where there are others (it warms up);
     the perplexity is that of the last evaluation of the validation split."""
     lines = list(_last_run(_objects(path)))
@@ -40,7 +40,7 @@ def row_of_run(size: str, devices: str, path: Path) -> Row:
     evaluated = [_number(path, line, "lm_loss_ppl") for line in lines if line.get("split") == "valid"]
     if not trained and not evaluated:
         raise _unusable("--run", path, "no line with samples/s or a perplexity")
-    return Row(
+    return SizeResult(
         size=size,
         devices=devices,
         samples_per_second=median(trained[1:] or trained) if trained else None,

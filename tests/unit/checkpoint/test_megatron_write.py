@@ -17,8 +17,8 @@ from megatron.checkpoint import convert_cli, find_checkpoint, safe_load
 from megatron.checkpoint.architecture import model_config
 from megatron.checkpoint.hf import convert as hf_convert
 from megatron.checkpoint.megatron_lm import names as mapped
-from megatron.checkpoint.megatron_lm.settings import read_settings, their_args
-from megatron.checkpoint.megatron_lm.write import Target, to_megatron
+from megatron.checkpoint.megatron_lm.settings import settings_from_args, their_args
+from megatron.checkpoint.megatron_lm.write import TargetLayout, to_megatron
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model import rope
@@ -139,7 +139,7 @@ def test_positions_come_back(settings: dict[str, Any]) -> None:
     config = ModelConfig(num_layers=2, hidden_size=48, num_attention_heads=4, **settings)
     args = their_args(config, MoEConfig(), 300, tp=1, pp=1, others={})
     for names in (args, {name: value for name, value in args.items() if name not in ("yarn_factor", OURS_ALONE)}):
-        back = model_config(read_settings(names, Path("args"))["model"])
+        back = model_config(settings_from_args(names, Path("args"))["model"])
         assert back.positions == config.positions and back.rope_scaling == config.rope_scaling
         assert rope.attention_factor(back) == pytest.approx(rope.attention_factor(config), abs=1e-14)
         assert torch.equal(rope.inverse_frequencies(back), rope.inverse_frequencies(config))
@@ -154,7 +154,7 @@ GPT_OSS |= {"yarn_rotary_scaling_factor": 32.0, "yarn_mscale": 2.0, "yarn_mscale
 @pytest.mark.parametrize("percent", [1.0, 0.5])
 def test_yarn_of_theirs_is_read(percent: float) -> None:
     """It turns the whole head, whatever their rotary_percent says."""
-    config = model_config(read_settings({**GPT_OSS, "rotary_percent": percent}, Path("args"))["model"])
+    config = model_config(settings_from_args({**GPT_OSS, "rotary_percent": percent}, Path("args"))["model"])
     assert rope.rotated_channels(config) == config.head_dim
     assert config.yarn_factor == 32.0
     assert rope.attention_factor(config) == pytest.approx((0.2 * math.log(32) + 1) / (0.1 * math.log(32) + 1))
@@ -172,7 +172,7 @@ def test_yarn_of_theirs_is_read(percent: float) -> None:
 )
 def test_yarn_that_is_not_built_is_refused(changed: dict[str, Any], said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
-        read_settings(GPT_OSS | changed, Path("args"))
+        settings_from_args(GPT_OSS | changed, Path("args"))
 
 
 def test_what_megatron_computes_otherwise_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,7 +218,7 @@ def test_yarn_for_a_part_of_the_head_is_told(tmp_path: Path) -> None:
     model = {**found.manifest.config["model"], "position_embedding_type": "yarn", "yarn_factor": 4.0}
     found = replace(found, manifest=replace(found.manifest, config={**found.manifest.config, "model": model}))
     said: list[str] = []
-    to_megatron(found, tmp_path / "out", Target(names="core"), log=said.append)
+    to_megatron(found, tmp_path / "out", TargetLayout(names="core"), log=said.append)
     assert any("no YaRN for a part of the head: it would compute another function" in line for line in said)
 
 
@@ -249,7 +249,7 @@ def test_a_model_without_a_place_there_is_refused(tmp_path: Path) -> None:
         config, experts = SimpleNamespace(num_layers=4), SimpleNamespace(expert_layers=lambda count: [0])
         row = SimpleNamespace(name=parameter, layer=0, expert=None)
         with pytest.raises(ConfigError, match=f"has no place in Megatron-LM's classic names; {way_out}"):
-            Target().name_of(row, 0, config, experts)  # type: ignore[arg-type]
+            TargetLayout().name_of(row, 0, config, experts)  # type: ignore[arg-type]
 
 
 def test_core_makes_the_output_projection_first(tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_a_hugging_face_model_is_refused_before_it_is_converted(
     model = make(LLAMA, experts if "names" in flag else None)
     convert(to_native(model, tmp_path), tmp_path / "hf", "hf")
     converted: list[object] = []
-    monkeypatch.setattr(hf_convert, "to_native", lambda *given: converted.append(given))
+    monkeypatch.setattr(hf_convert, "import_weights", lambda *given: converted.append(given))
     before = set(tmp_path.iterdir())
     code = convert_cli.main(["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "out"), "--to", "megatron", flag])
     assert not converted, "what is refused was converted first"

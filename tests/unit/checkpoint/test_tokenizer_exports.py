@@ -18,7 +18,7 @@ from megatron.checkpoint.compare import open_step
 from megatron.checkpoint.convert_cli import main as convert
 from megatron.checkpoint.hf import open_folder, plan_export, write_export
 from megatron.checkpoint.hf.families import FAMILIES
-from megatron.checkpoint.hf.tokenizer_check import PROGRAM, Expected, expected_of, first_difference
+from megatron.checkpoint.hf.tokenizer_check import PROGRAM, Expected, expected_of, first_misreading
 from megatron.config import ModelConfig, MoEConfig
 from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError
@@ -136,7 +136,7 @@ def test_every_kind_in_every_family_is_read_as_the_run_reads_it(
     differences = {
         name: difference
         for (name, expected), answer in zip(exports.items(), answers, strict=True)
-        if (difference := first_difference(expected, answer)) is not None
+        if (difference := first_misreading(expected, answer)) is not None
     }
     assert differences == {}
     assert sum(answer["pipeline"] is not None for answer in answers) == len(MODELS)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from megatron.errors import ConfigError
-from megatron.training.dry_run import check_files, render_plan
+from megatron.training.dry_run import check_launch_files, render_plan
 from megatron.training.initialize import start
 from megatron.training.settings import read_settings
 from tests.helpers.runs import pretrain_gpt
@@ -78,7 +78,7 @@ def dry_run(words: list[str], *, plans: bool) -> tuple[str, ...]:
         # Which library multiplies is measured otherwise, which takes longer than the rest.
         config = read_settings([*words, "--dry-run", "--cpu-threads", "1", "--fp32-products", "mkl"])
         run = start(config, stream=io.StringIO())
-        check_files(run, needs_data=True)
+        check_launch_files(run, needs_data=True)
         if plans:
             render_plan(run, pretrain_gpt().model_provider)
     except ConfigError as refusal:

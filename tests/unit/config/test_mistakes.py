@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import check, check_paths, check_world, parse_args
+from megatron.config import check_paths, check_settings, check_world, parse_args
 from megatron.config.sources import _ELSEWHERE, spelling_table
 from megatron.errors import ConfigError
 from tests.unit.config.commands import SMALL, argv, without
@@ -249,7 +249,7 @@ def test_a_checkpoint_that_gave_nothing_leaves_the_requirements() -> None:
     command = without(SMALL, "--num-layers", "--hidden-size", "--vocab-size")
     config = parse_args(argv(command, "--load x --use-checkpoint-args"))
     with pytest.raises(ConfigError, match=r"--num-layers, --hidden-size: required and not given"):
-        check(config)
+        check_settings(config)
 
 
 def test_batch_sizes_must_fit_the_ranks() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.config import ModelConfig, check, parse_args
+from megatron.config import ModelConfig, check_settings, parse_args
 from megatron.optimizer.loss_scaler import build_loss_scaler
 from tests.unit.config.commands import SMALL, argv
 
@@ -180,7 +180,7 @@ def test_a_value_that_was_taken_out_again_is_not_said_to_be_given() -> None:
     """As tools/check_layout.py does with files, which its ranks do not read."""
     config = parse_args(argv(SMALL.replace("--vocab-size 100", ""), "--vocab-file v --merge-file m"))
     without_files = replace(config.tokenizer, vocab_file=None, merge_file=None, tokenizer_type="NullTokenizer")
-    check(replace(config, tokenizer=replace(without_files, vocab_size=5)))
+    check_settings(replace(config, tokenizer=replace(without_files, vocab_size=5)))
 
 
 def test_what_second_moments_in_bf16_lose_is_told() -> None:

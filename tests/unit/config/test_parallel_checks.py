@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.config import parse_args
-from megatron.config.checks import check, check_world
+from megatron.config.checks import check_settings, check_world
 from megatron.config.checks.parallel import check_zero
 from megatron.config.run import build
 from megatron.errors import ConfigError
@@ -119,7 +119,7 @@ FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_la
 def test_sizes_that_do_not_fit(settings: dict[str, Any], ranks: int, words: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
         config = parse_args(flags(**settings))
-        check(config)
+        check_settings(config)
         check_world(config, ranks)
     assert "\n" not in str(refused.value)
     for word in words:
@@ -140,7 +140,7 @@ def test_sizes_that_do_not_fit(settings: dict[str, Any], ranks: int, words: list
 )
 def test_sizes_that_fit(settings: dict[str, Any], ranks: int) -> None:
     config = parse_args(flags(**settings))
-    check(config)
+    check_settings(config)
     check_world(config, ranks)
 
 

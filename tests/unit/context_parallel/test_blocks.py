@@ -46,7 +46,7 @@ def by_chunks(
     q, k, v, r, s, g = (x.split(CHUNK, 2) for x in (query, key, value, result, log_sum, grad))
     for pair in some:
         part = blocks.forward(q[pair.query_chunk], k[pair.key_chunk], v[pair.key_chunk], pair, softmax)
-        blocks.merge(r[pair.query_chunk], s[pair.query_chunk], *part)
+        blocks.merge_partial_attention(r[pair.query_chunk], s[pair.query_chunk], *part)
     delta = (result * grad).sum(-1).split(CHUNK, 2)
     gradients = [torch.zeros_like(x, dtype=wide) for x in (query, key, value)]
     dq, dk, dv = (x.split(CHUNK, 2) for x in gradients)

@@ -16,7 +16,7 @@ from megatron.data.blended import TokenDataset, part_samples
 from megatron.data.build import build_train_valid_test
 from megatron.data.datasets import Datasets
 from megatron.data.indexed.builder import IndexedDatasetBuilder
-from megatron.data.indexed.files import allow_open_files
+from megatron.data.indexed.files import allow_files_for_sources
 from megatron.data.indexed.record import make_record, write_record
 from megatron.errors import ConfigError, DataError
 from tests.unit.data import oracle
@@ -274,7 +274,7 @@ def test_many_sources_under_a_small_limit_of_open_files(tmp_path: Path) -> None:
 def test_more_sources_than_files_may_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 1024))
     with pytest.raises(ConfigError, match=r"500 data sources need 1256 open files, .* 1024; raise the limit"):
-        allow_open_files(500, 1000)
+        allow_files_for_sources(500, 1000)
 
 
 @pytest.mark.parametrize("rule", ["23.06", "main"])

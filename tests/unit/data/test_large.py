@@ -12,7 +12,7 @@ import pytest
 from megatron.data.indexed.builder import IndexedDatasetBuilder
 from megatron.data.indexed.checksums import BLOCK_BYTES
 from megatron.data.indexed.dataset import IndexedDataset
-from megatron.data.indexed.files import as_bytes
+from megatron.data.indexed.files import array_bytes
 from megatron.data.indexed.growing import GrowingIndex, unnamed_file
 from megatron.data.indexed.index_file import check_documents, check_sequences
 from megatron.errors import DataError
@@ -97,5 +97,5 @@ def test_a_longer_sequence_is_refused_with_the_way_out(tmp_path: Path) -> None:
 def test_checksums_know_sizes_past_32_bits() -> None:
     sums = BlockHasher(BLOCK_BYTES)
     sums.size = 1 << 41  # as after writing so much: a whole number of blocks
-    sums.update(as_bytes(np.ones(3, dtype=np.uint8)))
+    sums.update(array_bytes(np.ones(3, dtype=np.uint8)))
     assert sums.size == (1 << 41) + 3 and len(sums.blocks()) == 1

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed.dataset import IndexedDataset
-from megatron.data.loader import BatchIterator, PackedBatch, build_loader, packed
+from megatron.data.loader import BatchIterator, PackedBatch, build_loader, pack_batch
 from megatron.data.masks import MaskConfig
 from megatron.data.mock import MockDataset
 from megatron.data.sampler import BlockShape, sample_batches
@@ -277,7 +277,7 @@ def test_packed_in_one_piece(tensors: dict[str, tuple[torch.dtype, list[int]]]) 
     batch = {
         name: torch.randint(0, 2, shape, generator=generator).to(dtype) for name, (dtype, shape) in tensors.items()
     }
-    one = packed(batch)
+    one = pack_batch(batch)
     assert isinstance(one, PackedBatch) and one.memory.dtype == torch.uint8
     assert same(one.unpacked(), batch)
     for tensor in one.unpacked().values():
@@ -288,7 +288,7 @@ def test_packed_in_one_piece(tensors: dict[str, tuple[torch.dtype, list[int]]]) 
     "batch", [{"x": torch.ones(2), "name": ["a", "b"]}, {"x": torch.ones(2).to_sparse()}, [torch.ones(2)], {"x": {}}]
 )
 def test_what_is_not_plain_tensors_stays_as_it_is(batch: Any) -> None:
-    assert packed(batch) is batch
+    assert pack_batch(batch) is batch
 
 
 def test_workers_leave_nothing_in_the_temporary_folder(

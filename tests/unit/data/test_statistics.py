@@ -7,13 +7,20 @@ import numpy as np
 
 from megatron.data.indexed.builder import IndexedDatasetBuilder
 from megatron.data.indexed.dataset import IndexedDataset
-from megatron.data.indexed.statistics import Bin, document_lengths, draw, draw_svg, log_bins, statistics
+from megatron.data.indexed.statistics import (
+    Bin,
+    document_lengths,
+    draw_histogram,
+    draw_svg,
+    length_statistics,
+    log_bins,
+)
 from tests.unit.data.oracle import random_documents, write_dataset
 
 
 def test_numbers_against_plain_python(tmp_path: Path) -> None:
     texts = random_documents(3, 200, 50)
-    found = statistics(IndexedDataset(write_dataset(tmp_path / "d", texts)))
+    found = length_statistics(IndexedDataset(write_dataset(tmp_path / "d", texts)))
     lengths = sorted(len(text) for text in texts)
     assert (found.documents, found.sequences, found.tokens) == (200, 200, sum(lengths))
     assert (found.shortest, found.longest, found.mean) == (lengths[0], lengths[-1], sum(lengths) / 200)
@@ -31,14 +38,14 @@ def test_documents_of_several_sequences(tmp_path: Path) -> None:
         builder.add_document([1], [1])
     data = IndexedDataset(tmp_path / "d")
     assert document_lengths(data).tolist() == [5, 0, 1]
-    found = statistics(data)
+    found = length_statistics(data)
     assert (found.sequences, found.empty, found.empty_sequences) == (4, 1, 1)
 
 
 def test_empty(tmp_path: Path) -> None:
-    found = statistics(IndexedDataset(write_dataset(tmp_path / "d", [])))
+    found = length_statistics(IndexedDataset(write_dataset(tmp_path / "d", [])))
     assert (found.documents, found.longest, found.mean, found.bins) == (0, 0, 0.0, ())
-    assert draw(found.bins) and ElementTree.fromstring(draw_svg(found.bins, "t")) is not None
+    assert draw_histogram(found.bins) and ElementTree.fromstring(draw_svg(found.bins, "t")) is not None
 
 
 def test_bins_double() -> None:
@@ -57,7 +64,7 @@ def test_bins_double() -> None:
 
 def test_pictures() -> None:
     bins = [Bin(1, 1, 1000), Bin(2, 3, 500), Bin(4, 7, 1), Bin(8, 15, 0)]
-    bars = [line.count("#") for line in draw(bins, width=40, block="#").splitlines()]
+    bars = [line.count("#") for line in draw_histogram(bins, width=40, block="#").splitlines()]
     assert bars == [0, 40, 20, 1, 0]  # one document is seen, none is not
     picture = ElementTree.fromstring(draw_svg(bins, "a < b & c"))
     widths = [float(r.get("width", "0")) for r in picture.iter("{http://www.w3.org/2000/svg}rect") if r.get("x")]

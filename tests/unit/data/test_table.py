@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.table import MixtureRow, abbreviated, refuse_repeated, render, warn_repeated
+from megatron.data.table import MixtureRow, abbreviated, refuse_repeated, render_mixture, warn_repeated
 from megatron.errors import ConfigError
 
 
@@ -44,7 +44,7 @@ def test_nothing_is_lost_in_the_sums(numbers: list[tuple[int, int]], validation:
 
 
 def test_lines() -> None:
-    lines = render(abbreviated([row(n, samples=n) for n in range(2000)])).splitlines()
+    lines = render_mixture(abbreviated([row(n, samples=n) for n in range(2000)])).splitlines()
     assert lines[-2].split()[:4] == ["train", "...", "1,993", "more"]
     assert lines[-1].split()[:4] == ["train", "all", "2,000", "sources"]
 

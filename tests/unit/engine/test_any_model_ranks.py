@@ -24,5 +24,5 @@ def test_ranks_wait_for_each_other_at_the_end_unless_an_error_ended_this_one(
     monkeypatch.delattr(sys, "last_value", raising=False)
     if failed:
         monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
-    ranks.leave()
+    ranks.shutdown_at_exit()
     assert waits == [not failed]

@@ -14,7 +14,7 @@ from megatron.config import parse_args
 from megatron.data.indexed.builder import IndexedDatasetBuilder
 from megatron.errors import ConfigError, DataError
 from megatron.training.batches import check_evaluation
-from megatron.training.dry_run import check_files
+from megatron.training.dry_run import check_launch_files
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import flags, make_parts, make_run, samples_of_evaluations
 
@@ -248,6 +248,6 @@ def test_sets_without_what_is_asked_of_them_are_refused(
             builder.add_document(np.arange(length, dtype=np.uint16), None)
     with pytest.raises(DataError, match=message):
         if dry:
-            check_files(make_run(parse_args(argv)), needs_data=True)
+            check_launch_files(make_run(parse_args(argv)), needs_data=True)
         else:
             make_parts(argv)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.errors import ConfigError
 from megatron.ops import resolve
 from megatron.ops.activation import squared_relu, swiglu
-from megatron.ops.proof import PROOFS, Draw, Proof, check, flat_tensors
+from megatron.ops.proof import PROOFS, Draw, Proof, compare_call, flat_tensors
 from megatron.ops.registry import OPERATIONS
 from tests.helpers.declared import all_proofs, cpu_proofs, declared
 from tests.helpers.kernels import BACKENDS, ORDERS, Backend, backend, emulator_order
@@ -27,7 +27,7 @@ def draw(dtype: torch.dtype = torch.float32, seed: int = 1) -> Draw:
 
 def problems(proof: Proof, where: Backend, dtype: torch.dtype) -> list[str]:
     findings = ((call, finding) for call in proof.calls(draw(dtype))
-                for finding in check(proof, call, where.ops, where.device))  # fmt: skip
+                for finding in compare_call(proof, call, where.ops, where.device))  # fmt: skip
     return [f"{call.name}: {finding.tensor}: {finding.wrong}" for call, finding in findings if finding.wrong]
 
 
@@ -109,7 +109,7 @@ def test_opcheck_of_every_operation() -> None:
     with Recorder(where.namespace) as recorder:
         for proof in all_proofs().values():
             for call in proof.calls(draw(proof.dtypes[0])):
-                check(proof, call, where.ops, where.device)
+                compare_call(proof, call, where.ops, where.device)
     assert {op.name().split("::")[1].split(".")[0] for op in recorder.calls} == registered(where.namespace)
     for op, (args, named) in recorder.calls.items():
         torch.library.opcheck(op, args if refuses_a_derivative(op, args, named) else differentiable(args), named)

@@ -20,7 +20,7 @@ from tests.policy.rules import ROOT
 COMPARE = """
 import sys
 import torch
-from megatron.ops.proof import PROOFS, Draw, check, flat_tensors
+from megatron.ops.proof import PROOFS, Draw, compare_call, flat_tensors
 from megatron.ops.registry import register
 from tests.helpers.declared import all_proofs
 path, namespace, most, *names = sys.argv[1:]
@@ -34,7 +34,7 @@ for name in names or proofs:
         sizes = [sum(tensor.numel() for tensor in flat_tensors(list(call.args))) for call in calls]
         for call, size in zip(calls, sizes):
             if size <= max(int(most), min(size for size in sizes if size > 0)):
-                for finding in check(proofs[name], call, getattr(torch.ops, namespace), "cpu"):
+                for finding in compare_call(proofs[name], call, getattr(torch.ops, namespace), "cpu"):
                     assert not finding.wrong, f"{name}: {call.name}: {finding.tensor}: {finding.wrong}"
 print("right")
 """

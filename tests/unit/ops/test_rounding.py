@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.ops.proof import PROOFS, Call, Draw, Proof, check
+from megatron.ops.proof import PROOFS, Call, Draw, Proof, compare_call
 from megatron.ops.proof.compare import _outcome, _upstreams, bounds_of
 from megatron.ops.proof.judge import elements
 from megatron.ops.proof.rounding import Near, exp, half_ulp, inverse_root, logistic, near, shares
@@ -83,7 +83,7 @@ def test_fresh_seeds_give_the_same_verdict(dtype: torch.dtype) -> None:
     proof, ops = PROOFS["add_rms_norm"], backend("cpu").ops
     for seed in range(1000, 1040):
         call = next(call for call in proof.calls(draw(dtype, seed)) if call.name == "5x7")
-        assert [finding.wrong for finding in check(proof, call, ops, "cpu") if finding.wrong] == [], seed
+        assert [finding.wrong for finding in compare_call(proof, call, ops, "cpu") if finding.wrong] == [], seed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -105,5 +105,5 @@ def test_a_number_that_is_two_units_off_is_found(name: str, dtype: torch.dtype) 
     call = small_calls(proof, dtype)[2]
     count = proof.kernel(ops)(*call.args).numel()
     for place in (0, count // 2, count - 1):
-        findings = check(replace(proof, kernel=moved), replace(call, grads=()), ops, "cpu")
+        findings = compare_call(replace(proof, kernel=moved), replace(call, grads=()), ops, "cpu")
         assert findings[0].wrong is not None and f"error at {place}: " in findings[0].wrong

@@ -26,11 +26,11 @@ from megatron.layout import Layout
 from megatron.ops import resolve, select, verification
 from megatron.ops.library import PATH, UNVERIFIED, Gpu, Library
 from megatron.ops.operation import Fallbacks, Implementation, Native, Operation, Target
-from megatron.ops.proof import Proof, Verdict
+from megatron.ops.proof import OperationReport, Proof
 from megatron.ops.proof import __main__ as by_command_line
 from megatron.ops.proof.apart import judge_apart
 from megatron.ops.registry import OPERATIONS, kernels_in
-from megatron.ops.verification import Outcome, agreed, judged_apart, verified
+from megatron.ops.verification import RejectedKernels, agreed, judged_apart, verified
 from tests.helpers.distributed import run_ranks
 from tests.helpers.kernels import backend
 from tests.helpers.planted import planted_checkout, planted_library
@@ -45,14 +45,14 @@ NATIVE = Library(unverified=dict.fromkeys(KERNELS, UNVERIFIED), cuda_sources=FOL
 class StandIn:
     """A judge that notes what it was asked."""
 
-    outcomes: Mapping[str, Outcome] = field(default_factory=dict)
+    outcomes: Mapping[str, RejectedKernels] = field(default_factory=dict)
     seconds: float = 0.0
     asked: list[list[str]] = field(default_factory=list)
 
-    def __call__(self, folders: Sequence[str], device: torch.device) -> dict[str, Outcome]:
+    def __call__(self, folders: Sequence[str], device: torch.device) -> dict[str, RejectedKernels]:
         self.asked.append(list(folders))
         time.sleep(self.seconds)
-        return {folder: self.outcomes.get(folder, Outcome()) for folder in folders}
+        return {folder: self.outcomes.get(folder, RejectedKernels()) for folder in folders}
 
 
 def check(cache: Path | None, judge: StandIn, native: Library = NATIVE) -> tuple[Library, list[str]]:
@@ -74,7 +74,7 @@ def test_what_is_right_is_used_and_verified_once(tmp_path: Path) -> None:
 
 def test_what_is_wrong_is_not_used_and_every_start_says_so(tmp_path: Path) -> None:
     seen = "3x5: output 0: error 1e-1"
-    judge = StandIn({"rope": Outcome({kernel: f"{kernel}: {seen}" for kernel in kernels_in("rope")})})
+    judge = StandIn({"rope": RejectedKernels({kernel: f"{kernel}: {seen}" for kernel in kernels_in("rope")})})
     for times in (1, 2):
         native, (line,) = check(tmp_path, judge)
         assert f"rope float32, rope bfloat16, rope float16 found wrong and not used (rope float32: {seen})" in line
@@ -88,7 +88,7 @@ def test_what_is_wrong_is_not_used_and_every_start_says_so(tmp_path: Path) -> No
 def test_a_verdict_is_that_of_an_operation_in_one_dtype(tmp_path: Path) -> None:
     """Four forms that were wrong in fp32 switched off those in bf16, which were right."""
     wrong = {"swiglu float32": "swiglu float32: inf and nan", "gelu float32": "gelu float32: inf and nan"}
-    native, (line,) = check(tmp_path, StandIn({"activation": Outcome(wrong)}))
+    native, (line,) = check(tmp_path, StandIn({"activation": RejectedKernels(wrong)}))
     assert "gelu float32 found wrong and not used (swiglu float32: inf and nan)" in line and "rope verified" in line
     assert native == check(tmp_path, StandIn())[0], "the cache has all of it"
     kernels = resolve("auto", "cuda", native=native)
@@ -126,7 +126,7 @@ def test_the_optimizers_kernels_run_in_all_dtypes_or_in_none(doubts: list[str], 
 
 def test_what_could_not_be_judged_is_tried_again(tmp_path: Path) -> None:
     ended = dict.fromkeys(kernels_in("rope"), "its process ended with exit code -6")
-    judge = StandIn({"rope": Outcome(ended, judged=False)})
+    judge = StandIn({"rope": RejectedKernels(ended, judged=False)})
     native, (line,) = check(tmp_path, judge)
     assert "rope float16 not verified and not used (its process ended" in line
     assert "native is not verified on this GPU (its process ended with exit code -6)" in backends(native)["rope"][1]
@@ -216,7 +216,7 @@ def test_ranks_that_disagree_all_fall_back(tmp_path: Path) -> None:
     """Two machines, each with a cache of its own: what is wrong on one is used on none."""
 
     def rank(number: int) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, str]]]:
-        judge = StandIn({"rope": Outcome({"rope float32": "rope float32: wrong here"})} if number else {})
+        judge = StandIn({"rope": RejectedKernels({"rope float32": "rope float32: wrong here"})} if number else {})
         native, _ = check(tmp_path / str(number), judge)
         world = ParallelState.build(Layout(2), number).world
         together = agreed(native, all_gather_json(dict(native.unverified), world, dict[str, str]))
@@ -267,9 +267,9 @@ def test_every_name_of_a_gpu_is_taken(
     monkeypatch.setattr(torch.cuda, "_get_device_properties", lambda number: properties, raising=False)
     asked: list[tuple[Any, str]] = []
 
-    def judge(proof: Proof, dtype: torch.dtype, seed: int, where: tuple[Any, str], *rest: Any) -> Verdict:
+    def judge(proof: Proof, dtype: torch.dtype, seed: int, where: tuple[Any, str], *rest: Any) -> OperationReport:
         asked.append(where)
-        return Verdict(proof.name, proof.folder, str(dtype), 1, 0.0, 0.0, ())
+        return OperationReport(proof.name, proof.folder, str(dtype), 1, 0.0, 0.0, ())
 
     monkeypatch.setattr(by_command_line, "judge", judge)
     monkeypatch.setattr(by_command_line, "library", lambda: SimpleNamespace(ops="ops"))
@@ -294,7 +294,7 @@ def test_a_run_takes_every_name_of_a_gpu(device: str, expected: int, monkeypatch
 def test_the_kernels_of_this_machine_are_right() -> None:
     """By the processes that a first start on a GPU begins."""
     backend("cpu")
-    assert judged_apart(["rope", "nowhere"], CPU) == {"rope": Outcome(), "nowhere": Outcome({}, False)}
+    assert judged_apart(["rope", "nowhere"], CPU) == {"rope": RejectedKernels(), "nowhere": RejectedKernels({}, False)}
 
 
 def test_a_planted_kernel_is_found_wrong_and_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

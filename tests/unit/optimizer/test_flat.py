@@ -19,7 +19,7 @@ from megatron.data_parallel import GradBuffers
 from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
 from megatron.ops import Kernels, resolve
-from megatron.ops.optim import joined, split
+from megatron.ops.optim import join_fp32, split_fp32
 from megatron.optimizer import GroupRule, Optimizer, megatron_rule
 from megatron.optimizer.flat import FlatAdam
 from megatron.optimizer.norms import side_by_side, square_sum_for
@@ -238,8 +238,8 @@ def test_a_weight_and_its_remainder_are_the_master_exactly() -> None:
     ties = (torch.arange(-500, 500, dtype=torch.int32) << 16) | 0x8000
     masters = torch.cat([bits, ties]).view(FP32)
     masters = masters[masters.isfinite()]
-    high, low = split(masters)
-    assert torch.equal(joined(high, low).view(torch.int32), masters.view(torch.int32))
+    high, low = split_fp32(masters)
+    assert torch.equal(join_fp32(high, low).view(torch.int32), masters.view(torch.int32))
     rounded = masters.to(BF16)
     other = high != rounded
     assert torch.equal(other, other & (low == -0x8000)), "other than torch rounds only where a number is halfway"

@@ -70,7 +70,9 @@ def test_what_is_wrong_is_left_out_of_the_record() -> None:
 def test_an_operation_is_verified_if_all_of_its_proofs_are_right() -> None:
     """The head's loss runs on kernels that have proofs of their own."""
     verdicts = [
-        gpu_ops.Verdict(proof.name, proof.folder, "bfloat16", 1, 0.5, 0.5, ("off",) * (proof.name == "xent_split"))
+        gpu_ops.OperationReport(
+            proof.name, proof.folder, "bfloat16", 1, 0.5, 0.5, ("off",) * (proof.name == "xent_split")
+        )
         for proof in PROOFS.values()
     ]
     kernels = gpu_ops.verified_kernels(verdicts, {"cross_entropy": "c"}, {})
@@ -164,7 +166,7 @@ def test_a_source_whose_process_dies_does_not_take_the_others_along(tmp_path: Pa
     )
     judge = (sys.executable, str(fake))
     everything = [
-        asdict(gpu_ops.Verdict(proof.name, proof.folder, str(dtype).removeprefix("torch."), 1, 0.0, 0.0, ()))
+        asdict(gpu_ops.OperationReport(proof.name, proof.folder, str(dtype).removeprefix("torch."), 1, 0.0, 0.0, ()))
         for proof in PROOFS.values()
         for dtype in proof.dtypes
     ]
@@ -206,7 +208,7 @@ def test_what_was_judged_is_in_the_record_before_the_rest_is_tried(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend("cpu")
-    verdict = gpu_ops.Verdict("swiglu", "activation", "float32", 1, 0.0, 0.0, ())
+    verdict = gpu_ops.OperationReport("swiglu", "activation", "float32", 1, 0.0, 0.0, ())
     monkeypatch.setattr(gpu_ops, "judged", lambda args, seconds: [verdict])
 
     def cut_off(*args: object) -> None:
@@ -237,7 +239,7 @@ def test_a_sanitizer_that_did_not_look_is_named_at_the_end_and_in_the_record(
     for name, stand_in in {
         "make_ready": lambda device: None,
         "about_run": lambda args: {"environment": {}},
-        "judged": lambda args, seconds: [gpu_ops.Verdict("swiglu", "activation", "float32", 1, 0.0, 0.0, ())],
+        "judged": lambda args, seconds: [gpu_ops.OperationReport("swiglu", "activation", "float32", 1, 0.0, 0.0, ())],
         "sanitize": sanitize,
     }.items():
         monkeypatch.setattr(gpu_ops, name, stand_in)

@@ -12,8 +12,9 @@ import pytest
 from PIL import Image
 
 from megatron.errors import ConfigError
-from megatron.training.curves.picture import build_figure, write_picture
-from megatron.training.curves.read import Run, read_log, read_metrics
+from megatron.training.curves.picture import draw_curves
+from megatron.training.curves.read import LoggedRun, read_log, read_metrics
+from megatron.utils.picture import write_picture
 from tests.helpers.runs import flags, pretrain_here
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -61,7 +62,7 @@ def test_named_validation_sets_have_curves_of_their_own(tmp_path: Path) -> None:
     assert {name: run.curves[name] for name in named} == read_log(log, "lm_loss").curves == expected
     shown = plot("--metrics-jsonl", path, "--width", "21", "--height", "8").stdout
     assert "◆ validation-web   ▲ validation-code" in shown and shown.count("▲") == 3
-    _, web, code = build_figure([run], "lm_loss").axes[0].lines
+    _, web, code = draw_curves([run], "lm_loss").axes[0].lines
     assert [line.get_label() for line in (web, code)] == named and web.get_marker() != code.get_marker()
 
 
@@ -136,10 +137,10 @@ def test_a_log_holds_the_curves_of_the_metrics_file(form: str, value: str, tmp_p
 
 def test_a_picture_of_several_runs_names_axes_and_runs(tmp_path: Path) -> None:
     runs = [
-        Run("first", {"train": {1: 4.0, 2: 3.0, 4: 2.0}, "valid": {4: 2.5}}),
-        Run("second", {"train": {2: 1.0, 1: 5.0}}),
+        LoggedRun("first", {"train": {1: 4.0, 2: 3.0, 4: 2.0}, "valid": {4: 2.5}}),
+        LoggedRun("second", {"train": {2: 1.0, 1: 5.0}}),
     ]
-    (axes,) = build_figure(runs, "lm_loss").axes
+    (axes,) = draw_curves(runs, "lm_loss").axes
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("iteration", "lm loss")
     legend = axes.get_legend()
     assert legend is not None
@@ -180,12 +181,14 @@ def test_refused(arguments: list[str], named: str) -> None:
 def test_without_matplotlib_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"--output .*x.png: drawing needs matplotlib, .* install matplotlib"):
-        write_picture([Run("a", {"train": {1: 1.0}})], "lm_loss", tmp_path / "x.png")
+        write_picture(lambda: draw_curves([LoggedRun("a", {"train": {1: 1.0}})], "lm_loss"), tmp_path / "x.png")
 
 
 def test_a_folder_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"x.png: cannot be written \(No such file or directory\)"):
-        write_picture([Run("a", {"train": {1: 1.0}})], "lm_loss", tmp_path / "nowhere" / "x.png")
+        write_picture(
+            lambda: draw_curves([LoggedRun("a", {"train": {1: 1.0}})], "lm_loss"), tmp_path / "nowhere" / "x.png"
+        )
 
 
 def test_a_misspelt_flag_is_one_line() -> None:

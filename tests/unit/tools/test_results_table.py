@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from megatron.training.results.picture import build_figure
+from megatron.training.results.picture import draw_bars
 from megatron.training.results.results_table import main
-from megatron.training.results.rows import Row, row_of_run
+from megatron.training.results.rows import SizeResult, row_of_run
 
 TRAIN = {"split": "train", "lm_loss": 2.0}
 
@@ -29,7 +29,7 @@ def evaluated(iteration: int, ppl: float, split: str = "valid") -> dict:
     return {"split": split, "iteration": iteration, "lm_loss": 1.0, "lm_loss_ppl": ppl}
 
 
-def row(path: Path, *lines: dict) -> Row:
+def row(path: Path, *lines: dict) -> SizeResult:
     return row_of_run("345M", "8 GPU", Path(metrics(path, *lines)))
 
 
@@ -37,7 +37,7 @@ def test_a_row_is_the_median_speed_and_the_last_validation(tmp_path: Path) -> No
     lines = [trained(2, 1.0), trained(4, 10.0), evaluated(4, 50.0), trained(6, 30.0), trained(8, 20.0)]
     found = row(tmp_path / "m", *lines, evaluated(9, 40.0), evaluated(9, 99.0, "test"))
     assert (found.samples_per_second, found.perplexity, found.steps) == (20.0, 40.0, 9)
-    assert row(tmp_path / "m", trained(2, 7.0)) == Row(
+    assert row(tmp_path / "m", trained(2, 7.0)) == SizeResult(
         size="345M", devices="8 GPU", samples_per_second=7.0, perplexity=None, steps=2
     )
 
@@ -72,9 +72,11 @@ def test_the_table_and_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_the_picture_marks_what_others_published() -> None:
-    ours = Row(size="tiny", devices="1 cpu", samples_per_second=70.0, perplexity=None, steps=5)
-    theirs = Row(size="345M", devices="8 GPU", samples_per_second=37.8, perplexity=26.4, steps=None, published=True)
-    figure = build_figure([ours, theirs], "by others")
+    ours = SizeResult(size="tiny", devices="1 cpu", samples_per_second=70.0, perplexity=None, steps=5)
+    theirs = SizeResult(
+        size="345M", devices="8 GPU", samples_per_second=37.8, perplexity=26.4, steps=None, published=True
+    )
+    figure = draw_bars([ours, theirs], "by others")
     speed, quality = figure.axes
     assert [label.get_text() for label in speed.get_yticklabels()] == ["tiny, 1 cpu, 5 steps", "345M, 8 GPU"]
     bars = [[patch for patch in axes.patches if patch.get_width() > 1] for axes in (speed, quality)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.config import check, parse_args
+from megatron.config import check_settings, parse_args
 from megatron.errors import ConfigError
 from tests.helpers.runs import flags, train_here
 
@@ -48,4 +48,4 @@ def test_a_layer_is_one_graph(bf16: bool) -> None:
 )
 def test_what_cannot_be_combined_is_named(changes: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=f"--compile cannot be combined with {named} yet; leave --compile out"):
-        check(parse_args(flags(compile=True, **changes)))
+        check_settings(parse_args(flags(compile=True, **changes)))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigErrors
-from megatron.training.launcher import check, main
+from megatron.training.launcher import check_launch, main
 from tests.helpers.runs import flags
 
 ABSENT = {"mock_data": None, "vocab_size": None}
@@ -16,10 +16,10 @@ ABSENT |= {"data_path": "no/data", "vocab_file": "no/vocab.json", "merge_file": 
 
 def test_files_that_are_not_there_are_no_mistake_of_a_plan() -> None:
     with pytest.raises(ConfigErrors):
-        check(2, flags(**ABSENT))
-    lines = check(2, flags(**ABSENT, dry_run=True))
+        check_launch(2, flags(**ABSENT))
+    lines = check_launch(2, flags(**ABSENT, dry_run=True))
     assert [line.split()[0] for line in lines] == ["--vocab-file", "--merge-file", "--data-path"]
-    assert check(2, flags(dry_run=True)) == ()
+    assert check_launch(2, flags(dry_run=True)) == ()
 
 
 @pytest.mark.parametrize("mistake", [{"hidden_size": 33}, {"micro_batch_size": 3}], ids=["a setting", "the ranks"])
@@ -39,5 +39,5 @@ def test_all_is_said_at_once_before_a_launch(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_model_that_is_not_there_leaves_the_rest_unchecked(tmp_path: Path) -> None:
-    (line,) = check(2, flags(load=tmp_path / "model", finetune=True, num_layers=None, dry_run=True))
+    (line,) = check_launch(2, flags(load=tmp_path / "model", finetune=True, num_layers=None, dry_run=True))
     assert "does not exist" in line

@@ -18,7 +18,7 @@ from megatron.checkpoint import RunHistory
 from megatron.data.indexed.builder import IndexedDatasetBuilder
 from megatron.data.indexed.dataset import IndexedDataset
 from megatron.errors import StorageError
-from megatron.training.metric_writers import writing as metrics_writing
+from megatron.training.metric_writers import writing_file_of as metrics_writing
 from megatron.utils import durable
 from megatron.utils.durable import (
     BlockHasher,

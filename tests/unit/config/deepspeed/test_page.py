@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.config.deepspeed.docs import BEGIN, END, generate, written
+from megatron.config.deepspeed.docs import BEGIN, END, key_tables, with_new_tables
 from megatron.config.deepspeed.table import keys_by_path
 
 PAGE = Path(__file__).parents[4] / "docs" / "from_deepspeed.md"
@@ -13,11 +13,11 @@ PAGE = Path(__file__).parents[4] / "docs" / "from_deepspeed.md"
 def test_the_page_is_what_the_table_generates() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text.count(BEGIN) == text.count(END) == 1
-    assert text == written(text), "run: python -m megatron.config.deepspeed.docs"
+    assert text == with_new_tables(text), "run: python -m megatron.config.deepspeed.docs"
 
 
 def test_every_key_is_in_it() -> None:
-    tables = generate()
+    tables = key_tables()
     missing = [
         key.path for key in keys_by_path().values() if not key.has_rows and f"`{key.path.split('.')[-1]}`" not in tables
     ]

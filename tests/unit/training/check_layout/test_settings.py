@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import BatchPlan, RunConfig, check, check_world, parse_args
+from megatron.config import BatchPlan, RunConfig, check_settings, check_world, parse_args
 from megatron.errors import ConfigError
-from megatron.training.check_layout.settings import changes, is_large, ranks_of, reproducible, shrink
+from megatron.training.check_layout.settings import changed_settings, is_large, ranks_of, reproducible, shrink
 from megatron.training.initialize import tokenizer_of
 from tests.helpers.runs import flags
 from tests.unit.tokenizer.support import write_small_bpe
@@ -48,15 +48,15 @@ def test_a_large_configuration_is_shrunk_to_the_same_structure(case: str) -> Non
     config, ranks = prepared(LARGE[case])
     assert is_large(config, ranks, 50257)
     small = shrink(config, ranks)
-    assert small.model.hidden_size <= 256 and small.data.seq_length <= 256, changes(config, small)
-    check(small, needs_data=False)
+    assert small.model.hidden_size <= 256 and small.data.seq_length <= 256, changed_settings(config, small)
+    check_settings(small, needs_data=False)
     check_world(small, ranks)
     before, after, tp = config.model, small.model, config.parallel.tensor_model_parallel_size
     assert (before.query_groups < before.num_attention_heads) == (after.query_groups < after.num_attention_heads)
     assert (before.query_groups < tp) == (after.query_groups < tp)
     assert (before.num_layers == config.parallel.pipeline_model_parallel_size) or after.num_layers > 1
     assert (before.tied, before.gated, before.positions) == (after.tied, after.gated, after.positions)
-    assert any(line.startswith("--hidden-size ") for line in changes(config, small))
+    assert any(line.startswith("--hidden-size ") for line in changed_settings(config, small))
     for size in ("tensor", "pipeline", "expert"):
         name = f"{size}_model_parallel_size"
         assert getattr(small.parallel, name) == getattr(config.parallel, name)
@@ -78,7 +78,7 @@ def test_uneven_stages_are_shrunk_and_stay_uneven(cut: str, layers: int, first: 
         f"--train-iters 9 --pipeline-model-parallel-size {cut}"
     )
     small = shrink(config, ranks)
-    assert small.model.num_layers == layers, changes(config, small)
+    assert small.model.num_layers == layers, changed_settings(config, small)
     assert small.parallel.decoder_first_pipeline_num_layers == first
     assert small.parallel.decoder_last_pipeline_num_layers == last
 
