@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError, ConfigError, printable
 from megatron.utils.command_line import Parser, run_tool
 
 if TYPE_CHECKING:
@@ -62,11 +62,11 @@ def verify(arguments: argparse.Namespace) -> int:
         try:
             foreign = open_foreign(step, lambda text: print(f"warning: {text}"))
         except DamagedMemberError as error:
-            print(f"{step.name}: corrupt: {error}")
+            print(f"{step.name}: corrupt: {printable(str(error))}")
             codes.append(EXIT["corrupt"])
             continue
         except CheckpointError as error:
-            print(f"{step.name}: {_kind(error)}: {error}")
+            print(f"{step.name}: {_kind(error)}: {printable(str(error))}")
             codes.append(EXIT[_kind(error)])
             continue
         if foreign is not None:
@@ -74,7 +74,7 @@ def verify(arguments: argparse.Namespace) -> int:
             continue
         record, problems = inspect_step(step, deep=arguments.deep)
         for problem in problems:
-            print(f"{step.name}: {problem.kind}: {problem.text}")
+            print(f"{step.name}: {problem.kind}: {printable(problem.text)}")
         if record is not None and not problems:
             print(f"{step.name}: good", *summary.lines(record), sep="\n  ")
         codes += [EXIT[problem.kind] for problem in problems]
@@ -104,7 +104,7 @@ def _tell_foreign(step: Path, foreign: ForeignStep, *, deep: bool) -> list[int]:
         for name, record in all_tensors(foreign.manifest) if deep else ():
             foreign.reader.logical(name, record)
     except DamagedMemberError as error:
-        print(f"{step.name}: corrupt: {error}")
+        print(f"{step.name}: corrupt: {printable(str(error))}")
         return [EXIT["corrupt"]]
     told = "all its tensors were read" if deep else "the bytes of its tensors were not read (--deep reads them)"
     print(f"{step.name}: complete, written by Megatron-LM; {told}", *summary.lines(foreign.manifest), sep="\n  ")

@@ -145,7 +145,10 @@ class HuggingFaceTokenizer(Tokenizer):
     def fingerprints(self) -> tuple[str, ...]:
         as_gpt2 = _as_gpt2(self._description, self._eod_token)
         # The same ids as GPT2BPETokenizer, so the same fingerprint.
-        today = fingerprint(self._description, self._eod_token) if as_gpt2 is None else as_gpt2.fingerprint()
+        if as_gpt2 is None:
+            today = fingerprint(self._description, self._eod_token, self._rust.token_to_id)
+        else:
+            today = as_gpt2.fingerprint()
         return today, earlier_fingerprint(self._description, self._eod_token)
 
     def tokenize(self, text: str) -> list[int]:

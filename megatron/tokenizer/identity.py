@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -18,16 +19,17 @@ from megatron.tokenizer.bpe_files import merge_pair
 _MATCHING = ("single_word", "lstrip", "rstrip", "normalized")
 
 
-def fingerprint(description: dict[str, Any], eod_token: str | None) -> str:
+def fingerprint(description: dict[str, Any], eod_token: str | None, id_of: Callable[[str], int | None]) -> str:
     """sha256 over what decides the ids of documents. Decoder, post-processor (no token is added to a document) and how
-    special tokens match (their text is text) do not."""
+    special tokens match (their text is text) do not. `id_of`: of an added token, as the library numbers it; it takes
+    no notice of the ids in the file."""
     splitting = _written_by_library(description)
     identity = {
         "kind": "tokenizer.json",
         "model": _model(description.get("model") or {}),
         "normalizer": splitting.get("normalizer"),
         "pre_tokenizer": _without_offsets(splitting.get("pre_tokenizer")),
-        "added": sorted(_added(token, eod_token) for token in description.get("added_tokens") or ()),
+        "added": _all_added(description.get("added_tokens") or (), eod_token, id_of),
         "eod": eod_token,
     }
     return _hash(identity)
@@ -59,8 +61,7 @@ def _written_by_library(description: dict[str, Any]) -> dict[str, Any]:
 
 def _model(model: dict[str, Any]) -> dict[str, Any]:
     made = dict(model)
-    if "merges" in made:
-        made["type"] = "BPE"  # GPT-2's file on the hub does not say so
+    if "merges" in made and made.setdefault("type", "BPE") == "BPE":  # GPT-2's file on the hub does not say so
         made["merges"] = [merge_pair(merge) for merge in made["merges"]]
         # every default of this type is false, nothing or no text
         return {name: value for name, value in made.items() if value or name in ("vocab", "merges")}
@@ -86,6 +87,14 @@ def _without_offsets(part: Any) -> Any:
     return {name: _without_offsets(value) for name, value in part.items() if name != "trim_offsets"}
 
 
-def _added(token: dict[str, Any], eod_token: str | None) -> list[Any]:
+def _all_added(
+    tokens: Iterable[dict[str, Any]], eod_token: str | None, id_of: Callable[[str], int | None]
+) -> list[list[Any]]:
+    """By their ids. Of one token that is listed twice the later one counts, so those stay in the file's order."""
+    numbered = [(token["id"] if (found := id_of(token["content"])) is None else found, token) for token in tokens]
+    return [_added(number, token, eod_token) for number, token in sorted(numbered, key=lambda each: each[0])]
+
+
+def _added(number: int, token: dict[str, Any], eod_token: str | None) -> list[Any]:
     special = bool(token.get("special")) or token["content"] == eod_token
-    return [token["id"], token["content"], special, *([] if special else [bool(token.get(n)) for n in _MATCHING])]
+    return [number, token["content"], special, *([] if special else [bool(token.get(n)) for n in _MATCHING])]

@@ -171,10 +171,10 @@ class ChatEncoder:
             encoding = self._rust.encode(rendered.text, add_special_tokens=False)
         ids, answers = np.array(encoding.ids, dtype=np.int32), np.zeros(len(encoding.ids), dtype=bool)
         starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+        # Searched, not compared with all: a template may mark a million answers, and this process has no limits.
+        starts, ends = np.minimum.accumulate(starts[::-1])[::-1], np.maximum.accumulate(ends)
         for start, end in rendered.answers:
-            inside = np.flatnonzero((ends > start) & (starts < end))  # a token on the border too
-            if len(inside):
-                answers[inside[0] : inside[-1] + 1] = True
+            answers[ends.searchsorted(start, "right") : starts.searchsorted(end)] = True  # a token on the border too
         if self._form.ends_with_eod and len(ids) and ids[-1] != self._eod_id:
             ids, answers = np.append(ids, np.int32(self._eod_id or 0)), np.append(answers, True)
         return ids, np.append(answers[1:], False)
@@ -190,13 +190,16 @@ class ChatEncoder:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in a JSON value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from (text for each in value.values() for text in _texts(each))
-    elif isinstance(value, Sequence):
-        yield from (text for each in value for text in _texts(each))
+    """All texts in a JSON value, names of fields included: templates write those of tool calls, too."""
+    left = [value]  # no recursion: a value may be nested as deeply as JSON is read
+    while left:
+        each = left.pop()
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, Mapping):
+            left += [part for item in each.items() for part in item]
+        elif isinstance(each, Sequence):
+            left += each
 
 
 def _own_template(folder: Path) -> tuple[str, Path]:

@@ -214,3 +214,14 @@ def test_other_models_are_told_apart(tmp_path: Path, native: Path, capsys: pytes
     assert verify(["--compare", str(native), str(tmp_path / "llama")]) == 1
     assert "is in " in capsys.readouterr().out
     assert verify(["--compare", str(native), str(native), str(native)]) == 2
+
+
+def test_a_name_of_a_file_makes_no_line_of_its_own(native: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "x\niter_0000500: good\n\x1b[2J"
+    (native / f"{name}.pt").write_text("")
+    (native / name).symlink_to("manifest.json")
+    capsys.readouterr()
+    assert verify([str(native)]) == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert lines and all(line.isprintable() for line in lines)
+    assert not [line for line in lines if line.startswith("iter_0000500: good")]

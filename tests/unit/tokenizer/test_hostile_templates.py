@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -288,3 +289,32 @@ def test_the_package_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
         made(CHATML).check()
     with pytest.raises(ConfigError, match=r"jinja2 3\.1\.5 has holes .* pip install -U"):
         chat_template._check_version("the chat template in F", "3.1.5")
+
+
+MANY = "{% generation %}a{% endgeneration %} "
+MARKS_MANY = "{% for i in range(300) %}{% for j in range(1000) %}" + MANY + "{% endfor %}{% endfor %}"
+
+
+def test_many_answers_take_no_more_than_their_text(tmp_path: Path) -> None:
+    """What comes from the process is read without a limit of time: 300,000 answers took minutes."""
+    write_chat_tokenizer(tmp_path, MARKS_MANY)
+    began = time.process_time()
+    ((ids, counts),) = ChatEncoder(tmp_path, "default", 0).encode(SAID)
+    assert len(ids) == 600_000 and counts.sum() == 299_999 and time.process_time() - began < 30
+
+
+@pytest.mark.parametrize("depth", [600, 900])
+def test_deeply_nested_values_are_read(depth: int, tmp_path: Path) -> None:
+    write_chat_tokenizer(tmp_path, CHATML)
+    encoder = ChatEncoder(tmp_path, "default", 0)
+    nested = json.loads("[" * depth + '"<|im_end|>"' + "]" * depth)
+    with pytest.raises(ChatError, match=r"message 1 holds the text '<.im_end.>'"):
+        encoder.encode([{"role": "user", "content": "hello", "extra": nested}])
+
+
+def test_a_name_of_a_field_is_text_too(tmp_path: Path) -> None:
+    """Templates write the arguments of tool calls as JSON."""
+    write_chat_tokenizer(tmp_path, CHATML)
+    calls = [{"function": {"name": "f", "arguments": {"<|im_end|>": 1}}}]
+    with pytest.raises(ChatError, match=r"message 2 holds the text '<.im_end.>'"):
+        ChatEncoder(tmp_path, "default", 0).encode([*SAID[:1], {"role": "assistant", "tool_calls": calls}])

@@ -110,6 +110,7 @@ REWRITTEN = {
         bpe(), truncation={"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     ),
     "how a special token matches": edited(bpe(), "added_tokens", 1, lstrip=True, normalized=True),
+    "an id that the library does not take": edited(bpe(), "added_tokens", 0, id=262),
     "order": dict(reversed(bpe().items())),
     "no type": without(bpe(), "type"),
 }
@@ -121,7 +122,6 @@ CHANGED = {
     "a merge less": edited(bpe(), "model", merges=[("h", "e"), ("l", "l"), ("he", "ll")]),
     "the order of merges": edited(bpe(), "model", merges=[("l", "l"), ("h", "e"), ("he", "ll"), ("Ġ", "t")]),
     "whole words": edited(bpe(), "model", ignore_merges=True),
-    "an added token's id": edited(bpe(), "added_tokens", 0, id=262),
     "an added token's space": edited(bpe(), "added_tokens", 0, rstrip=True),
     "an added token made special": edited(bpe(), "added_tokens", 0, special=True),
     "ids": edited(bpe(), "model", "vocab", **{"a": bpe()["model"]["vocab"]["b"], "b": bpe()["model"]["vocab"]["a"]}),
@@ -184,3 +184,36 @@ def test_data_of_earlier_releases_is_data_of_its_tokenizer(tmp_path: Path) -> No
         check(tokenizer, recorded)
         with pytest.raises(ConfigError, match="data: made with another tokenizer"):
             check(opened(tmp_path / "b", CHANGED["no normalizer"]), recorded)
+
+
+def added(*tokens: tuple[int, str, dict[str, bool]]) -> dict[str, Any]:
+    listed = [{**TOKEN, "id": number, "content": text, "special": False, **flags} for number, text, flags in tokens]
+    return {**bpe(), "added_tokens": listed}
+
+
+LAST = (262, "<|im_end|>", {"special": True})
+PLAIN, STRIPS = (260, "<a>", {}), (260, "<a>", {"lstrip": True})
+PAIRS = {
+    # The library numbers added tokens in the file's order, whatever ids the file has.
+    "the order of added tokens": (added(PLAIN, (261, "<b>", {}), LAST), added((261, "<b>", {}), PLAIN, LAST)),
+    "ids given twice": (added(PLAIN, (260, "<b>", {}), LAST), added((260, "<b>", {}), PLAIN, LAST)),
+    "a token listed twice": (added(PLAIN, STRIPS, LAST), added(STRIPS, PLAIN, LAST)),
+    "merges of a model that has none": (
+        edited(bpe(), "model", type="WordLevel", unk_token="a"),
+        edited(bpe(), "model", unk_token="a"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_two_files_that_differ_where_the_library_decides(name: str, tmp_path: Path) -> None:
+    one, other = (opened(tmp_path / str(n), content) for n, content in enumerate(PAIRS[name]))
+    texts = ("x <a> <b> hell", "he")
+    assert [one.tokenize(text) for text in texts] != [other.tokenize(text) for text in texts]
+    assert not set(one.fingerprints) & set(other.fingerprints)
+
+
+def test_ids_in_the_file_that_the_library_does_not_take(tmp_path: Path) -> None:
+    one = opened(tmp_path / "a", added((260, "<a>", {}), (261, "<b>", {}), LAST))
+    other = opened(tmp_path / "b", added((5, "<a>", {}), (300, "<b>", {}), (301, "<|im_end|>", {"special": True})))
+    assert one.tokenize("x <a> <b>") == other.tokenize("x <a> <b>") and one.fingerprint == other.fingerprint
