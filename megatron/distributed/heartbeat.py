@@ -162,7 +162,7 @@ class Heartbeat:
             with suppress(RuntimeError):  # its host may have ended already
                 self._publish(state, text)
                 if state == "failed":
-                    self._board.tell_failure()
+                    self._board.tell_failure(self._info.rank)
         finally:
             self._store_lock.release()
 
@@ -244,8 +244,8 @@ class Heartbeat:
         asked = board.asked()
         if asked == self._answered:
             return
-        self._answered = asked
         statuses = board.read(range(self._info.world_size))
+        self._answered = asked
         for status in statuses:
             if status.rank != self._info.rank:
                 self._check(board, status)
@@ -283,12 +283,14 @@ class Heartbeat:
 
     def _end_by(self, announced: bytes) -> NoReturn:
         """Ends this process by an announcement, which its rank prints. If that rank is not seen to do so, the first
-        rank of each machine does: another program may have written the announcement."""
+        rank of each machine does: another program may have written the announcement. So does the rank that it names,
+        whose status another program may have written as well."""
         found = parse_announcement(announced, self._info.world_size)
         if announced == self._announced:
             assert isinstance(found, Announcement)
             self._end(found.kind, found.text, prints=True)
-        if self._info.local_rank == 0 and not self._seen_to_print(found):
+        named = isinstance(found, Announcement) and found.rank == self._info.rank
+        if named or (self._info.local_rank == 0 and not self._seen_to_print(found)):
             quoted = found if isinstance(found, Unreadable) else Unreadable(announced, "a valid announcement")
             who = (
                 f"rank {found.rank} has not printed" if isinstance(found, Announcement) else "no rank can have written"
@@ -304,7 +306,7 @@ class Heartbeat:
 
     def _seen_to_print(self, found: Announcement | Unreadable) -> bool:
         """Whether the rank that the announcement names has published that it is its own."""
-        if isinstance(found, Unreadable) or found.rank == self._info.rank:
+        if isinstance(found, Unreadable):
             return False
         pause = 0.1
         for _ in range(round(_SEEN_TO_PRINT_WITHIN / pause)):

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -24,17 +25,20 @@ from megatron.distributed.store_values import (
     encode_announcement,
     encode_recent,
     encode_status,
+    parse_ranks,
     parse_recent,
     parse_status,
 )
 from megatron.utils.log import print_line
 
+_WAITS_FOR_A_KEY = timedelta(seconds=1)  # a key that another program deletes after the store has said that it is there
 _ANNOUNCED, _ASKED, _FAILED = "announced", "asked", "failed"
 _Value = TypeVar("_Value")
 
 
 class StatusBoard:
     def __init__(self, store: dist.Store, world: int, now: Callable[[], float] = time.monotonic) -> None:
+        store.set_timeout(_WAITS_FOR_A_KEY)
         self._store, self._world, self._now = store, world, now
         self._warned = False
         self.answered = now()
@@ -56,27 +60,22 @@ class StatusBoard:
             self._store.set(_recent_key(rank), encode_recent(recent))
 
     def with_recent(self, statuses: Sequence[RankStatus]) -> list[RankStatus]:
-        keys = [_recent_key(status.rank) for status in statuses]
-        if not self._store.check(keys):
-            keys = [key for key in keys if self._store.check([key])]
+        keys = self._present([_recent_key(status.rank) for status in statuses])
         texts = dict(zip(keys, self._store.multi_get(keys))) if keys else {}
         recent = {key: self._ours(key, parse_recent(raw, self._world)) for key, raw in texts.items()}
         return [replace(status, recent=recent.get(_recent_key(status.rank)) or {}) for status in statuses]
 
     def read(self, ranks: Sequence[int]) -> list[RankStatus]:
-        """The statuses of these ranks, as far as they have published one. Where something else is in its place, the
-        rank's last status counts, so that the rank falls silent."""
-        unknown = [rank for rank in ranks if rank not in self.seen]
-        there = set(ranks)
-        if unknown and not self._store.check([_key(rank) for rank in unknown]):
-            there -= {rank for rank in unknown if not self._store.check([_key(rank)])}
-        present = sorted(there)
-        texts = self._store.multi_get([_key(rank) for rank in present]) if present else []
+        """Returns the statuses of these ranks, as far as they have published one. Where something else or nothing is in
+        its place, the rank's last status counts, so that the rank falls silent."""
+        present = self._present([_key(rank) for rank in ranks])
+        texts = dict(zip(present, self._store.multi_get(present))) if present else {}
         self.answered = self._now()
         found: list[RankStatus] = []
-        for rank, raw in zip(present, texts):
-            before = self.seen.get(rank)
-            status = self._ours(_key(rank), parse_status(raw, rank, self._world)) or before
+        for rank in ranks:
+            before, raw = self.seen.get(rank), texts.get(_key(rank))
+            status = None if raw is None else self._ours(_key(rank), parse_status(raw, rank, self._world))
+            status = status or before
             if status is None:
                 continue
             found.append(status)
@@ -84,6 +83,12 @@ class StatusBoard:
                 self._news[status.rank] = self._now()
             self.seen[status.rank] = status
         return found
+
+    def _present(self, keys: Sequence[str]) -> list[str]:
+        """Returns the keys that the store has. Reading another one would wait for it."""
+        if not keys or self._store.check(list(keys)):
+            return list(keys)
+        return [key for key in keys if self._store.check([key])]
 
     def silent(self, rank: int) -> float:
         """Seconds since a new status of this rank was last read."""
@@ -121,12 +126,16 @@ class StatusBoard:
         """Another value after each question."""
         return bytes(self._store.get(_ASKED)) if self._store.check([_ASKED]) else None
 
-    def tell_failure(self) -> None:
-        """Notes that a rank has failed with an error of its own, which it prints."""
-        self._store.set(_FAILED, "")
+    def tell_failure(self, rank: int) -> None:
+        """Notes that this rank has failed with an error of its own, which it prints."""
+        self._store.set(_FAILED, str(rank))
 
     def someone_failed(self) -> bool:
-        return bool(self._store.check([_FAILED]))
+        """Whether a rank has noted its failure and its status says the same."""
+        if not self._store.check([_FAILED]):
+            return False
+        ranks = parse_ranks(bytes(self._store.get(_FAILED)), self._world)
+        return any(status.state == "failed" for status in self.read(sorted(ranks)))
 
 
 def _key(rank: int) -> str:

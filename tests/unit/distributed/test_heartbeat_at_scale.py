@@ -24,7 +24,7 @@ def test_a_long_wait_costs_the_store_little_and_ends_no_healthy_run(world: int, 
     cluster.store.keys = 0
     for requests in cluster.pass_time(seconds):
         # A rank: its status, the announcement, two others (2), and now and then a question or its last operations.
-        assert requests <= 6 * world + 3
+        assert requests <= 6 * world + 5
         assert requests * REQUEST / cluster.interval < 0.2, "of the store's time"
         keys, cluster.store.keys = cluster.store.keys, 0
         assert keys <= 10 * world + 3 * world, "the look at all, by one rank"

@@ -7,6 +7,7 @@ import json
 import random
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from megatron.distributed.failure_detection import RankStatus
 from megatron.distributed.identity import Identity
 from megatron.distributed.launch import LaunchInfo
 from megatron.distributed.meeting import Patience, wait_for_all
+from megatron.distributed.status_board import StatusBoard
 from megatron.distributed.store_values import (
     QUOTED,
     FirstRank,
@@ -28,7 +30,7 @@ from megatron.distributed.store_values import (
     parse_status,
 )
 from megatron.errors import ConfigError, HangError, PeerLostError
-from tests.unit.distributed.cluster import Cluster, CountedStore, Ended
+from tests.unit.distributed.cluster import PATIENCE, Cluster, CountedStore, Ended
 
 SEED = 26
 WORLD = 4
@@ -163,7 +165,9 @@ FALSE = {
 
 
 @pytest.mark.parametrize("name", FALSE)
-def test_a_false_announcement_is_printed_once_on_each_machine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_false_announcement_is_printed_on_each_machine_and_by_whom_it_names(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(heartbeat, "_SEEN_TO_PRINT_WITHIN", 0.1)
     cluster = Cluster(WORLD, on_each_machine=2)
     value, code = FALSE[name]
@@ -172,12 +176,73 @@ def test_a_false_announcement_is_printed_once_on_each_machine(name: str, monkeyp
         pass
     assert {error.exit_code for _, error, _ in cluster.ended} == {code} and len(cluster.ended) == WORLD
     printed = {number: str(error) for number, error, prints in cluster.ended if prints}
-    assert printed.keys() == {0, 2}
+    assert printed.keys() == ({0, 1, 2} if value.startswith(b"1 lost rank") else {0, 2})
     for text in printed.values():
         assert "an announcement in the ranks' store ends the run" in text and text.isprintable(), text
         assert len(text) < QUOTED + 400 and "another program writes there" in text
         quoted = text.split('"')[1]
         assert quoted and len(quoted) <= QUOTED if value else not quoted
+
+
+def test_a_false_announcement_with_a_false_status_is_printed_by_the_rank_it_names() -> None:
+    """The status says that rank 1 has announced a failure, so the first ranks of the machines rely on its line."""
+    cluster = Cluster(WORLD, on_each_machine=2)
+    status = json.loads(cluster.store.values["rank_1"])
+    cluster.store.set("rank_1", json.dumps({**status, "state": "announced", "number": status["number"] + 9}))
+    cluster.store.set("announced", b"1 lost rank 2 is gone")
+    for number in (0, 2, 3, 1):
+        with pytest.raises(Ended):
+            cluster.ranks[number].look()
+    assert [number for number, _, prints in cluster.ended if prints] == [1]
+    assert "another program writes there" in str(cluster.ended[-1][1])
+
+
+def test_a_key_that_is_gone_is_not_waited_for() -> None:
+    """The store waits for a missing key. Every rank goes on with the last status, and the run goes on."""
+    cluster = Cluster(WORLD)
+    cluster.wait(range(WORLD - 1))  # so that the rank in charge is asked, and reads everything
+    for _ in range(90):
+        for key in ("rank_1", "rank_3", "recent_0", "asked"):
+            cluster.store.values.pop(key, None)
+        next(cluster.pass_time(1.0))
+    assert not cluster.ended
+    lose(cluster, 3)
+    del cluster.store.values["rank_3"]
+    for _ in cluster.pass_time(60.0):
+        pass
+    assert len(cluster.ended) == WORLD - 1
+    assert all("rank 3 (process" in str(error) for _, error, _ in cluster.ended)
+
+
+def test_a_key_that_is_deleted_after_the_look_ends_the_read_and_not_the_run() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(hours=1), wait_for_workers=False)
+    board = StatusBoard(dist.PrefixStore("run", store), WORLD)
+    with pytest.raises(RuntimeError, match="timeout"):
+        board._store.multi_get(["rank_1"])
+
+
+@pytest.mark.parametrize("note", [b"", b"1", b"2", b"99", b"\xff", b"failed"])
+def test_a_note_of_a_failure_counts_where_the_status_says_the_same(note: bytes) -> None:
+    cluster = Cluster(WORLD)
+    cluster.store.set("failed", note)
+    assert not cluster.board.someone_failed()
+    cluster.ranks[1].fail("ValueError: x")
+    assert cluster.board.someone_failed()
+
+
+def test_a_question_stays_unanswered_until_all_ranks_were_read() -> None:
+    """A read that the store did not answer is done again at the next beat."""
+    cluster = Cluster(WORLD)
+    cluster.wait(range(WORLD))
+    next(cluster.pass_time(PATIENCE + 2))
+    cluster.board.ask()
+    heartbeat, read = cluster.ranks[0], cluster.board.read
+    cluster.board.read = Mock(side_effect=dist.DistStoreError("timed out"))  # type: ignore[method-assign]
+    with pytest.raises(dist.DistStoreError):
+        heartbeat.answer(cluster.board)
+    cluster.board.read = Mock(side_effect=read)  # type: ignore[method-assign]
+    heartbeat.answer(cluster.board)
+    assert cluster.board.read.called
 
 
 def test_an_announcement_that_its_rank_has_made_is_printed_by_that_rank_alone() -> None:
