@@ -29,6 +29,7 @@ from megatron.errors import ConfigError, PeerLostError
 from megatron.utils.numerals import whole_number
 from megatron.utils.process import signal_at_parent_death
 
+_TASKS = re.compile(r"(\d{1,7})(?:\(x(\d{1,7})\))?", re.ASCII)
 _WITHOUT_THREADS = ("fake", "recorded")
 """Backends that do nothing, and record at most what a rank would do: torch's, and that of `megatron.training.order`."""
 
@@ -67,6 +68,12 @@ class LaunchInfo:
         """All ranks are certainly on this machine: the launcher says so, or they meet on loopback."""
         on_loopback = self.master_addr == "localhost" or self.master_addr.startswith(("127.", "::1"))
         return self.local_world_size == self.world_size and (self.local_is_said or on_loopback)
+
+    @property
+    def ranks_here(self) -> range:
+        """The ranks of this machine, by the launcher's numbers."""
+        first = max(0, self.rank - self.local_rank)
+        return range(first, min(first + self.local_world_size, self.world_size))
 
     @property
     def keeps_store(self) -> bool:
@@ -127,12 +134,11 @@ def _from_torch(env: Mapping[str, str], local_rank: int | None) -> LaunchInfo:
 
 def _from_slurm(env: Mapping[str, str]) -> LaunchInfo:
     job = _number(env, "SLURM_JOB_ID", 0)
-    first = re.match(r"(\d+)", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     return LaunchInfo(
         rank=_number(env, "SLURM_PROCID", 0),
         world_size=_number(env, "SLURM_STEP_NUM_TASKS", 1),
         local_rank=_number(env, "SLURM_LOCALID", 0),
-        local_world_size=int(first.group(1)) if first else 1,
+        local_world_size=_tasks_of_node(env, _number(env, "SLURM_NODEID", 0)),
         master_addr=env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", "127.0.0.1")),
         # The port follows from the job and step numbers, so that two jobs on one machine use different ones.
         master_port=_number(env, "MASTER_PORT", 20000 + (job * 7 + _number(env, "SLURM_STEP_ID", 0)) % 20000),
@@ -141,6 +147,24 @@ def _from_slurm(env: Mapping[str, str]) -> LaunchInfo:
         launcher="slurm",
         parent=os.getppid(),
     )
+
+
+def _tasks_of_node(env: Mapping[str, str], node: int) -> int:
+    """The number of tasks of this node in a list such as "8(x2),4": eight on each of two nodes, four on the third."""
+    text = env.get("SLURM_STEP_TASKS_PER_NODE") or "1"
+    tasks = 1
+    for part in text.split(","):
+        found = _TASKS.fullmatch(part)
+        if found is None:
+            raise ConfigError(
+                f"SLURM_STEP_TASKS_PER_NODE={text!r} in the environment: must be numbers of tasks such as 8(x2),4; "
+                "start with srun"
+            )
+        tasks = int(found[1])
+        node -= int(found[2] or 1)
+        if node < 0:
+            break
+    return tasks
 
 
 def first_host(nodelist: str) -> str:
@@ -164,10 +188,16 @@ def _number(env: Mapping[str, str], name: str, default: int) -> int:
 def _check(info: LaunchInfo) -> None:
     if not 0 <= info.rank < info.world_size:
         raise ConfigError(f"RANK={info.rank} is outside WORLD_SIZE={info.world_size}; start with torchrun")
-    if info.local_world_size < 1 or (info.world_size > 1 and info.local_rank >= info.local_world_size):
+    # A single process may name the device that it wants by its local rank.
+    beyond = info.world_size > 1 and info.local_rank >= info.local_world_size
+    if info.local_world_size < 1 or info.local_rank < 0 or beyond:
         raise ConfigError(
             f"LOCAL_RANK={info.local_rank} is outside LOCAL_WORLD_SIZE={info.local_world_size}; start with torchrun"
         )
+    if info.world_size > 1 and info.local_rank > info.rank:
+        raise ConfigError(f"LOCAL_RANK={info.local_rank} is above RANK={info.rank}; start with torchrun")
+    if not int(info.world_size > 1) <= info.master_port < 2**16:
+        raise ConfigError(f"MASTER_PORT={info.master_port}: must be from 1 to 65535; give a free port")
 
 
 def keep_products_repeatable() -> None:

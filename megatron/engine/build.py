@@ -20,6 +20,7 @@ from megatron.ops.select import Kernels
 from megatron.optimizer import Optimizer, offloads
 from megatron.parallelize import Parallel
 from megatron.utils.cuda import CudaGraph
+from megatron.utils.device_kind import kind_of
 
 
 def build_engine(
@@ -88,11 +89,11 @@ def _experts(built: Parallel) -> list[str]:
 
 def runs_ahead(device: torch.device) -> bool:
     """Whether steps are asynchronous: handed over while earlier ones are still computed."""
-    return device.type == "cuda"
+    return kind_of(device.type).asynchronous
 
 
 def _graphed(passes: Passes, model: nn.Module, grads: Gradients, device: torch.device) -> GraphedPasses:
-    assert device.type == "cuda", "checked when the device was chosen"
+    assert kind_of(device.type).graphs, "checked when the device was chosen"
     if not isinstance(model, GPT):
         raise ConfigError(
             f"--cuda-graphs: records our GPT alone, and the model provider gave a {type(model).__name__}; leave it out"

@@ -15,6 +15,7 @@ from megatron.distributed.state import ParallelState
 from megatron.errors import DataError
 from megatron.model.passes import Batch, Passes
 from megatron.utils.cuda import CopyStream
+from megatron.utils.device_kind import kind_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Evaluation:
         """`model` is what this rank holds; `divided`: its weights, where data-parallel ranks divide them."""
         self.model, self.passes, self.parallel, self.device = model, passes, parallel, device
         self.divided = divided
-        self._copies = CopyStream(device) if device.type == "cuda" else None
+        self._copies = CopyStream(device) if kind_of(device.type).copy_stream else None
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter of this rank's part, whole. Where data-parallel ranks divide them all ranks ask for all."""

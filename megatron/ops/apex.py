@@ -17,7 +17,7 @@ _COMPILED = ("amp_C", "fused_layer_norm_cuda")
 
 
 def has_apex(target: Target) -> bool:
-    return target.device_type == "cuda" and all(find_spec(name) is not None for name in _COMPILED)
+    return target.kind.cuda_libraries and all(find_spec(name) is not None for name in _COMPILED)
 
 
 def or_apex(fused: Function, apex: Function) -> Portable:

@@ -153,7 +153,7 @@ def _portable(target: Target) -> Implementation:
     if target.device_type == "cpu":
         reason = "products over blocks of queries; PyTorch's own for long sequences and generation"
         return Implementation("cpu", blocked_attention, reason)
-    if target.device_type == "cuda":
+    if target.kind.cuda_libraries:
         function = partial(sdpa, backends=order())
         return Implementation("torch", function, f"PyTorch's scaled_dot_product_attention: {explanation()}")
     return Implementation("torch", sdpa, "PyTorch's own fused function")
@@ -166,7 +166,7 @@ def _required(target: Target) -> Implementation | None:
     if target.attention not in ("flash", "fused"):
         return None
     reason = f"{reason}: PyTorch's scaled_dot_product_attention"
-    if target.device_type != "cuda":
+    if not target.kind.cuda_libraries:
         return Implementation("torch", sdpa, reason)
     flash_first = target.attention == "flash"
     function = partial(sdpa, backends=order(flash_first=flash_first))

@@ -140,7 +140,7 @@ def _stacked(weights: Sequence[Tensor]) -> Tensor:
 
 
 def _portable(target: Target) -> Implementation:
-    if target.device_type == "cuda":
+    if target.kind.cuda_libraries:
         reason = "one product for all experts in bf16; one for each in other types"
         return Implementation("torch", by_grouped_mm, reason)
     reason = "a product for each expert: PyTorch's grouped one is a loop here, and copies weights"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import ConfigError
+from megatron.utils.device_kind import DeviceKind, kind_of
 from megatron.utils.log import print_line
 
 Function = Callable[..., Any]
@@ -30,6 +31,10 @@ class Target:
 
     device_type: str
     attention: str = "auto"  # --attention-backend
+
+    @property
+    def kind(self) -> DeviceKind:
+        return kind_of(self.device_type)
 
 
 @dataclass(frozen=True)

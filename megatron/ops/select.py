@@ -31,6 +31,7 @@ from megatron.ops.operation import (
 )
 from megatron.ops.registry import OPERATIONS
 from megatron.ops.verification import user_cache, verified
+from megatron.utils.device_kind import kind_of
 
 
 @dataclass(frozen=True)
@@ -149,9 +150,9 @@ def _choose(
     if (required := op.required(target)) is not None:
         return required
     portable = op.without_native(target)
-    if op.native is None or (op.native.cpu_only and target.device_type == "cuda"):
+    if op.native is None or (op.native.cpu_only and target.kind.verified_kernels):
         return portable
-    doubts = _doubts(op, op.native, native) if target.device_type == "cuda" else {}
+    doubts = _doubts(op, op.native, native) if target.kind.verified_kernels else {}
     # The optimizer's kernels, which have no fallback here, run in all dtypes or not at all.
     if why_not is None and mode == "auto" and (len(doubts) == len(op.native.dtypes) or not portable.function):
         why_not = next(iter(doubts.values()), None)
@@ -187,7 +188,7 @@ def usable_library(spec: str, device: torch.device, say: Callable[[str], None], 
     """The kernels of this installation. Under `auto` those of a GPU that nobody has verified are verified now, and the
     outcome is kept in `cache` (default: the user's)."""
     native = library()
-    on_gpu = device.type == "cuda" and this_gpu() is not None  # a plan is made without one
+    on_gpu = kind_of(device.type).verified_kernels and this_gpu() is not None  # a plan is made without one
     if not on_gpu or _parse(spec)[0] != "auto" or why_not_native(native, device.type) is not None:
         return native
     return verified(native, device, say, cache=user_cache() if cache is None else cache)
@@ -197,11 +198,12 @@ def why_not_native(native: Library, device_type: str) -> str | None:
     """Why its kernels do not run there at all, or None."""
     if native.missing is not None:
         return native.missing
-    if device_type == "cuda" and native.without_cuda is not None:
+    kind = kind_of(device_type)
+    if kind.verified_kernels and native.without_cuda is not None:
         return f"built without CUDA ({native.without_cuda})"
-    if device_type == "cuda" and (reason := native.why_not_on(this_gpu())) is not None:
+    if kind.verified_kernels and (reason := native.why_not_on(this_gpu())) is not None:
         return reason
-    return None if device_type in ("cpu", "cuda") else f"not made for the device {device_type}"
+    return None if kind.native_kernels else f"not made for the device {device_type}"
 
 
 def _parse(spec: str) -> tuple[str, frozenset[str]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.ops.operation import Implementation, Operation, Target
+from megatron.utils.device_kind import kind_of
 
 Accumulate = Callable[[Tensor, Tensor, Tensor, bool], bool]
 
@@ -43,7 +44,7 @@ def widens(device_type: str) -> bool:
     """Whether this torch has bf16 products that write and add to fp32, tried on small ones with known results.
 
     On the CPU such a product copies both factors to fp32: slower than adding a bf16 product afterwards."""
-    if device_type != "cuda" or not torch.cuda.is_available():
+    if not kind_of(device_type).cuda_libraries or not torch.cuda.is_available():
         return False
     grad = torch.arange(256, device=device_type).view(16, 16).remainder(7).to(torch.bfloat16)
     x = torch.arange(512, device=device_type).view(16, 32).remainder(5).to(torch.bfloat16)

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
 from megatron.ops import Kernels
+from megatron.utils.device_kind import kind_of
 
 _ROW = 4096
 
@@ -128,7 +129,7 @@ def _device_in(groups: Mapping[SplitOver, Sequence[Tensor]]) -> torch.device:
 
 def widest(device: torch.device) -> torch.dtype:
     """Not every accelerator has double precision."""
-    return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+    return torch.float64 if kind_of(device.type).double else torch.float32
 
 
 def count_zeros(tensors: Sequence[Tensor]) -> Tensor:

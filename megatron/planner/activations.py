@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from megatron.config import RunConfig
 from megatron.config.stages import stage_layers
-from megatron.pipeline_parallel.schedules import schedule_of
 
 Backend = Callable[[str], str]
 """operation -> what computes it: native, torch, cpu or ref."""
@@ -125,8 +124,31 @@ def _most_in_flight(config: RunConfig, stage: int, micro_batches: int, chunks: S
         return chunks[0] * min(warm_up + 1, micro_batches * len(chunks))
     # More micro-batches than this come and go alike.
     few = min(micro_batches, 4 * ranks) if group is None else min(micro_batches, 2 * group + micro_batches % group)
-    now = most = 0.0
-    for action in schedule_of(parallel.schedule, group)(ranks, stage, few, len(chunks)):
-        now += {"F": chunks[action.chunk], "B": -chunks[action.chunk], "W": 0.0}[action.kind]
-        most = max(most, now)
-    return most
+    return _most_of_interleaved(few, group or ranks, 2 * (ranks - stage - 1), chunks)
+
+
+def _most_of_interleaved(micro_batches: int, group: int, later_ranks: int, chunks: Sequence[float]) -> float:
+    """The same for the interleaved schedule, whose backward pass number k follows forward pass number k plus the
+    warm-up. The sum changes evenly while both go through one chunk, so only the ends of that are looked at."""
+    passes = micro_batches * len(chunks)
+    warm_up = min(later_ranks + (len(chunks) - 1) * group, passes)
+    ends = [
+        start * len(chunks) + chunk * min(group, micro_batches - start)
+        for start in range(0, micro_batches, group)
+        for chunk in range(len(chunks) + 1)
+    ]
+    forward = {min(max(end + more, 1), passes) for end in ends for more in (0, warm_up + 1)}
+    freed = chunks[::-1]
+    return max(
+        _of_first(count, micro_batches, group, chunks)
+        - _of_first(max(count - 1 - warm_up, 0), micro_batches, group, freed)
+        for count in forward
+    )
+
+
+def _of_first(passes: int, micro_batches: int, group: int, chunks: Sequence[float]) -> float:
+    """The bytes of the first passes of a step: groups of micro-batches go through one chunk after another."""
+    whole = min(passes // (group * len(chunks)), micro_batches // group)
+    rest, members = passes - whole * group * len(chunks), min(group, micro_batches - whole * group)
+    begun = (size * min(max(rest - chunk * members, 0), members) for chunk, size in enumerate(chunks))
+    return whole * group * sum(chunks) + sum(begun)

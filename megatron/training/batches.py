@@ -21,6 +21,7 @@ from megatron.data.sampler import BlockShape, sample_batches
 from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.model.passes import Batch
 from megatron.training.initialize import Run
+from megatron.utils.device_kind import kind_of
 
 Provided = Datasets | tuple[Any, Any, Any]
 """What a datasets_provider may return: our `Datasets`, or a training, a validation and a test set of its own."""
@@ -165,7 +166,7 @@ class BatchMaker:
         sample_ids = sample_batches(
             order, samples or len(dataset), consumed, shape or self._shape, data_sharding=config.data.data_sharding
         )
-        workers, pin_memory = config.data.num_workers, self.run.device.type == "cuda"
+        workers, pin_memory = config.data.num_workers, kind_of(self.run.device.type).pinned_batches
         if is_token_dataset(dataset):
             loader = build_loader(
                 dataset,

@@ -21,6 +21,7 @@ from megatron.ops.select import Kernels
 from megatron.optimizer import no_place_for_remainders
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.chat import build_chat_encoder
+from megatron.utils.device_kind import kind_of
 from megatron.utils.foreign import is_hugging_face
 
 
@@ -37,7 +38,7 @@ def check_parts(
     """`needs_data=False`: the samples are the script's own. `kernels` that were refused are None."""
     with refusals.of_checking():
         _check_launches(config, launch, device)
-    if config.kernels.cuda_graphs and device.type != "cuda":
+    if config.kernels.cuda_graphs and not kind_of(device.type).graphs:
         with refusals.of_checking():
             raise ConfigError(f"--cuda-graphs: needs a CUDA device, and this run is on {device.type}; leave it out")
     no_kernel = kernels is not None and (kernels.adamw is None or config.optimizer.optimizer != "adam")
@@ -62,7 +63,7 @@ def check_parts(
 
 def _check_launches(config: RunConfig, launch: LaunchInfo, device: torch.device) -> None:
     stages = config.parallel.pipeline_model_parallel_size
-    if launch.blocking_launches and stages > 1 and device.type == "cuda":
+    if launch.blocking_launches and stages > 1 and kind_of(device.type).asynchronous:
         raise ConfigError(
             f"--pipeline-model-parallel-size {stages}: would hang in its first step under CUDA_LAUNCH_BLOCKING=1, "
             "which stops a rank at each operation until it ends: stages post receives before they compute what the "

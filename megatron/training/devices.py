@@ -11,6 +11,7 @@ from megatron.distributed.launch import LaunchInfo, keep_products_repeatable
 from megatron.optimizer import offloads
 from megatron.utils.cpu import set_allocator, set_fp32_products
 from megatron.utils.cuda import grow_segments, round_products
+from megatron.utils.device_kind import kind_of
 from megatron.utils.half_products import set_half_products
 from megatron.utils.log import RankLog
 
@@ -37,8 +38,8 @@ def prepare_cpu(config: RunConfig, launch: LaunchInfo, device: torch.device, log
 def prepare_accelerator(config: RunConfig, device: torch.device, log: RankLog, allocator: str = "") -> None:
     """Selects and configures the device, before anything is allocated there: choosing kernels tries them out.
     `allocator`: what the user has set of torch's."""
-    rounds = config.precision.allow_tf32
-    if rounds and device.type != "cuda":
+    rounds, kind = config.precision.allow_tf32, kind_of(device.type)
+    if rounds and not kind.tf32:
         log.info(f"--allow-tf32: has no effect, the device {device.type} has no such products")
     if config.optimizer.optimizer_cpu_offload and not offloads(config.optimizer, device):
         log.info("--optimizer-cpu-offload: has no effect, the memory of this device is the host's")
@@ -53,7 +54,7 @@ def prepare_accelerator(config: RunConfig, device: torch.device, log: RankLog, a
     if config.runtime.plans or device.type == "cpu":
         return
     activate(device)  # else every rank of the machine would try them on the first device
-    if device.type != "cuda":
+    if not kind.cuda_libraries:
         return
     round_products(rounds)
     if config.training.deterministic_mode:

@@ -23,7 +23,7 @@ from megatron.distributed.rendezvous import init_process_group, open_to_other_ma
 from megatron.distributed.rng import seed_rank
 from megatron.distributed.start_watch import watched_start
 from megatron.distributed.state import ParallelState
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, printable
 from megatron.layout import padded_vocab_size
 from megatron.ops.library import library
 from megatron.ops.select import Kernels, left_to_compiler, usable_library
@@ -35,6 +35,7 @@ from megatron.training.identity import started_with
 from megatron.training.kernels import check_same_kernels, resolve_kernels, verified_by_all
 from megatron.training.log_lines import LOG_FORMS
 from megatron.training.settings import read_settings
+from megatron.utils.device_kind import kind_of
 from megatron.utils.log import RankLog
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def start(config: RunConfig, *, needs_data: bool = True, stream: TextIO | None =
     check_world(config, launch.world_size, refusals)
     log = RankLog(launch.rank, stream or sys.stdout, stamped=LOG_FORMS[config.logging.log_format].stamped)
     for notice in config.notices:
-        log.info(notice)
+        log.info(printable(notice))
     device, backend = None, "gloo"
     with refusals.of_checking():
         device = resolve_device(config.runtime.device, launch.local_rank)
@@ -257,7 +258,7 @@ def build_run(
         timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
         store = connect(timeout, tokenizer)
         parallel = ParallelState.build(layout, launch.rank, timeout_of_collectives(config, device))
-        if device.type == "cuda":
+        if kind_of(device.type).verified_kernels:
             kernels = resolve_kernels(config.kernels, device, verified_by_all(native, parallel), log)
         check_same_kernels(config.kernels.spec, kernels, parallel)
         run_id = broadcast_json(uuid.uuid4().hex[:12], parallel.world, str)

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron.utils.device_kind import kind_of
+
 
 def device_name(device: torch.device) -> str:
     """The maker's name of the accelerator; "cpu" for a CPU."""
@@ -16,7 +18,7 @@ def device_name(device: torch.device) -> str:
 
 def accelerator_memory(device: torch.device) -> dict[str, int]:
     """Allocated and reserved bytes on the accelerator; empty on a CPU."""
-    if device.type != "cuda":
+    if not kind_of(device.type).memory_history:
         return {}
     return {
         "allocated": torch.cuda.memory_allocated(device),
@@ -28,13 +30,13 @@ def accelerator_memory(device: torch.device) -> dict[str, int]:
 
 def record_memory_history(device: torch.device) -> None:
     """Starts recording allocations with their Python stacks (CUDA only)."""
-    if device.type == "cuda":
+    if kind_of(device.type).memory_history:
         torch.cuda.memory._record_memory_history(max_entries=100_000)
 
 
 def end_memory_history(device: torch.device, path: Path) -> None:
     """Writes the recorded allocations for pytorch.org/memory_viz and stops recording."""
-    if device.type == "cuda":
+    if kind_of(device.type).memory_history:
         torch.cuda.memory._dump_snapshot(str(path))
         torch.cuda.memory._record_memory_history(enabled=None)
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TextIO
 
+from megatron.errors import printable
+
 
 def escape_unprintable(stream: TextIO) -> None:
     """Makes the stream escape what its encoding lacks, such as the bytes of a path that is not UTF-8: printing a line
@@ -46,4 +48,5 @@ class RankLog:
             print_line(stamp + text.replace("\n", "\n" + stamp), self.stream)
 
     def warn(self, text: str) -> None:
-        self.info(f"warning: {text}")
+        """Prints one line of limited length on rank 0: it may quote what a user or a file gave."""
+        self.info(printable(f"warning: {text}"))

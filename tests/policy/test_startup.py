@@ -36,6 +36,7 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         "megatron.tokenizer",
         "megatron.errors",
         "megatron.training.hooks",
+        "megatron.utils.device_kind",
     ],
 )
 def test_importing_loads_no_torch(module: str) -> None:

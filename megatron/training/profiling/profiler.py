@@ -14,6 +14,7 @@ from megatron.training.hooks import Hook
 from megatron.training.metric_writers import writing_file_of
 from megatron.training.profiling.trace_summary import STEP, read_trace, summarise
 from megatron.utils.device import end_memory_history, record_memory_history
+from megatron.utils.device_kind import kind_of
 from megatron.utils.log import RankLog, print_line
 
 
@@ -24,7 +25,7 @@ def build_profiler(
     past = config.profile and done >= config.profile_step_end
     if past:
         log.warn(f"--profile: iterations up to {config.profile_step_end} are past ({done} are done); nothing is traced")
-    elif config.profile and config.memory_snapshot_path is not None and device.type != "cuda":
+    elif config.profile and config.memory_snapshot_path is not None and not kind_of(device.type).memory_history:
         log.warn(
             f"--memory-snapshot-path {config.memory_snapshot_path}: a snapshot is of a GPU's memory, and there is none "
             "here; the allocations are in the trace"
@@ -70,7 +71,7 @@ class StepProfiler(Hook):
         if config.record_memory_history:
             record_memory_history(self.device)
         activities = [ProfilerActivity.CPU]
-        if self.device.type == "cuda":
+        if kind_of(self.device.type).cuda_libraries:
             activities.append(ProfilerActivity.CUDA)
         started = profile(
             activities=activities,
@@ -91,7 +92,7 @@ class StepProfiler(Hook):
             folder.mkdir(parents=True, exist_ok=True)
             self._profile.export_chrome_trace(str(partial))
             partial.replace(path)
-            if self.config.record_memory_history and self.device.type == "cuda":
+            if self.config.record_memory_history and kind_of(self.device.type).memory_history:
                 end_memory_history(self.device, self._snapshot_path())
         self._profile = None
         print_line(f"--profile: {path}\n{summarise(read_trace(path)).table()}", sys.stdout)

@@ -72,6 +72,25 @@ def test_slurm_step() -> None:
     assert 20000 <= info.master_port < 40000
 
 
+def test_nodes_of_a_slurm_step_may_have_different_numbers_of_tasks() -> None:
+    """Each rank knows the ranks of its own machine: the memory that they need together is checked there."""
+    uneven = {**SLURM, "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "2(x2),3"}
+    places = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)]
+    here = [[0, 1]] * 2 + [[2, 3]] * 2 + [[4, 5, 6]] * 3
+    for rank, (node, local) in enumerate(places):
+        env = {**uneven, "SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)}
+        assert list(LaunchInfo.detect(env=env).ranks_here) == here[rank]
+
+
+def test_a_single_process_may_name_its_device_by_any_local_rank() -> None:
+    for info in (
+        LaunchInfo.detect(5, {}),
+        LaunchInfo.detect(env={"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "99999"}),
+        LaunchInfo.detect(env={"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "5"}),
+    ):
+        assert list(info.ranks_here) == [0]
+
+
 def test_a_slurm_allocation_without_srun_is_one_process() -> None:
     assert LaunchInfo.detect(env={"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1"}).world_size == 1
 
@@ -98,6 +117,13 @@ def test_first_host(nodes: str, first: str) -> None:
         ({**TORCHRUN, "RANK": "x"}, None, ["RANK='x'", "whole number"]),
         (TORCHRUN, 0, ["--local-rank 0", "LOCAL_RANK=1"]),
         ({"SLURM_STEP_NUM_TASKS": "many"}, None, ["SLURM_STEP_NUM_TASKS='many'"]),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "9" * 5000}, None, ["SLURM_STEP_TASKS_PER_NODE", "8(x2),4"]),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "8(x2"}, None, ["SLURM_STEP_TASKS_PER_NODE='8(x2'"]),
+        ({**SLURM, "SLURM_LOCALID": "-1"}, None, ["LOCAL_RANK=-1"]),
+        ({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "1"}, None, ["LOCAL_RANK=1", "RANK=0"]),
+        ({**TORCHRUN, "MASTER_PORT": "99999999"}, None, ["MASTER_PORT=99999999", "65535"]),
+        ({**TORCHRUN, "MASTER_PORT": "-5"}, None, ["MASTER_PORT=-5", "65535"]),
+        ({**TORCHRUN, "MASTER_PORT": "0"}, None, ["MASTER_PORT=0", "free port"]),
         ({**SLURM, "SLURM_STEP_NODELIST": "["}, None, ["SLURM_STEP_NODELIST", "MASTER_ADDR"]),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -9,10 +10,13 @@ import torch
 from torch import Tensor
 
 from megatron.config.run import build
+from megatron.config.stages import fills_groups
 from megatron.model import GPT
 from megatron.ops import Kernels, resolve
 from megatron.ops.library import Library, library
+from megatron.pipeline_parallel.schedules import interleaved
 from megatron.planner import activation_bytes
+from megatron.planner.activations import _most_of_interleaved
 
 BATCH, SEQ, VOCABULARY = 2, 64, 128
 SHAPE: dict[str, Any] = {
@@ -119,6 +123,27 @@ def test_micro_batches_in_flight(schedule: str, counts: list[int]) -> None:
     else:
         assert found == pytest.approx(counts)
     assert in_flight(0, 10**6, **{**layout, "pipeline_schedule": "1f1b"}) == pytest.approx(4)
+
+
+def test_uneven_chunks_in_flight_are_those_of_the_schedule() -> None:
+    draw, compared = random.Random(26), 0
+    while compared < 300:
+        ranks, count, micro_batches = draw.randint(2, 5), draw.randint(2, 4), draw.randint(1, 40)
+        group, stage = draw.randint(ranks, ranks + 6), draw.randrange(ranks)
+        if not fills_groups(micro_batches, group, ranks):
+            continue
+        compared += 1
+        chunks = [float(draw.randint(0, 9)) for _ in range(count)]
+        now = most = 0.0
+        for action in interleaved(ranks, stage, micro_batches, count, group):
+            now += {"F": chunks[action.chunk], "B": -chunks[action.chunk], "W": 0.0}[action.kind]
+            most = max(most, now)
+        found = _most_of_interleaved(micro_batches, group, 2 * (ranks - stage - 1), chunks)
+        assert found == most, (ranks, stage, micro_batches, group, chunks)
+
+
+def test_groups_of_any_size_are_planned_at_once() -> None:
+    assert _most_of_interleaved(10**9, 10**9, 6, [1.0, 2.0]) == 10**9 + 7 * 2
 
 
 def test_chunks_in_flight() -> None:

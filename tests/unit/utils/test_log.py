@@ -83,3 +83,9 @@ def test_a_path_that_no_file_system_takes_is_one_line(capsys: pytest.CaptureFixt
     assert run_tool("error", lambda: print(Path("x" * 5000).is_file())) == 2
     line = capsys.readouterr().err
     assert line.startswith("error: xxx") and line.endswith("(5000 characters): File name too long; name another path\n")
+
+
+def test_a_warning_is_one_line_whatever_it_quotes() -> None:
+    stream = io.StringIO()
+    RankLog(0, stream).warn(f"--path {'x' * 100_000}\x1b[2J\nsecond: is odd")
+    assert stream.getvalue().count("\n") == 1 and "\x1b" not in stream.getvalue() and len(stream.getvalue()) < 2100
