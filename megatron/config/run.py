@@ -1,4 +1,4 @@
-"""`RunConfig`: all settings of a run, in  It is built once; a class is handed the section that it needs."""
+"""All settings of a run, in sections. A `RunConfig` is built once; a class takes the section that it needs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
 
 @cache
 def all_settings() -> tuple[Setting, ...]:
-    """Every setting, in the order of the"""
+    """Every setting, in the order of the sections."""
     return tuple(setting for section, cls in SECTIONS.items() for setting in settings_of(section, cls))
 
 
