@@ -74,10 +74,9 @@ def compare_row(row: Row, trees: Trees) -> None:
     train(row, trees.after, outputs["after"])
     same_metrics(outputs["before"], outputs["after"])
     same_steps(trees, outputs["before"] / LAST, outputs["after"] / LAST)
-    if row.resumes:
-        train(row, trees.after, outputs["resumed"], "--load", str(outputs["before"]), "--ckpt-step", str(EARLIER))
-        same_metrics(outputs["before"], outputs["resumed"], later_than=EARLIER)
-        same_steps(trees, outputs["before"] / LAST, outputs["resumed"] / LAST)
+    train(row, trees.after, outputs["resumed"], "--load", str(outputs["before"]), "--ckpt-step", str(EARLIER))
+    same_metrics(outputs["before"], outputs["resumed"], later_than=EARLIER)
+    same_steps(trees, outputs["before"] / LAST, outputs["resumed"] / LAST)
     shutil.rmtree(folder)
 
 

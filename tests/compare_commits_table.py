@@ -7,7 +7,7 @@ from pathlib import Path
 
 BASE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-    "--micro-batch-size 2 --global-batch-size 16 --train-iters 4 --save-interval 2 --lr 1e-2 --lr-decay-style cosine "
+    "--micro-batch-size 2 --global-batch-size 16 --save-interval 2 --lr 1e-2 --lr-decay-style cosine "
     "--vocab-size 250 --make-vocab-size-divisible-by 16 --mock-data --num-workers 0 --log-interval 1 --eval-interval 2 "
     "--eval-iters 1 --device cpu --cpu-threads 1"
 )
@@ -18,11 +18,11 @@ class Row:
     name: str
     ranks: int
     words: str = ""
-    resumes: bool = True
 
     def flags(self, output: Path) -> list[str]:
         """OUTPUT stands for the run's folder."""
-        return [word.replace("OUTPUT", str(output)) for word in self.words.split()]
+        length = [] if "--train-samples" in self.words else ["--train-iters", "4"]
+        return [*length, *(word.replace("OUTPUT", str(output)) for word in self.words.split())]
 
 
 LLAMA = (
@@ -77,6 +77,6 @@ TABLE = (
     Row("no kernels", 2, f"--kernels ref --use-distributed-optimizer {BF16}"),
     Row("recompute", 2, f"{TP} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     Row("window", 1, f"{LLAMA} --window-size 8 0"),
-    Row("ramp", 2, "--rampup-batch-size 8 8 16 --train-samples 56 --train-iters 0", resumes=False),
+    Row("ramp", 2, "--rampup-batch-size 8 8 16 --train-samples 48"),
     Row("background save", 2, "--async-save --use-distributed-optimizer"),
 )  # fmt: skip
