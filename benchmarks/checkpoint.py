@@ -52,9 +52,9 @@ from megatron.checkpoint import (
     save_checkpoint,
     storage,
 )
-from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import ParallelState
 from megatron.layout import Layout
+from megatron.state.shard import Shard
 
 CPU = torch.device("cpu")
 BYTES_PER_ELEMENT = 14
@@ -90,7 +90,7 @@ class State:
         return found
 
     def params(self, tensors: dict[str, Tensor]) -> dict[str, Sharded]:
-        return {name: (ShardSpec(name, (ROWS, COLUMNS)), tensor) for name, tensor in tensors.items()}
+        return {name: (Shard(name, (ROWS, COLUMNS)), tensor) for name, tensor in tensors.items()}
 
     def ours(self) -> TrainState:
         params = self.params(self.weights)

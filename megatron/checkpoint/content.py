@@ -16,11 +16,11 @@ from megatron.checkpoint.deferred import Deferred, with_rows
 from megatron.checkpoint.manifest import Slice, TensorRecord
 from megatron.checkpoint.parts import Part, Share
 from megatron.checkpoint.state import TrainState, rank_file, share_file, writes
-from megatron.distributed.division import Division, dealt
-from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import Axis, ParallelState
 from megatron.errors import NonFiniteError
 from megatron.model.parameters import VOCABULARY_TABLES, WORD_TABLE, classic_path, layer_of
+from megatron.state.division import Division, dealt
+from megatron.state.shard import Shard
 
 Copy = Callable[[Tensor], Tensor]
 """A tensor -> its copy in host memory, contiguous and with a storage of its own: a view into a flat buffer would be
@@ -157,12 +157,12 @@ def _optimizer(
             continue
         file = share_file(parallel) if division is not None or alone else rank_file(parallel)
         if division is not None:
-            content.part.shares[division.name] = Share(file, division.axis.rank, division.axis.size)
-        if division is None or division.axis.rank == 0:
+            content.part.shares[division.group.name] = Share(file, division.group.rank, division.group.size)
+        if division is None or division.group.rank == 0:
             content.part.optimizer[name] = {}
         saved = content.files[file]["optimizer"]["state"].setdefault(name, {})
         shape = tuple(state.params[name][1].shape) if name in state.params else ()
-        first = division is None or division.axis.rank == 0
+        first = division is None or division.group.rank == 0
         for kind, (spec, tensor) in kinds.items():
             key, cut = ("optimizer", "state", name, kind), None
             if name in state.params and spec.logical_shape == state.params[name][0].logical_shape:
@@ -172,7 +172,7 @@ def _optimizer(
                 held = cut.held(prod(shape))
                 mine = tensor if name in state.divisions else tensor.reshape(-1)[slice(*held)]
                 assert mine.numel() == held[1] - held[0], f"{name} ({kind}): {mine.shape} is not {held}"
-                piece = Slice(cut.name, key, spec.ranges, shape, cut.share, cut.offset)
+                piece = Slice(cut.group.name, key, spec.ranges, shape, cut.share, cut.offset)
             if first:
                 content.part.optimizer[name][kind] = _record(spec, tensor, piece)
             if mine.numel() if cut is not None else first:
@@ -194,7 +194,7 @@ def _dealt(state: TrainState) -> dict[str, Division]:
         first = (state.optimizer or {})[names[0]].values()
         per_element = sum(tensor.element_size() for _, tensor in first if tensor.numel() == sizes[names[0]]) or 1
         of_weights = sum(size * weights[name].element_size() for name, size in sizes.items())
-        found |= dealt(sizes, axis, of_weights // per_element)
+        found |= dealt(sizes, axis.members, of_weights // per_element)
     return found
 
 
@@ -214,6 +214,6 @@ def _pad_rows(tensor: Tensor, rows: int | None) -> Tensor:
     return tensor.with_rows(rows) if isinstance(tensor, Deferred) else with_rows(tensor, rows)
 
 
-def _record(spec: ShardSpec, tensor: Tensor, piece: Slice) -> TensorRecord:
+def _record(spec: Shard, tensor: Tensor, piece: Slice) -> TensorRecord:
     shape = tuple(spec.logical_shape)
     return TensorRecord(logical_shape=shape, dtype=str(tensor.dtype), dim=spec.dim, slices=(piece,), fold=spec.fold)

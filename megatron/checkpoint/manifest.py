@@ -17,9 +17,9 @@ from typing import Any
 from megatron.checkpoint import paths, storage
 from megatron.checkpoint.lineage import Line
 from megatron.checkpoint.storage import FileRecord
-from megatron.distributed.division import piece_of, pieces_between
-from megatron.distributed.shard import Range
 from megatron.errors import CheckpointError
+from megatron.state.division import piece_of, pieces_between
+from megatron.state.shard import Range
 from megatron.utils.typed import typed
 
 SCHEMA = 3

@@ -23,7 +23,7 @@ from megatron.checkpoint.state import Held, Sharded
 from megatron.checkpoint.storage import Plan
 from megatron.checkpoint.torch_files import TorchFile
 from megatron.checkpoint.verify import description_problem
-from megatron.distributed.shard import Range, ShardSpec, common
+from megatron.state.shard import Range, Shard, common
 
 Own = Mapping[str, Mapping[str, Tensor]]
 """The optimizer's own tensors that may be read into, by parameter and kind."""
@@ -44,7 +44,7 @@ class PlacedReader(StepReader):
         super().__init__(directory, manifest)
         self._weights, self._own, self._parsed = weights, own, parsed
 
-    def fill(self, spec: ShardSpec, target: Tensor, record: TensorRecord, *, cast: bool = False) -> None:
+    def fill(self, spec: Shard, target: Tensor, record: TensorRecord, *, cast: bool = False) -> None:
         if target is not self._weights.get(spec.name):
             super().fill(spec, target, record, cast=cast)
 
@@ -116,7 +116,7 @@ class Placing:
         return PlacedReader(self._directory, self._manifest, weights, ready, parsed)
 
     def _place(
-        self, spec: ShardSpec, shape: torch.Size, target: Tensor, record: TensorRecord, held: Range | None = None
+        self, spec: Shard, shape: torch.Size, target: Tensor, record: TensorRecord, held: Range | None = None
     ) -> bool:
         """Whether all of `target` has places: it is what a rank stores in `shape`, or the elements `held` of it."""
         wanted = held or (0, shape.numel())

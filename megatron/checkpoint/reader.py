@@ -12,8 +12,8 @@ from torch import Tensor
 from megatron.checkpoint import classic, paths, safe_load, slices
 from megatron.checkpoint.manifest import Manifest, Slice, TensorRecord
 from megatron.checkpoint.verify import DamagedCheckpointError, stored_problem
-from megatron.distributed.shard import Range, ShardSpec, common
 from megatron.errors import CheckpointError
+from megatron.state.shard import Range, Shard, common
 
 
 class StepReader:
@@ -33,7 +33,7 @@ class StepReader:
         """What a file has at a path of its nested dicts, or None."""
         return classic.lookup(self.file(name), key)
 
-    def elements(self, spec: ShardSpec, record: TensorRecord, piece: Slice, held: Range) -> Tensor:
+    def elements(self, spec: Shard, record: TensorRecord, piece: Slice, held: Range) -> Tensor:
         """Some consecutive elements of a slice, in one dimension: of its files, those that hold them are opened."""
         parts = []
         for file, (start, stop) in self.manifest.places(piece, held):
@@ -46,13 +46,13 @@ class StepReader:
             return torch.empty(0, dtype=_dtype(record.dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def fill(self, spec: ShardSpec, target: Tensor, record: TensorRecord, *, cast: bool = False) -> None:
+    def fill(self, spec: Shard, target: Tensor, record: TensorRecord, *, cast: bool = False) -> None:
         def read(piece: Slice) -> Tensor:
             return self.elements(spec, record, piece, (0, piece.elements)).view(piece.shape)
 
         slices.fill(spec, target, record, read, cast=cast)
 
-    def mapped(self, spec: ShardSpec, like: Tensor, record: TensorRecord, *, cast: bool) -> Tensor | None:
+    def mapped(self, spec: Shard, like: Tensor, record: TensorRecord, *, cast: bool) -> Tensor | None:
         """The tensor as it is in its file, unread, if it is stored as `like` describes it."""
         for piece in record.slices:
             if not piece.share and piece.ranges == spec.ranges and piece.shape == tuple(like.shape):
@@ -75,7 +75,7 @@ class StepReader:
         return _dtype(next(iter(self.manifest.model.values())).dtype)
 
     def optimizer_like(
-        self, name: str, spec: ShardSpec, stored_shape: torch.Size, held: Range | None = None
+        self, name: str, spec: Shard, stored_shape: torch.Size, held: Range | None = None
     ) -> dict[str, Tensor]:
         """The optimizer's tensors of one parameter, in that parameter's local shape, or `held` elements of them in one
         dimension; those with another logical shape (the row and column means of Adafactor) whole. What a file has as it
@@ -128,11 +128,11 @@ class PlannedReader(StepReader):
     def value(self, name: str, *key: str) -> Any:
         return self.file(name)
 
-    def elements(self, spec: ShardSpec, record: TensorRecord, piece: Slice, held: Range) -> Tensor:
+    def elements(self, spec: Shard, record: TensorRecord, piece: Slice, held: Range) -> Tensor:
         self.names |= {file for file, _ in self.manifest.places(piece, held)}
         return torch.empty(held[1] - held[0], dtype=_dtype(record.dtype), device="meta")
 
-    def fill(self, spec: ShardSpec, target: Tensor, record: TensorRecord, *, cast: bool = False) -> None:
+    def fill(self, spec: Shard, target: Tensor, record: TensorRecord, *, cast: bool = False) -> None:
         super().fill(spec, torch.empty_like(target, device="meta"), record, cast=cast)
 
 

@@ -1,6 +1,6 @@
 """Resharding: fills any split of a logical tensor from its stored slices.
 
-Each stored slice is described by a ShardSpec. Loading copies the intersections of the stored ShardSpecs with the wanted
+Each stored slice is described by a Shard. Loading copies the intersections of the stored ShardSpecs with the wanted
 one, whatever layout saved them, and fails if an index is in none.
 """
 
@@ -15,20 +15,20 @@ from torch import Tensor
 
 from megatron.checkpoint import paths
 from megatron.checkpoint.manifest import Slice, TensorRecord
-from megatron.distributed.shard import Range, ShardSpec, along_one_dim, copy_common, missing_ranges, pieces
 from megatron.errors import CheckpointError
+from megatron.state.shard import Range, Shard, along_one_dim, copy_common, missing_ranges, pieces
 
 Read = Callable[[Slice], Tensor]
 ReadElements = Callable[[Slice, Range], Tensor]
 """Some consecutive elements of a slice, in one dimension."""
 
 
-def source_spec(name: str, record: TensorRecord, piece: Slice) -> ShardSpec:
+def source_spec(name: str, record: TensorRecord, piece: Slice) -> Shard:
     return replace(whole_spec(name, record), ranges=piece.ranges)
 
 
-def whole_spec(name: str, record: TensorRecord) -> ShardSpec:
-    return ShardSpec(name=name, logical_shape=record.logical_shape, dim=record.dim, fold=record.fold)
+def whole_spec(name: str, record: TensorRecord) -> Shard:
+    return Shard(name=name, logical_shape=record.logical_shape, dim=record.dim, fold=record.fold)
 
 
 def covers_exactly(record: TensorRecord) -> bool:
@@ -80,7 +80,7 @@ def _contradiction(record: TensorRecord, piece: Slice) -> CheckpointError:
     )
 
 
-def fill(spec: ShardSpec, target: Tensor, record: TensorRecord, read: Read, *, cast: bool = False) -> None:
+def fill(spec: Shard, target: Tensor, record: TensorRecord, read: Read, *, cast: bool = False) -> None:
     """Fills `target`, in its stored local shape, with the part of the logical tensor that `spec` describes."""
     check_compatible(spec, target.dtype, record, cast=cast)
     if _copy_same(spec, target, record, read):
@@ -95,7 +95,7 @@ def fill(spec: ShardSpec, target: Tensor, record: TensorRecord, read: Read, *, c
             copy_common(source, read(piece), spec, target)
 
 
-def _copy_same(spec: ShardSpec, target: Tensor, record: TensorRecord, read: Read) -> bool:
+def _copy_same(spec: Shard, target: Tensor, record: TensorRecord, read: Read) -> bool:
     """Copies a slice that was saved with the same split, including its padding rows."""
     for piece in record.slices:
         if piece.ranges == spec.ranges and piece.shape == tuple(target.shape):
@@ -105,7 +105,7 @@ def _copy_same(spec: ShardSpec, target: Tensor, record: TensorRecord, read: Read
 
 
 def read_elements(
-    spec: ShardSpec, shape: Sequence[int], dtype: torch.dtype, held: Range, record: TensorRecord, read: ReadElements
+    spec: Shard, shape: Sequence[int], dtype: torch.dtype, held: Range, record: TensorRecord, read: ReadElements
 ) -> Tensor:
     """The elements `held` of the tensor that a rank stores in `shape`, in one dimension. Of each saved slice only the
     span from the first to the last wanted element is read."""
@@ -132,7 +132,7 @@ def read_elements(
     return found
 
 
-def _window(three: ShardSpec, held: Range) -> tuple[ShardSpec, Range, int]:
+def _window(three: Shard, held: Range) -> tuple[Shard, Range, int]:
     """The smallest part of a tensor (`in_three`) with the elements `held`: a range of its split dimension if its first
     dimension is 1, else of its rows. Returns the part, its rows, and the number of elements before it."""
     outer, length, inner = three.local_shape
@@ -143,7 +143,7 @@ def _window(three: ShardSpec, held: Range) -> tuple[ShardSpec, Range, int]:
     return _rows(three, (start, stop)), (start, stop), start * length * inner
 
 
-def _needed(source: ShardSpec, wanted: ShardSpec, rows: Range) -> tuple[ShardSpec | None, Range]:
+def _needed(source: Shard, wanted: Shard, rows: Range) -> tuple[Shard | None, Range]:
     """The part of a saved slice (`in_three`) that overlaps `wanted`, and the range of the slice's elements in which it
     lies."""
     outer, length, inner = source.local_shape
@@ -157,7 +157,7 @@ def _needed(source: ShardSpec, wanted: ShardSpec, rows: Range) -> tuple[ShardSpe
     return part.only(start, stop), (start * inner, stop * inner)
 
 
-def _rows(three: ShardSpec, rows: Range) -> ShardSpec:
+def _rows(three: Shard, rows: Range) -> Shard:
     return replace(three, logical_shape=(rows[1] - rows[0], *three.logical_shape[1:]), copies=())
 
 
@@ -169,7 +169,7 @@ def _distinct(slices: Iterable[Slice]) -> list[Slice]:
     return list(first.values())
 
 
-def check_compatible(spec: ShardSpec, dtype: torch.dtype, record: TensorRecord, *, cast: bool) -> None:
+def check_compatible(spec: Shard, dtype: torch.dtype, record: TensorRecord, *, cast: bool) -> None:
     if tuple(spec.logical_shape) != record.logical_shape:
         raise CheckpointError(
             f"{spec.name}: the model has shape {spec.logical_shape}, the checkpoint {record.logical_shape}"

@@ -14,11 +14,11 @@ from torch import Tensor
 from megatron.checkpoint.lineage import Line
 from megatron.checkpoint.lock import DirectoryLock
 from megatron.checkpoint.paths import MODEL_FILE
-from megatron.distributed.division import Division
-from megatron.distributed.shard import Range, ShardSpec
 from megatron.distributed.state import Axis, ParallelState
+from megatron.state.division import Division
+from megatron.state.shard import Range, Shard
 
-Sharded = tuple[ShardSpec, Tensor]
+Sharded = tuple[Shard, Tensor]
 Take = Callable[[str, Tensor], None]
 """(name of a parameter, a whole tensor) -> nothing: a rank that keeps a piece of the parameter sets it."""
 

@@ -17,8 +17,8 @@ from megatron.checkpoint.manifest import Manifest, Slice, TensorRecord
 from megatron.checkpoint.seen import ChangedFileError
 from megatron.checkpoint.storage import NO_PLAN, FileRecord, Plan
 from megatron.checkpoint.verify_model import model_problems
-from megatron.distributed.shard import Range
 from megatron.errors import CheckpointError
+from megatron.state.shard import Range
 
 Kind = Literal["corrupt", "unsafe", "incomplete", "extra"]
 """extra: files that no manifest lists; such a step loads, with a warning."""

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from megatron.data_parallel.buckets import Bucket, Slot
-from megatron.distributed.division import Division
-from megatron.distributed.shard import Range
 from megatron.distributed.state import Axis
+from megatron.state.division import Division
+from megatron.state.shard import Range
 
 
 class DividedWeights:
@@ -67,7 +67,7 @@ class DividedWeights:
         if slot.name not in self._divided:
             return None
         chunk = self._buckets[slot.bucket].chunk
-        return Division(slot.axis, chunk[1] - chunk[0], slot.place[0])
+        return Division(slot.axis.members, chunk[1] - chunk[0], slot.place[0])
 
     def replicas(self, name: str) -> Axis:
         return self._slot(name).axis

@@ -32,10 +32,10 @@ from megatron.data_parallel.shard_grads import InOneBuffer, OnHost, ShardGrads, 
 from megatron.data_parallel.sharding_units import Unit, begin, divide, make_memory, sharded
 from megatron.data_parallel.withheld import Withholding
 from megatron.distributed import collectives
-from megatron.distributed.division import Division
-from megatron.distributed.shard import Range
 from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
+from megatron.state.division import Division
+from megatron.state.shard import Range
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class FullySharded:
         shard = self._shards[name]
         if shard.axis.size == 1:
             return None
-        return Division(shard.axis, max(shard.rows * prod(shard.parameter.shape[1:]), 1))
+        return Division(shard.axis.members, max(shard.rows * prod(shard.parameter.shape[1:]), 1))
 
     def replicas(self, name: str) -> Axis:
         return self._shards[name].axis

@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, dtype, nn
 
-from megatron.distributed.division import Division
-from megatron.distributed.shard import Range
 from megatron.distributed.state import Axis
+from megatron.state.division import Division
+from megatron.state.shard import Range
 from megatron.utils.dtype import HALF
 
 

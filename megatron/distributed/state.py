@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron.distributed.comm_log import CommLog, CommOp
 from megatron.layout import AXES, Layout
+from megatron.state.division import Members
 
 GroupMaker = Callable[[str, tuple[int, ...]], dist.ProcessGroup]
 Partition = tuple[tuple[int, ...], ...]
@@ -48,6 +49,11 @@ class Axis:
     def single(name: str, rank: int = 0) -> Axis:
         """An axis of size 1, which never communicates; `rank` is the global number of its only member."""
         return Axis(name, 0, 1, (rank,))
+
+    @property
+    def members(self) -> Members:
+        """The ranks as a value, without the process group."""
+        return Members(f"{self.name} of rank {self.ranks[0]}", self.rank, self.size)
 
     @property
     def group(self) -> dist.ProcessGroup:

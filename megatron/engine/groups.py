@@ -9,12 +9,12 @@ from math import prod
 from torch import nn
 
 from megatron.config.sections.optimizer import OptimizerConfig
-from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import Axis, ParallelState
 from megatron.errors import ConfigError
 from megatron.model.parameters import QKV, VOCABULARY_TABLES, Row
 from megatron.optimizer import GroupRule, Matrix, megatron_rule
 from megatron.parallelize import Parallel
+from megatron.state.shard import Shard
 
 
 def check_marked(config: OptimizerConfig, built: Parallel) -> None:
@@ -40,7 +40,7 @@ def check_marked(config: OptimizerConfig, built: Parallel) -> None:
 class Groups:
     config: OptimizerConfig
     rows: Mapping[str, Row]
-    specs: Mapping[str, ShardSpec]
+    specs: Mapping[str, Shard]
     parallel: ParallelState
 
     def of(self, name: str, parameter: nn.Parameter) -> GroupRule:

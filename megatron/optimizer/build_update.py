@@ -8,7 +8,6 @@ import torch
 
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.data_parallel import Gradients
-from megatron.distributed.shard import ShardSpec
 from megatron.errors import ConfigError
 from megatron.ops import Kernels
 from megatron.optimizer.flat import FlatAdam
@@ -16,13 +15,14 @@ from megatron.optimizer.groups import GroupRule
 from megatron.optimizer.offload import build_offloaded
 from megatron.optimizer.rules.choose import choose_rules
 from megatron.optimizer.update_rules import DecidedOnHost, TorchUpdate, Update
+from megatron.state.shard import Shard
 
 
 def build_update(
     grads: Gradients,
     config: OptimizerConfig,
     rules: Mapping[str, GroupRule],
-    specs: Mapping[str, ShardSpec],
+    specs: Mapping[str, Shard],
     kernels: Kernels | None,
     device: torch.device,
     asynchronous: bool,
@@ -49,7 +49,7 @@ def _on_host(
     grads: Gradients,
     config: OptimizerConfig,
     rules: Mapping[str, GroupRule],
-    specs: Mapping[str, ShardSpec],
+    specs: Mapping[str, Shard],
     kernel: Callable[..., None] | None,
 ) -> Update:
     """The update of weights that are in host memory, as are their gradients and the optimizer's state."""

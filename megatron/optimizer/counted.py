@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron.data_parallel import Gradients
-from megatron.distributed.shard import Range, ShardSpec
 from megatron.optimizer.norms import SplitOver
+from megatron.state.shard import Range, Shard
 
 
 @dataclass(frozen=True)
 class _Place:
     """Where one parameter's piece on this rank is counted."""
 
-    spec: ShardSpec | None
+    spec: Shard | None
     """None: every rank holds the same and counts all of it."""
     group: int
     """The number of the group of parameters that are split and divided over the same axes."""
@@ -32,7 +32,7 @@ class CountedParts:
         self,
         grads: Gradients,
         split_over: Mapping[str, SplitOver],
-        specs: Mapping[str, ShardSpec],
+        specs: Mapping[str, Shard],
         axes: Sequence[SplitOver],
     ) -> None:
         """`axes`: groups that are returned even if they are empty."""

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from megatron.data_parallel import Gradients
 from megatron.distributed import collectives
-from megatron.distributed.shard import Range, ShardSpec
 from megatron.distributed.state import Axis
 from megatron.optimizer.matrices import Matrix
 from megatron.optimizer.norms import sum_of_wide_squares, widest
+from megatron.state.shard import Range, Shard
 
 Axes = tuple[Axis, ...]
 
@@ -56,8 +56,8 @@ def rectangles(held: Range, columns: int) -> Iterator[Rectangle]:
 class Extent:
     """The part of one parameter that one rank updates."""
 
-    rows: ShardSpec
-    columns: ShardSpec
+    rows: Shard
+    columns: Shard
     """Which rows and columns of the whole matrix are here; of what is no matrix each element is a row."""
     is_matrix: bool
     held: Range
@@ -118,14 +118,14 @@ class Extent:
         return sum(parts, torch.zeros((), dtype=torch.float64, device=piece.device))
 
 
-def rows_and_columns(spec: ShardSpec, rows: int) -> tuple[ShardSpec, ShardSpec]:
+def rows_and_columns(spec: Shard, rows: int) -> tuple[Shard, Shard]:
     """Splits the logical view of a parameter into a view of its rows and one of its columns. `rows`: the number of rows
     of the whole stored matrix."""
     shape, dims = spec.logical_shape, 0
     while prod(shape[:dims]) < rows:
         dims += 1
     assert prod(shape[:dims]) == rows, f"{spec.name}: {rows} rows of {shape}"
-    sides = [ShardSpec(spec.name, side or (1,)) for side in (shape[:dims], shape[dims:])]
+    sides = [Shard(spec.name, side or (1,)) for side in (shape[:dims], shape[dims:])]
     if not shape or spec.ranges is None:
         return sides[0], sides[1]
     at = int(spec.dim >= dims)

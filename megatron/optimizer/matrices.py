@@ -17,8 +17,8 @@ from torch import Tensor
 from megatron.data_parallel import Gradients
 from megatron.distributed import collectives
 from megatron.distributed.messages import all_gather_json
-from megatron.distributed.shard import Range, ShardSpec
 from megatron.distributed.state import Axis
+from megatron.state.shard import Range, Shard
 
 Fused = tuple[int, tuple[int, ...]]
 """The dimension of a logical view along which its linear maps lie, and the length of each."""
@@ -30,7 +30,7 @@ Update = Callable[[Tensor], Tensor]
 class Matrix:
     """One weight matrix, as its layout has it."""
 
-    spec: ShardSpec
+    spec: Shard
     """Which part of it this rank holds."""
     tp: Axis
     """The ranks that split it; of size 1 where each holds all of it."""
@@ -131,7 +131,7 @@ class WholeMatrices:
         return torch.empty(shape, dtype=dtype, device=self._grads.device)
 
 
-def _parts_by_rank(matrices: Mapping[str, Matrix]) -> dict[str, list[ShardSpec]]:
+def _parts_by_rank(matrices: Mapping[str, Matrix]) -> dict[str, list[Shard]]:
     """What every tensor-parallel rank holds of each split matrix. A collective."""
     tp = next((matrix.tp for matrix in matrices.values() if matrix.tp.size > 1), None)
     if tp is None:

@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.data_parallel import Gradients
-from megatron.distributed.division import Division
-from megatron.distributed.shard import Range, ShardSpec
 from megatron.distributed.state import Axis
 from megatron.errors import CheckpointError
 from megatron.ops import Kernels
@@ -45,6 +43,8 @@ from megatron.optimizer.norms import (
 )
 from megatron.optimizer.rules.base import WHOLE_KINDS
 from megatron.optimizer.update_rules import OptimizerState, Update
+from megatron.state.division import Division
+from megatron.state.shard import Range, Shard
 
 ExtraState = dict[str, Any]
 """step, skipped_in_a_row, loss_scaler: plain numbers."""
@@ -84,7 +84,7 @@ class Optimizer:
         rule: Callable[[str, nn.Parameter], GroupRule] = megatron_rule,
         split_over: Mapping[str, SplitOver] | None = None,
         norm_axes: Sequence[SplitOver] = (),
-        specs: Mapping[str, ShardSpec] | None = None,
+        specs: Mapping[str, Shard] | None = None,
         kernels: Kernels | None = None,
         asynchronous: bool = False,
         client: ClientUpdate | None = None,
@@ -261,9 +261,9 @@ class Optimizer:
         self._update.refresh_masters()
 
 
-def state_spec(spec: ShardSpec, kind: str, tensor: Tensor) -> ShardSpec:
+def state_spec(spec: Shard, kind: str, tensor: Tensor) -> Shard:
     """Which part of a parameter's state a rank holds that has this part of the parameter."""
-    return ShardSpec(spec.name, tuple(tensor.shape)) if kind in WHOLE_KINDS else spec
+    return Shard(spec.name, tuple(tensor.shape)) if kind in WHOLE_KINDS else spec
 
 
 def _check_same(what: str, here: set[str], saved: set[str]) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from megatron.config import MoEConfig, ParallelConfig
 from megatron.config.stages import StageLayers, stage_layers
 from megatron.data_parallel import FullySharded
-from megatron.distributed.shard import ShardSpec, even_ranges
 from megatron.distributed.state import Axis, ParallelState
 from megatron.errors import ConfigError
 from megatron.model.factory import ModuleFactory
@@ -29,6 +28,7 @@ from megatron.pipeline_parallel.links import Links
 from megatron.pipeline_parallel.pass_recorder import PassRecorder
 from megatron.pipeline_parallel.pipeline import BoundStage, HiddenLike, Pipeline
 from megatron.pipeline_parallel.schedules import schedule_of
+from megatron.state.shard import Shard, even_ranges
 from megatron.utils.dtype import default_dtype
 
 
@@ -38,7 +38,7 @@ class Parallel:
 
     model: nn.Module
     """This rank's part of the model; parameters keep their names in the whole model."""
-    specs: Mapping[str, ShardSpec]
+    specs: Mapping[str, Shard]
     """The shard of each parameter and of each persistent buffer."""
     passes: Passes
     """Runs micro-batches through it."""

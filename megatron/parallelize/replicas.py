@@ -12,15 +12,15 @@ from torch import Tensor
 
 from megatron.data_parallel import Gradients
 from megatron.distributed import collectives
-from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import Axis, ParallelState
+from megatron.state.shard import Shard
 
 
 class ReplicaSums:
     """Called once a step, after the data-parallel reduction."""
 
-    def __init__(self, specs: Mapping[str, ShardSpec], state: ParallelState) -> None:
-        self._by_axis: dict[str, list[ShardSpec]] = {}
+    def __init__(self, specs: Mapping[str, Shard], state: ParallelState) -> None:
+        self._by_axis: dict[str, list[Shard]] = {}
         self._axes: dict[str, Axis] = {}
         for spec in specs.values():
             for name in spec.replica_axes:
@@ -32,14 +32,14 @@ class ReplicaSums:
     @torch.no_grad()
     def __call__(self, grads: Gradients) -> None:
         for name, specs in self._by_axis.items():
-            by_dtype: dict[torch.dtype, list[ShardSpec]] = {}
+            by_dtype: dict[torch.dtype, list[Shard]] = {}
             for spec in specs:
                 by_dtype.setdefault(grads.grad(spec.name).dtype, []).append(spec)
             for some in by_dtype.values():
                 _sum_together(grads, some, self._axes[name])
 
 
-def _sum_together(grads: Gradients, specs: Sequence[ShardSpec], axis: Axis) -> None:
+def _sum_together(grads: Gradients, specs: Sequence[Shard], axis: Axis) -> None:
     """Sums in one message. Shards that only overlap are sent in the whole parameter's shape, zero outside the shard.
     With ZeRO a rank has a piece of each, the same on all members: they divide equal buffers equally."""
     overlapping = axis.name == "tp"  # on other axes everybody holds the same part

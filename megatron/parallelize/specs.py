@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from megatron.distributed.shard import Range, ShardSpec, even_ranges
 from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
 from megatron.model.init import initial_elements
 from megatron.model.parameters import WORD_TABLE, Parameter, Row, Shape, stored_shape
+from megatron.state.shard import Range, Shard, even_ranges
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Cut:
     padded_vocab_size: int
     sequence_parallel: bool = False
 
-    def spec(self, parameter: Parameter) -> ShardSpec:
+    def spec(self, parameter: Parameter) -> Shard:
         row = parameter.row
         fold = row.fold if self.tp.size > 1 else 1  # an unsplit parameter keeps its own dimensions
-        spec = ShardSpec(name=parameter.name, logical_shape=row.shape, dim=row.split_dim or 0, fold=fold)
+        spec = Shard(name=parameter.name, logical_shape=row.shape, dim=row.split_dim or 0, fold=fold)
         if self.tp.size == 1:
             return spec
         if row.split_dim is None:
@@ -57,7 +57,7 @@ class Cut:
             return self._shared_head(spec)
         return replace(spec, ranges=even_ranges(spec.size, self.tp.size, self.tp.rank))
 
-    def stored_shape(self, row: Row, spec: ShardSpec) -> Shape:
+    def stored_shape(self, row: Row, spec: Shard) -> Shape:
         """The shape of the shard in memory: a vocabulary table includes its share of the padding rows."""
         if row.kind == "vocabulary":
             return self.padded_vocab_size // self.tp.size, row.shape[1]
@@ -71,7 +71,7 @@ class Cut:
         start = min(self.tp.rank * rows, size)
         return ((start, min(start + rows, size)),)
 
-    def _query_key_value(self, spec: ShardSpec) -> ShardSpec:
+    def _query_key_value(self, spec: Shard) -> Shard:
         """Whole KV groups; with fewer groups than ranks, some queries of a group and a replica of its key and value."""
         tp, (groups, per_group) = self.tp, spec.logical_shape[:2]
         if groups % tp.size == 0:
@@ -83,7 +83,7 @@ class Cut:
         shared = (first + per_group - 2, first + per_group)
         return replace(spec, ranges=(own, shared), replica_axes=("tp",), copies=(shared,) if place else ())
 
-    def _shared_head(self, spec: ShardSpec) -> ShardSpec:
+    def _shared_head(self, spec: Shard) -> Shard:
         """With fewer key/value heads than ranks, each rank holds the slice of one head, and the ranks that share the
         head are replicas."""
         head, place = divmod(self.tp.rank, self.tp.size // spec.size)
@@ -91,8 +91,8 @@ class Cut:
         return replace(spec, ranges=own, replica_axes=("tp",), copies=own if place else ())
 
 
-def held_specs(table: Mapping[str, Parameter], held: Held, cut: Cut, *, tied: bool, pp: Axis) -> dict[str, ShardSpec]:
-    """name -> ShardSpec of all that a rank holds, in the order of the model."""
+def held_specs(table: Mapping[str, Parameter], held: Held, cut: Cut, *, tied: bool, pp: Axis) -> dict[str, Shard]:
+    """name -> Shard of all that a rank holds, in the order of the model."""
     specs = {name: cut.spec(parameter) for name, parameter in table.items() if held.has(parameter, tied=tied)}
     if tied and pp.size > 1 and WORD_TABLE in specs:
         # Replicated on the first and the last stage, and its gradients are summed.
@@ -102,7 +102,7 @@ def held_specs(table: Mapping[str, Parameter], held: Held, cut: Cut, *, tied: bo
     return specs
 
 
-def in_order_of(model: nn.Module, specs: Mapping[str, ShardSpec], *, all_there: bool = True) -> dict[str, ShardSpec]:
+def in_order_of(model: nn.Module, specs: Mapping[str, Shard], *, all_there: bool = True) -> dict[str, Shard]:
     """The specs, ordered as the model lists its parameters and buffers. Fails on a parameter without a row of the
     table and, with `all_there`, on a row without its parameter: both are our own mistakes."""
     names = [*(name for name, _ in model.named_parameters()), *persistent_buffers(model)]
@@ -111,10 +111,10 @@ def in_order_of(model: nn.Module, specs: Mapping[str, ShardSpec], *, all_there: 
     return {name: specs[name] for name in names}
 
 
-def foreign_specs(model: nn.Module) -> dict[str, ShardSpec]:
+def foreign_specs(model: nn.Module) -> dict[str, Shard]:
     """The specs of a foreign model: each tensor of its state is unsplit, and its logical view is its own shape."""
     tensors = {**dict(model.named_parameters()), **persistent_buffers(model)}
-    return {name: ShardSpec(name=name, logical_shape=tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return {name: Shard(name=name, logical_shape=tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -152,7 +152,7 @@ def whole_pieces(part: nn.Module) -> Iterator[Piece]:
 
 @torch.no_grad()
 def initialise_part(
-    pieces: Iterable[Piece], specs: Mapping[str, ShardSpec], table: Mapping[str, Parameter], seed: int
+    pieces: Iterable[Piece], specs: Mapping[str, Shard], table: Mapping[str, Parameter], seed: int
 ) -> None:
     """Sets what a rank holds to its slices of the initial values."""
     for piece in pieces:
@@ -164,7 +164,7 @@ def initialise_part(
 
 
 @torch.no_grad()
-def await_weights(pieces: Iterable[Piece], specs: Mapping[str, ShardSpec]) -> None:
+def await_weights(pieces: Iterable[Piece], specs: Mapping[str, Shard]) -> None:
     """Fills parameters whose weights will be loaded with NaN, so that one that no load has filled is noticed."""
     for piece in pieces:
         held = sum(count for _, count in _runs_of(piece, specs[piece.name]))
@@ -172,7 +172,7 @@ def await_weights(pieces: Iterable[Piece], specs: Mapping[str, ShardSpec]) -> No
         piece.elements[held:].zero_()
 
 
-def _runs_of(piece: Piece, spec: ShardSpec) -> list[tuple[int, int]]:
+def _runs_of(piece: Piece, spec: Shard) -> list[tuple[int, int]]:
     """What a piece holds as (first element, number of elements) of the whole logical view."""
     runs, position = [], 0
     for first, count in spec.runs():

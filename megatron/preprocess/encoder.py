@@ -1,4 +1,4 @@
-"""The work of a worker on a segment: parse, tokenise, write the shard, return its size and checksums."""
+"""The work of a worker on a segment: parse, tokenise, write the output, return its size and checksums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.preprocess.input.documents import BadLine, Batch, Texts
 from megatron.preprocess.input.segments import Segment, read_batches
 from megatron.preprocess.punkt import SentenceSplitter
 from megatron.preprocess.settings import PreprocessSettings
-from megatron.preprocess.shard import PARTS, Encoded, SegmentFailure, SegmentResult, ShardWriter
+from megatron.preprocess.worker_output import PARTS, Encoded, OutputWriter, SegmentFailure, SegmentResult
 from megatron.tokenizer import EncoderDifference, Tokenizer, build_tokenizer
 from megatron.tokenizer.base import Ids
 from megatron.utils.durable import storage_error
@@ -88,13 +88,13 @@ class SegmentEncoder:
             writers = []
             for key in range(len(self._settings.json_keys)):
                 paths = [result.file(self._folder, key, part) for part in PARTS]
-                writers.append(files.enter_context(closing(ShardWriter(paths))))
+                writers.append(files.enter_context(closing(OutputWriter(paths))))
             for batch in read_batches(segment, self._settings.json_keys):
                 self._encode_batch(batch, result, writers, advance)
-            result.shards = [writer.finish() for writer in writers]
+            result.outputs = [writer.finish() for writer in writers]
 
     def _encode_batch(
-        self, batch: Batch, result: SegmentResult, writers: Sequence[ShardWriter], advance: Callable[[Advance], None]
+        self, batch: Batch, result: SegmentResult, writers: Sequence[OutputWriter], advance: Callable[[Advance], None]
     ) -> None:
         result.lines = batch.first_line + batch.lines
         result.size += batch.size
@@ -126,7 +126,7 @@ class SegmentEncoder:
             result.examples.append((bad.number, str(bad)))
 
     def _encode_documents(
-        self, documents: list[Document], result: SegmentResult, writers: Sequence[ShardWriter]
+        self, documents: list[Document], result: SegmentResult, writers: Sequence[OutputWriter]
     ) -> int:
         """Encodes and writes the documents; returns the number of tokens of all keys."""
         encoded = self._encode_keys(documents)

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from megatron.data.indexed.files import open_alone
 from megatron.errors import ConfigError, DataError
-from megatron.preprocess.shard import SegmentResult
+from megatron.preprocess.worker_output import SegmentResult
 from megatron.utils.durable import storage_error, write_atomically, writing
 from megatron.utils.typed import typed
 

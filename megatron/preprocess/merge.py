@@ -1,4 +1,4 @@
-"""Merges the workers' shards into datasets, in input order, in the parent process."""
+"""Merges the workers' outputs into datasets, in input order, in the parent process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.preprocess.input.locate import Lines
 from megatron.preprocess.journal import Kept, WorkFolder
 from megatron.preprocess.outputs import GrowingOutput, shard_is_whole
 from megatron.preprocess.settings import PreprocessSettings, digest_of
-from megatron.preprocess.shard import SegmentFailure, SegmentResult, Totals
+from megatron.preprocess.worker_output import SegmentFailure, SegmentResult, Totals
 from megatron.tokenizer import Tokenizer
 from megatron.utils.durable import writing
 from megatron.utils.process import signals_held
@@ -109,7 +109,7 @@ class Merger:
             self.next = number + 1
 
     def _fits(self, result: SegmentResult) -> bool:
-        return len(result.shards) == len(self._keys) and result.source in self.sources
+        return len(result.outputs) == len(self._keys) and result.source in self.sources
 
     def add(self, result: SegmentResult | SegmentFailure) -> None:
         if isinstance(result, SegmentResult):

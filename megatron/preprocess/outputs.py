@@ -16,7 +16,7 @@ from megatron.data.indexed.dataset import bin_path, idx_path
 from megatron.data.indexed.growing import GrowingIndex
 from megatron.data.indexed.record import record_path
 from megatron.errors import ConfigError
-from megatron.preprocess.shard import PARTS, SegmentResult, Totals
+from megatron.preprocess.worker_output import PARTS, SegmentResult, Totals
 from megatron.utils.durable import BlockHasher
 
 _COPY_BYTES = 4 << 20
@@ -60,28 +60,28 @@ class GrowingOutput:
             stream.close()
 
     def append(self, result: SegmentResult) -> bool:
-        """Appends a shard; False if one of its files does not match the worker's checksum."""
-        shard = result.shards[self.key]
+        """Appends an output; False if one of its files does not match the worker's checksum."""
+        output = result.outputs[self.key]
         for number, part in enumerate(PARTS):
             path = result.file(self.folder, self.key, part)
-            if not _copy(path, self.streams[number], shard.digests[number], self.checksums if not number else None):
+            if not _copy(path, self.streams[number], output.digests[number], self.checksums if not number else None):
                 return False
         self.take(result)
         return True
 
     def take(self, result: SegmentResult) -> None:
-        shard = result.shards[self.key]
-        self.totals.add(shard.totals)
-        for number, size in enumerate(shard.sizes):
+        output = result.outputs[self.key]
+        self.totals.add(output.totals)
+        for number, size in enumerate(output.sizes):
             self.sizes[number] += size
 
     def holds(self, result: SegmentResult) -> bool:
         """True if the files continue with this segment; then its tokens have been added to the checksums."""
-        shard = result.shards[self.key]
+        output = result.outputs[self.key]
         for number, part in enumerate(PARTS):
-            if _sha256_of(self.path(part), self.sizes[number], shard.sizes[number]) != shard.digests[number]:
+            if _sha256_of(self.path(part), self.sizes[number], output.sizes[number]) != output.digests[number]:
                 return False
-        for block in _blocks_of(self.path("tokens"), self.sizes[0], shard.sizes[0]):
+        for block in _blocks_of(self.path("tokens"), self.sizes[0], output.sizes[0]):
             self.checksums.update(block)
         return True
 
@@ -92,8 +92,8 @@ class GrowingOutput:
 
 def shard_is_whole(result: SegmentResult, folder: Path) -> bool:
     return all(
-        _sha256_of(result.file(folder, key, part), 0, None) == shard.digests[number]
-        for key, shard in enumerate(result.shards)
+        _sha256_of(result.file(folder, key, part), 0, None) == output.digests[number]
+        for key, output in enumerate(result.outputs)
         for number, part in enumerate(PARTS)
     )
 

@@ -21,7 +21,7 @@ from megatron.preprocess.progress import ProgressDisplay
 from megatron.preprocess.punkt import SentenceSplitter
 from megatron.preprocess.sentences import prepare_splitter, texts_of_sample
 from megatron.preprocess.settings import PreprocessSettings, digest_of
-from megatron.preprocess.shard import SegmentFailure, SegmentResult
+from megatron.preprocess.worker_output import SegmentFailure, SegmentResult
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.utils.pool import WorkerDiedError, WorkerPool
 

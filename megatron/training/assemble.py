@@ -14,11 +14,11 @@ import torch.distributed as dist
 from megatron.checkpoint import DamagedCheckpointError, RunHistory
 from megatron.data.datasets import Datasets
 from megatron.data.splits import sample_counts
-from megatron.distributed.shard import ShardSpec
 from megatron.engine import Engine, Evaluation, build_engine
 from megatron.model.passes import ForwardStep
 from megatron.optimizer import build_schedule
 from megatron.pipeline_parallel.pipeline import Pipeline
+from megatron.state.shard import Shard
 from megatron.training.batches import (
     BatchMaker,
     Data,
@@ -152,7 +152,7 @@ def _assemble(
         return Parts(engine, evaluator, progress, checkpoints, trainer, closing.pop_all())
 
 
-def build_hooks(run: Run, engine: Evaluation, specs: Mapping[str, ShardSpec], progress: Progress) -> list[Hook]:
+def build_hooks(run: Run, engine: Evaluation, specs: Mapping[str, Shard], progress: Progress) -> list[Hook]:
     """The hooks that the settings ask for. Metrics are equal on all ranks, so one rank writes them."""
     config, world = run.config, run.launch.world_size
     hooks: list[Hook] = []

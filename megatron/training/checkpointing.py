@@ -33,11 +33,11 @@ from megatron.checkpoint.hf import load_hugging_face
 from megatron.checkpoint.hf.origin import read_origin
 from megatron.config import to_dict
 from megatron.distributed.rng import get_rng_state, set_rng_state
-from megatron.distributed.shard import ShardSpec
 from megatron.engine import Engine, Evaluation
 from megatron.model.gpt import GPT
 from megatron.optimizer import Optimizer, Schedule, state_spec
 from megatron.parallelize import persistent_buffers
+from megatron.state.shard import Shard
 from megatron.training.classic_args import classic_args
 from megatron.training.exit import ExitRecord, as_megatron_error
 from megatron.training.initialize import Run
@@ -78,7 +78,7 @@ class RunCheckpoints:
 
     run: Run
     engine: Evaluation  # an Engine, but in a run that only evaluates
-    specs: Mapping[str, ShardSpec]
+    specs: Mapping[str, Shard]
     schedule: Schedule | None  # None in a run that only evaluates
     data: Mapping[str, Any]
     history: RunHistory
@@ -286,7 +286,7 @@ class RunCheckpoints:
             origin=self.origin,
         )
 
-    def _params(self) -> dict[str, tuple[ShardSpec, Tensor]]:
+    def _params(self) -> dict[str, tuple[Shard, Tensor]]:
         """The parameters, and the buffers that belong to the model's state."""
         model, divided = self.engine.model, self.engine.divided
         parameters = dict(model.named_parameters())
@@ -294,7 +294,7 @@ class RunCheckpoints:
             parameters = {name: divided.parameter(name) for name in divided.all_names}
         return self._with_specs(parameters | persistent_buffers(model))
 
-    def _whole_params(self) -> dict[str, tuple[ShardSpec, Tensor]]:
+    def _whole_params(self) -> dict[str, tuple[Shard, Tensor]]:
         """`_params` with whole tensors where ranks divide them, on the ranks that write them."""
         keep, divided = writes(self.run.parallel), self.engine.divided
         if divided is None:
@@ -302,7 +302,7 @@ class RunCheckpoints:
         wholes = {name: w.cpu() if keep else divided.parameter(name) for name, w in self.engine.whole_weights()}
         return self._with_specs(wholes | persistent_buffers(self.engine.model))
 
-    def _with_specs(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[ShardSpec, Tensor]]:
+    def _with_specs(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Shard, Tensor]]:
         return {name: (self.specs[name], tensor) for name, tensor in tensors.items()}
 
     @property

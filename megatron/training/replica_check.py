@@ -17,11 +17,11 @@ from torch import Tensor
 
 from megatron.distributed.collectives import all_reduce
 from megatron.distributed.messages import all_gather_json
-from megatron.distributed.shard import Range, ShardSpec
 from megatron.distributed.state import Axis
 from megatron.engine import Engine
 from megatron.errors import ReplicaError
 from megatron.parallelize import persistent_buffers
+from megatron.state.shard import Range, Shard
 from megatron.training.hooks import Hook
 
 Key = tuple[str, int, Range]
@@ -38,7 +38,7 @@ _INTEGER_OF = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class ReplicaCheck(Hook):
     """After every `every` iterations. A collective of all ranks."""
 
-    def __init__(self, every: int, engine: Engine, specs: Mapping[str, ShardSpec]) -> None:
+    def __init__(self, every: int, engine: Engine, specs: Mapping[str, Shard]) -> None:
         self._every, self._engine, self._specs, self._state = every, engine, specs, engine.parallel
 
     def after_iteration(self, iteration: int) -> None:
@@ -82,7 +82,7 @@ class ReplicaCheck(Hook):
                     yield f"{name} (optimizer: {key}, {elements})", spec.dim, spec.held_in(tensor, piece)
 
 
-def _parts(spec: ShardSpec, tensor: Tensor) -> Iterator[tuple[Range, Tensor]]:
+def _parts(spec: Shard, tensor: Tensor) -> Iterator[tuple[Range, Tensor]]:
     """Each index range that this rank holds, with its elements; padding belongs to none."""
     view = spec.view(tensor)
     offset = 0

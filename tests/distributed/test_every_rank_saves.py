@@ -17,9 +17,9 @@ from megatron.checkpoint.manifest import Slice
 from megatron.checkpoint.placed import Placing
 from megatron.checkpoint.storage import HashingFile
 from megatron.distributed import collectives, messages
-from megatron.distributed.division import Division
 from megatron.distributed.state import ParallelState
 from megatron.layout import Layout
+from megatron.state.division import Division
 from tests.helpers.distributed import RankFailed, run_ranks
 from tests.helpers.runs import flags, make_parts
 from tests.unit.checkpoint.support import loaded_equals, make_params, make_state
@@ -146,7 +146,7 @@ def test_planted_bug_a_rank_saves_the_piece_of_another(tmp_path: Path, monkeypat
 
     def shifted(self: Division, elements: int, rank: int | None = None) -> tuple[int, int]:
         start, stop = held(self, elements, rank)
-        return (start - 1, stop - 1) if self.axis.rank == 2 and start else (start, stop)
+        return (start - 1, stop - 1) if self.group.rank == 2 and start else (start, stop)
 
     monkeypatch.setattr(Division, "held", shifted)
     run_ranks(RANKS, save_dealt, tmp_path)

@@ -17,12 +17,12 @@ from megatron.checkpoint.convert_cli import main as convert
 from megatron.checkpoint.hf import direct, open_folder
 from megatron.checkpoint.manifest import read as read_manifest
 from megatron.checkpoint.reader import StepReader
-from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError
 from megatron.layout import Layout
 from megatron.model.parameters import parameters
 from megatron.parallelize.specs import Cut
+from megatron.state.shard import Shard
 from megatron.training.assemble import assemble
 from megatron.training.settings import read_settings
 from tests.equivalence.test_hf_continue import FAMILIES, ROWS, WORDS, command, make_model, write_data
@@ -87,7 +87,7 @@ def test_at_tp2_pp2_the_first_loss_is_that_of_transformers(family: str, tmp_path
 # ---------------------------------------------------------------- bit for bit, and no more than that
 
 
-def held_by(source: Any, tp: int, rank: int) -> dict[str, tuple[ShardSpec, torch.Tensor]]:
+def held_by(source: Any, tp: int, rank: int) -> dict[str, tuple[Shard, torch.Tensor]]:
     """What one tensor-parallel rank holds of every parameter, filled with something else."""
     rows = -(-source.vocab_size // (16 * tp)) * 16 * tp
     cut = Cut(ParallelState.plan(Layout(tp, tp=tp), rank).tp, padded_vocab_size=rows)

@@ -25,11 +25,11 @@ from megatron.checkpoint.hf.check import compare_logits, compare_weights, our_lo
 from megatron.checkpoint.hf.exchange import Exchange
 from megatron.checkpoint.reader import StepReader
 from megatron.config import ModelConfig
-from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError, ConfigError
 from megatron.layout import Layout
 from megatron.model.parameters import parameters
+from megatron.state.shard import Shard
 
 transformers = pytest.importorskip("transformers")
 
@@ -119,7 +119,7 @@ def save_random(
         if parameter.name.endswith("layernorm.weight") and not config.apply_layernorm_1p:
             weight += 1
         tensors[parameter.name] = weight.to(dtype)
-        spec = ShardSpec(name=parameter.name, logical_shape=parameter.shape)
+        spec = Shard(name=parameter.name, logical_shape=parameter.shape)
         params[parameter.name] = (spec, tensors[parameter.name])
     values: dict[str, Any] = {
         "iteration": 1,

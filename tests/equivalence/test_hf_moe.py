@@ -18,12 +18,12 @@ from megatron.checkpoint.hf.check import compare_logits
 from megatron.checkpoint.hf.export import Export
 from megatron.checkpoint.hf.families import by_model_type
 from megatron.config import ModelConfig, MoEConfig
-from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError, ConfigError
 from megatron.layout import Layout
 from megatron.model.moe_losses import balance_loss
 from megatron.model.parameters import parameters
+from megatron.state.shard import Shard
 
 pytest.importorskip("transformers")
 
@@ -67,7 +67,7 @@ def save_random(directory: Path, config: ModelConfig, moe: MoEConfig) -> dict[st
         if parameter.name.endswith("layernorm.weight"):
             weight += 1
         tensors[parameter.name] = weight
-        params[parameter.name] = (ShardSpec(name=parameter.name, logical_shape=parameter.shape), weight)
+        params[parameter.name] = (Shard(name=parameter.name, logical_shape=parameter.shape), weight)
     state = TrainState(
         iteration=1,
         consumed_train_samples=4,

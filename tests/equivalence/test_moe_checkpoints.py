@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.distributed.shard import ShardSpec
 from megatron.errors import CheckpointError
 from megatron.parallelize import persistent_buffers
+from megatron.state.shard import Shard
 from tests.equivalence.test_moe import CP, DEEPSEEK, EP, MIXTRAL, PP, SP, TP
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import few_batches, whole_tensors
 from tests.helpers.runs import Recorder, flags, make_parts
 
 WITH_DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "optimizer": "adam", "train_iters": 4}
-Held = dict[str, tuple[ShardSpec, Tensor]]
+Held = dict[str, tuple[Shard, Tensor]]
 
 
 def train(rank: int, ranks: int, argv: list[str]) -> tuple[list[dict[str, Any]], Held]:

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.distributed.shard import ShardSpec
 from megatron.optimizer import state_spec
 from megatron.optimizer.rules import eight_bits
+from megatron.state.shard import Shard
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import few_batches, whole_state, whole_tensors
 from tests.helpers.runs import LLAMA_SHAPE, Recorder, flags, make_parts
 
-Held = dict[str, tuple[ShardSpec, Tensor]]
+Held = dict[str, tuple[Shard, Tensor]]
 COMMON: dict[str, Any] = {**LLAMA_SHAPE, "num_layers": 2, "micro_batch_size": 2, "train_iters": 4, "bf16": True}
 BF16_MOMENTS = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 RULES: dict[str, dict[str, Any]] = {

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.distributed.shard import ShardSpec
+from megatron.state.shard import Shard
 from tests.equivalence.test_model_parallel import COUNTED, GPT2, LLAMA, ODD, ONE_GROUP, SP, layout
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import few_batches, whole_tensors
 from tests.helpers.runs import Recorder, flags, make_parts
 
 WITH_DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "optimizer": "adam", "train_iters": 4}
-Held = dict[str, tuple[ShardSpec, Tensor]]
+Held = dict[str, tuple[Shard, Tensor]]
 
 
 def train(rank: int, ranks: int, argv: list[str]) -> tuple[list[float], Held]:

@@ -26,7 +26,7 @@ from megatron.preprocess.journal import WorkFolder
 from megatron.preprocess.merge import Merger
 from megatron.preprocess.run import Terminated, preprocess
 from megatron.preprocess.settings import PreprocessSettings
-from megatron.preprocess.shard import SegmentResult
+from megatron.preprocess.worker_output import SegmentResult
 from megatron.tokenizer import TokenizerSettings, build_tokenizer
 from tests.helpers.mutations import mutated, only_our_errors, texts
 from tests.unit.preprocess.support import Workshop, make_workshop

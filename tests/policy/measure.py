@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 AROUND = ("compat", "interop", "prove", "report", "cli")  # packages that stand around the core
 # What holds a part of a tensor, from its gradient to its bytes on disk; of `distributed` and `checkpoint` not all.
 SPINE = ("state", "data_parallel", "optimizer", "parallelize", "checkpoint")
-SPINE_FILES = ("distributed/shard.py", "distributed/division.py")
+SPINE_FILES = ("distributed/shard.py", "distributed/division.py")  # before `state`
 INTEROP = ("checkpoint/hf", "checkpoint/megatron_lm")
 CONVENTIONS = ("main", "build_parser", "parser", "register", "calls")  # one in a file, read with its module's name
 

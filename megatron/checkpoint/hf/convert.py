@@ -16,10 +16,10 @@ from megatron.checkpoint.hf.importer import HuggingFaceFolder, read_tensor
 from megatron.checkpoint.hf.origin import read_origin
 from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.state import RunHistory, SavedInfo, Sharded, TrainState
-from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import ParallelState
 from megatron.errors import StorageError
 from megatron.layout import Layout
+from megatron.state.shard import Shard
 
 
 def import_weights(source: HuggingFaceFolder, save: Path, known_as: Path, show: Show) -> SavedInfo:
@@ -30,7 +30,7 @@ def import_weights(source: HuggingFaceFolder, save: Path, known_as: Path, show: 
         name = exchange.parameter.name
         described = exchange.from_hf(partial(_described, source))
         read = partial(read_tensor, source, exchange)
-        spec = ShardSpec(name=name, logical_shape=exchange.parameter.shape)
+        spec = Shard(name=name, logical_shape=exchange.parameter.shape)
         return spec, reading.tensor(name, described.shape, described.dtype, read)
 
     params = {exchange.parameter.name: deferred(exchange) for exchange in source.exchanges()}

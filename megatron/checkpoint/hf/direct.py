@@ -22,9 +22,9 @@ from megatron.checkpoint.member_checks import MemberChecks
 from megatron.checkpoint.state import LoadedState, Sharded, Take, in_memory
 from megatron.checkpoint.verify import identity_of
 from megatron.config import ModelConfig, MoEConfig
-from megatron.distributed.shard import Range, ShardSpec
 from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError
+from megatron.state.shard import Range, Shard
 
 
 def load_hugging_face(
@@ -67,7 +67,7 @@ def _fill(source: HuggingFaceFolder, params: Mapping[str, Sharded], take: Take |
             _fill_one(source, exchanges[name], spec, target)
 
 
-def _fill_one(source: HuggingFaceFolder, exchange: Exchange, spec: ShardSpec, target: Tensor) -> None:
+def _fill_one(source: HuggingFaceFolder, exchange: Exchange, spec: Shard, target: Tensor) -> None:
     """Fills one parameter: the folder is described as a step of ours whose slices are exactly those that this rank
     needs."""
     shape = exchange.parameter.shape
@@ -85,7 +85,7 @@ def _fill_one(source: HuggingFaceFolder, exchange: Exchange, spec: ShardSpec, ta
     slices.fill(spec, target, TensorRecord(shape, "as stored", spec.dim, parts, spec.fold), read, cast=True)
 
 
-def needed(spec: ShardSpec) -> list[Range]:
+def needed(spec: Shard) -> list[Range]:
     """The ranges of dimension `dim` (unfolded) that contain what `spec` holds. Several ranges of `spec` may share one
     index, as the queries of a group and its key do."""
     each = prod(spec.logical_shape[spec.dim + 1 : spec.dim + spec.fold])

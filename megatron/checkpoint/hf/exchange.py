@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron.config import ModelConfig
-from megatron.distributed.shard import Range
 from megatron.model.parameters import Parameter, Row
+from megatron.state.shard import Range
 
 Tensors = tuple[Tensor, ...]
 

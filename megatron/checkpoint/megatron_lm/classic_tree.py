@@ -19,9 +19,9 @@ from megatron.checkpoint.megatron_lm.names import HEAD_COPY, candidates, flat_na
 from megatron.checkpoint.member_checks import MemberChecks
 from megatron.checkpoint.safe_load import MissingPartError
 from megatron.checkpoint.torch_files import TorchFile, plain_values
-from megatron.distributed.shard import ShardSpec, even_ranges
 from megatron.errors import CheckpointError
 from megatron.model.parameters import HEAD_TABLE, QKV, VOCABULARY_TABLES, WORD_TABLE, Parameter, layer_of
+from megatron.state.shard import Shard, even_ranges
 
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _OF_LAYER = re.compile(r"layers\.(\d+)\.")
@@ -274,7 +274,7 @@ def _check_shape(
     directory: Path, parameter: Parameter, ranges: tuple[tuple[int, int], ...] | None, shape: tuple[int, ...]
 ) -> None:
     row = parameter.row
-    spec = ShardSpec(parameter.name, row.shape, row.split_dim or 0, ranges, fold=row.fold)
+    spec = Shard(parameter.name, row.shape, row.split_dim or 0, ranges, fold=row.fold)
     rows, *columns = parameter.stored_shape
     if row.name in VOCABULARY_TABLES:
         fits = len(shape) == 2 and shape[1:] == tuple(columns) and shape[0] >= spec.local_shape[0]

@@ -20,9 +20,9 @@ from megatron.checkpoint.member_checks import MemberChecks
 from megatron.checkpoint.reader import StepReader
 from megatron.checkpoint.torch_files import TorchFile, plain_values
 from megatron.config import ModelConfig, MoEConfig
-from megatron.distributed.shard import Range, ShardSpec
 from megatron.errors import CheckpointError
 from megatron.model.parameters import VOCABULARY_TABLES, WORD_TABLE, Parameter, parameters
+from megatron.state.shard import Range, Shard
 
 _MOST_LAYERS = 100_000
 """Layers and experts together; a file that describes more has no tensors for them."""
@@ -83,7 +83,7 @@ class ClassicReader(StepReader):
     sources: Mapping[tuple[str, tuple[str, ...]], Callable[[], Tensor]] = field(default_factory=dict)
     """By the file and key of a slice."""
 
-    def elements(self, spec: ShardSpec, record: TensorRecord, piece: Slice, held: Range) -> Tensor:
+    def elements(self, spec: Shard, record: TensorRecord, piece: Slice, held: Range) -> Tensor:
         return self.sources[piece.file, piece.key]().reshape(-1)[held[0] : held[1]]
 
     def main_name(self) -> str:

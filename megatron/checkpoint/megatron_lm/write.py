@@ -26,10 +26,10 @@ from megatron.checkpoint.megatron_lm.settings import their_args
 from megatron.checkpoint.reader import StepReader
 from megatron.checkpoint.torch_file_writer import save_tree
 from megatron.config import ModelConfig, MoEConfig
-from megatron.distributed.shard import Range, ShardSpec, even_ranges
 from megatron.errors import ConfigError
 from megatron.layout import nearest_divisors, padded_vocab_size
 from megatron.model.parameters import HEAD_TABLE, VOCABULARY_TABLES, WORD_TABLE, Parameter, parameters
+from megatron.state.shard import Range, Shard, even_ranges
 from megatron.utils import durable
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -157,11 +157,11 @@ class _Writer:
             ranges = ((min(tp * rows, self.vocab_size), min((tp + 1) * rows, self.vocab_size)),)
             shape = (rows, *shape[1:])
         elif row.split_dim is not None and self.target.tp > 1:
-            whole = ShardSpec(name, row.shape, row.split_dim, fold=row.fold)
+            whole = Shard(name, row.shape, row.split_dim, fold=row.fold)
             ranges = even_ranges(whole.size, self.target.tp, tp)
             at = len(shape) - 1 if whole.splits_columns(shape[0]) else 0
             shape = tuple(size // self.target.tp if dim == at else size for dim, size in enumerate(shape))
-        spec = ShardSpec(name, row.shape, row.split_dim or 0, ranges, fold=row.fold)
+        spec = Shard(name, row.shape, row.split_dim or 0, ranges, fold=row.fold)
         dtype = getattr(torch, record.dtype.removeprefix("torch."))
 
         def read() -> Tensor:

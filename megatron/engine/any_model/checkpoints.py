@@ -27,13 +27,13 @@ from megatron.checkpoint.all_ranks import do_on_first, run_on_first
 from megatron.data_parallel import FullySharded
 from megatron.distributed.messages import all_gather_json, broadcast_json
 from megatron.distributed.rng import get_rng_state, set_rng_state
-from megatron.distributed.shard import Range, ShardSpec
 from megatron.engine.any_model.plain import mark_types, restore_types
 from megatron.engine.any_model.ranks import RankPlacement
 from megatron.engine.any_model.settings import EngineSettings
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.optimizer import Optimizer
 from megatron.parallelize import persistent_buffers
+from megatron.state.shard import Range, Shard
 from megatron.utils import durable
 from megatron.utils.log import RankLog
 
@@ -197,7 +197,7 @@ class EngineCheckpoints:
             extra={name: mark_types(value, name) for name, value in kept.items()},
         )
 
-    def _whole_params(self, params: Mapping[str, tuple[ShardSpec, Tensor]]) -> dict[str, tuple[ShardSpec, Tensor]]:
+    def _whole_params(self, params: Mapping[str, tuple[Shard, Tensor]]) -> dict[str, tuple[Shard, Tensor]]:
         """`params` with whole tensors where ranks divide them, on the ranks that write them. A collective."""
         whole = dict(params)
         if self.divided is None:
@@ -208,7 +208,7 @@ class EngineCheckpoints:
                 whole[name] = (whole[name][0], weight.cpu())
         return whole
 
-    def _params(self) -> dict[str, tuple[ShardSpec, Tensor]]:
+    def _params(self) -> dict[str, tuple[Shard, Tensor]]:
         """The parameters, and the buffers that belong to the model's state; each whole on every rank. A forward pass
         may put new tensors in the place of buffers."""
         module = self.engine.module
@@ -216,7 +216,7 @@ class EngineCheckpoints:
         if self.divided is not None:
             parameters = {name: self.divided.parameter(name) for name in self.divided.all_names}
         tensors = {**parameters, **persistent_buffers(module)}
-        return {name: (ShardSpec(name, tuple(tensor.shape)), tensor) for name, tensor in tensors.items()}
+        return {name: (Shard(name, tuple(tensor.shape)), tensor) for name, tensor in tensors.items()}
 
 
 def _checked_tag(tag: str, world: Any) -> str:

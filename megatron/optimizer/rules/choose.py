@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.data_parallel import Gradients
-from megatron.distributed.shard import ShardSpec
 from megatron.errors import ConfigError
 from megatron.optimizer.extent import extents
 from megatron.optimizer.groups import GroupRule
@@ -26,6 +25,7 @@ from megatron.optimizer.rules.muon import Muon, scale_factor
 from megatron.optimizer.rules.narrow_adam import NarrowAdam
 from megatron.optimizer.rules.newton_schulz import orthogonalised, steps_of
 from megatron.optimizer.rules.sgd import Sgd
+from megatron.state.shard import Shard
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Of moments."""
@@ -35,7 +35,7 @@ def choose_rules(
     grads: Gradients,
     config: OptimizerConfig,
     groups: Mapping[str, GroupRule],
-    specs: Mapping[str, ShardSpec],
+    specs: Mapping[str, Shard],
     device: torch.device,
     *,
     apex: bool = False,
@@ -127,14 +127,14 @@ def _direction(config: OptimizerConfig) -> Update:
     return update
 
 
-def _in_blocks(grads: Gradients, name: str, specs: Mapping[str, ShardSpec]) -> InBlocks:
+def _in_blocks(grads: Gradients, name: str, specs: Mapping[str, Shard]) -> InBlocks:
     parameter = grads.parameter(name)
     rows = parameter.shape[0]
     blocks = Blocks(rows, parameter.numel() // max(rows, 1), uncut_dim(specs.get(name), parameter))
     return InBlocks(Section(blocks, grads.held(name)), grads.divided_over(name))
 
 
-def uncut_dim(spec: ShardSpec | None, parameter: Tensor) -> int:
+def uncut_dim(spec: Shard | None, parameter: Tensor) -> int:
     """The dimension of a parameter's matrix that no layout cuts."""
     cut = spec is not None and parameter.dim() > 1 and spec.splits_columns(parameter.shape[0])
     return 0 if cut else 1

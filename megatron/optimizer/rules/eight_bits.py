@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.distributed.shard import Range
+from megatron.state.shard import Range
 
 BLOCK = 256
 _CUT = 20

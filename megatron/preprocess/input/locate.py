@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from megatron.errors import MegatronError
 from megatron.preprocess.input.files import InputFile
 from megatron.preprocess.input.segments import Segment, count_lines
-from megatron.preprocess.shard import SegmentResult
+from megatron.preprocess.worker_output import SegmentResult
 
 _QUICK = 1 << 30  # bytes searched for a line number while a failed run waits
 

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.distributed.shard import ShardSpec
 from megatron.engine import StepResult
 from megatron.errors import ReplicaError
 from megatron.model.passes import Batch
+from megatron.state.shard import Shard
 from megatron.training.assemble import Parts
 
 COPIES_AGREE = 1e-11
 """Largest absolute difference between replicas of a tensor: rounding in fp64."""
 _NEGLIGIBLE = 1e-6
 
-Stored = dict[str, tuple[ShardSpec, Tensor]]
+Stored = dict[str, tuple[Shard, Tensor]]
 Numbers = dict[str, list[float]]
 
 
@@ -55,7 +55,7 @@ def outcome_to_bytes(outcome: RankOutcome) -> bytes:
 
 def outcome_from_bytes(content: bytes) -> RankOutcome:
     """Runs nothing but the two constructors."""
-    with torch.serialization.safe_globals([RankOutcome, ShardSpec]):
+    with torch.serialization.safe_globals([RankOutcome, Shard]):
         return torch.load(io.BytesIO(content), weights_only=True)
 
 

@@ -21,10 +21,10 @@ from megatron.checkpoint import (
     paths,
     save_checkpoint,
 )
-from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError
 from megatron.layout import Layout
+from megatron.state.shard import Shard
 
 HIDDEN, VOCABULARY, PADDED = 8, 13, 16
 SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
@@ -56,7 +56,7 @@ def make_params(
         tensor = torch.randn(stored, generator=generator).to(dtype)
         if "embeddings" in name:
             tensor[logical[0] :] = 0
-        params[name] = (ShardSpec(name=name, logical_shape=logical, dim=dim), torch.nn.Parameter(tensor))
+        params[name] = (Shard(name=name, logical_shape=logical, dim=dim), torch.nn.Parameter(tensor))
     return params
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megatron.checkpoint import LoadedState, Sharded, convert_cli, find_checkpoint, load_checkpoint
 from megatron.config import ModelConfig, MoEConfig
-from megatron.distributed.shard import ShardSpec
 from megatron.errors import CheckpointError
 from megatron.model.parameters import parameters
+from megatron.state.shard import Shard
 from tests.helpers.megatron_lm import Layout, Model, with_moments, write
 from tests.unit.checkpoint.support import load as load_own
 from tests.unit.checkpoint.support import make_state, one_process, save
@@ -73,7 +73,7 @@ def params_of(
     table = parameters(config, VOCABULARY, MoEConfig(**(moe or {})))
     return {
         name: (
-            ShardSpec(name, each.shape, each.row.split_dim or 0, fold=each.row.fold),
+            Shard(name, each.shape, each.row.split_dim or 0, fold=each.row.fold),
             torch.nn.Parameter(torch.full(each.stored_shape, 5.0, dtype=dtype)),
         )
         for name, each in table.items()

@@ -30,7 +30,7 @@ from megatron.checkpoint.mapped_bytes import NotedReads
 from megatron.checkpoint.seen import ChangedFileError, FileId, Seen
 from megatron.checkpoint.torch_files import TorchFile
 from megatron.checkpoint.verify import DamagedCheckpointError
-from megatron.distributed.shard import ShardSpec
+from megatron.state.shard import Shard
 from tests.unit.checkpoint.support import load as in_two_passes
 from tests.unit.checkpoint.support import make_params, make_state, one_process, save
 
@@ -110,7 +110,7 @@ def test_means_of_a_weight_are_not_taken_for_the_weight(tmp_path: Path) -> None:
     for name, (_, weight) in state.params.items():
         if weight.dim() == 2:
             mean = torch.randn(weight.shape[0], generator=draw)
-            state.optimizer[name]["exp_avg_sq_row"] = ShardSpec(name, tuple(mean.shape)), mean
+            state.optimizer[name]["exp_avg_sq_row"] = Shard(name, tuple(mean.shape)), mean
             means += 1
     save(tmp_path, state)
     assert means and check_equal(tmp_path, state) == 2 * len(state.params)

@@ -13,22 +13,22 @@ from torch import Tensor
 
 from megatron.checkpoint import slices
 from megatron.checkpoint.manifest import Slice, TensorRecord
-from megatron.distributed.shard import Range, ShardSpec, even_ranges
 from megatron.errors import CheckpointError
+from megatron.state.shard import Range, Shard, even_ranges
 
 # (logical shape, split dimension, how many dimensions are counted as one)
 VIEWS = [((12, 5), 0, 1), ((3, 4, 2, 5), 0, 1), ((2, 8, 3), 1, 1), ((5, 8), 1, 1), ((4, 3, 2, 5), 0, 2), ((8,), 0, 1)]
 Elements = Callable[[Slice, Range], Tensor]
 
 
-def splits(logical: tuple[int, ...], dim: int, fold: int, ranks: int) -> list[ShardSpec]:
-    whole = ShardSpec("w", logical, dim=dim, fold=fold)
+def splits(logical: tuple[int, ...], dim: int, fold: int, ranks: int) -> list[Shard]:
+    whole = Shard("w", logical, dim=dim, fold=fold)
     if ranks == 1:
         return [whole]
     return [replace(whole, ranges=even_ranges(whole.size, ranks, rank)) for rank in range(ranks)]
 
 
-def stored_in(specs: list[ShardSpec], whole: Tensor) -> tuple[TensorRecord, Elements, list[int]]:
+def stored_in(specs: list[Shard], whole: Tensor) -> tuple[TensorRecord, Elements, list[int]]:
     """The record of a tensor that these ranks have stored, how its elements are read, and how many were."""
     kept = {str(number): spec.take(whole).contiguous().view(-1) for number, spec in enumerate(specs)}
     read: list[int] = []
@@ -77,7 +77,7 @@ def test_padding_rows_are_zero() -> None:
     """Three of seven rows of a table are padding in the tensor that is wanted, and in no file."""
     whole = torch.arange(1.0, 9.0).view(4, 2)
     record, elements, _ = stored_in(splits((4, 2), 0, 1, 2), whole)
-    spec = ShardSpec("w", (4, 2))
+    spec = Shard("w", (4, 2))
     found = slices.read_elements(spec, (7, 2), whole.dtype, (3, 14), record, elements)
     assert torch.equal(found, torch.cat([whole.view(-1)[3:], torch.zeros(6)]))
     assert not slices.read_elements(spec, (7, 2), whole.dtype, (9, 12), record, elements).any()

@@ -11,10 +11,10 @@ import torch
 
 from megatron.checkpoint import RunHistory, Sharded, StepReader, inspect_step, manifest, save_checkpoint, slices
 from megatron.checkpoint.manifest import Slice, TensorRecord
-from megatron.distributed.shard import ShardSpec, even_ranges
 from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError
 from megatron.layout import Layout
+from megatron.state.shard import Shard, even_ranges
 from tests.helpers.distributed import run_ranks
 from tests.unit.checkpoint.support import PADDED, SHAPES, load, make_params, make_state
 
@@ -126,7 +126,7 @@ def test_a_gap_is_refused() -> None:
     record = TensorRecord((8, 3), "torch.float32", 0, (Slice("a", ("x",), ((0, 3),), (3, 3)),))
     assert not slices.covers_exactly(record)
     with pytest.raises(CheckpointError, match=r"w: indices \[\(3, 8\)\] of dimension 0 are in no file"):
-        slices.fill(ShardSpec("w", (8, 3)), torch.zeros(8, 3), record, lambda piece: torch.zeros(3, 3))
+        slices.fill(Shard("w", (8, 3)), torch.zeros(8, 3), record, lambda piece: torch.zeros(3, 3))
 
 
 @pytest.mark.parametrize(

@@ -109,10 +109,10 @@ def test_views_into_a_flat_buffer_do_not_drag_it_along(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_not_a_gpt_keeps_its_names(tmp_path: Path) -> None:
-    from megatron.distributed.shard import ShardSpec
+    from megatron.state.shard import Shard
 
     weight = torch.nn.Parameter(torch.randn(3, 5))
-    params = {"features.0.weight": (ShardSpec(name="features.0.weight", logical_shape=(3, 5)), weight)}
+    params = {"features.0.weight": (Shard(name="features.0.weight", logical_shape=(3, 5)), weight)}
     save(tmp_path, make_state(params=params, optimizer=None, config={}, args={}))
     target = torch.nn.Parameter(torch.zeros(3, 5))
     load(tmp_path, {"features.0.weight": (params["features.0.weight"][0], target)}, load_optim=False)
@@ -205,14 +205,14 @@ def test_missing_parts_need_their_flag(tmp_path: Path, part: str, flag: str) -> 
 
 
 def test_missing_extra_and_reshaped_tensors_are_listed(tmp_path: Path) -> None:
-    from megatron.distributed.shard import ShardSpec
+    from megatron.state.shard import Shard
 
     save(tmp_path, make_state())
     params = make_params()
     params["layers.1.input_layernorm.weight"] = params.pop("layers.0.input_layernorm.weight")
     spec, _ = params["final_layernorm.weight"]
     params["final_layernorm.weight"] = (
-        ShardSpec(name=spec.name, logical_shape=(9,)),
+        Shard(name=spec.name, logical_shape=(9,)),
         torch.nn.Parameter(torch.ones(9)),
     )
     with pytest.raises(CheckpointError) as caught:

@@ -16,10 +16,10 @@ from megatron.checkpoint import RunHistory, TrainState, save_checkpoint
 from megatron.checkpoint.convert_cli import main as convert
 from megatron.checkpoint.verify_cli import main as verify
 from megatron.config import ModelConfig
-from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import ParallelState
 from megatron.layout import Layout
 from megatron.model.parameters import parameters
+from megatron.state.shard import Shard
 from tests.helpers.runs import generate_here
 
 WORDS = ["<|endoftext|>", *"abcdefghij", "Ġ", "def", "Ġhello"]
@@ -57,7 +57,7 @@ def save_model(
     generator = torch.Generator().manual_seed(1)
     params = {
         p.name: (
-            ShardSpec(name=p.name, logical_shape=p.shape),
+            Shard(name=p.name, logical_shape=p.shape),
             torch.randn(p.stored_shape, generator=generator) * 0.2,
         )
         for p in parameters(config, rows, moe).values()

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from megatron.config import parse_args
-from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import Axis
 from megatron.model.gpt import GPT
 from megatron.model.init import initial_elements, initial_value
 from megatron.model.random_values import normal_values
 from megatron.ops import resolve
 from megatron.parallelize import await_weights, initialise_part, whole_pieces
+from megatron.state.shard import Shard
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import flags, make_parts, train_here
 from tests.unit.parallelize.test_specs import MODELS, VOCABULARY, build, specs_of
@@ -58,17 +58,17 @@ def test_a_rank_draws_its_slice_of_the_whole_and_nothing_else(
 
 
 RESHAPED = [
-    ShardSpec("x", (3, 5, 4), dim=0, ranges=((1, 3),)),
-    ShardSpec("x", (3, 5, 4), dim=1, ranges=((0, 2), (4, 5))),
-    ShardSpec("x", (3, 5, 4), dim=2, ranges=((3, 4), (0, 1))),
-    ShardSpec("x", (3, 5, 4), dim=0, fold=2, ranges=((2, 7), (9, 15))),
-    ShardSpec("x", (3, 5, 4), ranges=()),
-    ShardSpec("x", ()),
+    Shard("x", (3, 5, 4), dim=0, ranges=((1, 3),)),
+    Shard("x", (3, 5, 4), dim=1, ranges=((0, 2), (4, 5))),
+    Shard("x", (3, 5, 4), dim=2, ranges=((3, 4), (0, 1))),
+    Shard("x", (3, 5, 4), dim=0, fold=2, ranges=((2, 7), (9, 15))),
+    Shard("x", (3, 5, 4), ranges=()),
+    Shard("x", ()),
 ]
 
 
 @pytest.mark.parametrize("spec", RESHAPED)
-def test_runs_are_where_the_slice_is(spec: ShardSpec) -> None:
+def test_runs_are_where_the_slice_is(spec: Shard) -> None:
     numbered = torch.arange(prod(spec.logical_shape)).view(spec.logical_shape)
     elements = [i for first, count in spec.runs() for i in range(first, first + count)]
     assert elements == spec.take(numbered).flatten().tolist()

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from megatron.config import ModelConfig, parse_args
-from megatron.distributed.shard import ShardSpec, even_ranges, missing_ranges
 from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
 from megatron.model.gpt import GPT
 from megatron.ops import resolve
 from megatron.parallelize import persistent_buffers
 from megatron.parallelize.specs import Cut, Held, foreign_specs, held_specs, in_order_of
+from megatron.state.shard import Shard, even_ranges, missing_ranges
 from tests.helpers.runs import LLAMA_SHAPE, flags
 
 VOCABULARY, PADDED = 97, 112
@@ -48,7 +48,7 @@ def build(name: str) -> tuple[GPT, ModelConfig]:
     return model, config
 
 
-def specs_of(model: GPT, tp: Axis | None = None) -> dict[str, ShardSpec]:
+def specs_of(model: GPT, tp: Axis | None = None) -> dict[str, Shard]:
     cut = Cut(tp or Axis.single("tp"), model.padded_vocab_size)
     held = Held(tuple(range(model.config.num_layers)), range(model.make.moe.num_experts or 0))
     return held_specs(model.table(), held, cut, tied=model.config.tied, pp=Axis.single("pp"))
@@ -103,7 +103,7 @@ def test_slices_of_the_views_make_the_parameter_again(name: str, parts: int) -> 
 
 def test_a_row_that_matches_nothing_is_an_error() -> None:
     model, _ = build("gpt2")
-    gone = ShardSpec(name="gone", logical_shape=(1,))
+    gone = Shard(name="gone", logical_shape=(1,))
     with pytest.raises(AssertionError, match="not both in the model and in the table: gone"):
         in_order_of(model, {**specs_of(model), "gone": gone})
 
@@ -145,7 +145,7 @@ def test_a_foreign_model_is_whole_with_its_buffers() -> None:
     assert set(persistent_buffers(model)) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
     specs = foreign_specs(model)
     assert set(specs) == {"scale", "norm.weight", "norm.bias", "one.weight", *persistent_buffers(model)}
-    assert specs["one.weight"] == ShardSpec(name="one.weight", logical_shape=(3, 3))
+    assert specs["one.weight"] == Shard(name="one.weight", logical_shape=(3, 3))
     assert specs["scale"].logical_shape == ()
 
 

@@ -25,7 +25,7 @@ from megatron.preprocess.input.files import expand_inputs
 from megatron.preprocess.input.segments import Segment, plan_segments
 from megatron.preprocess.run import preprocess
 from megatron.preprocess.settings import PreprocessSettings
-from megatron.preprocess.shard import SegmentResult
+from megatron.preprocess.worker_output import SegmentResult
 from megatron.tokenizer import EncoderDifference, TokenizerSettings
 from megatron.tokenizer.fast import engine as fast_engine
 from megatron.tokenizer.null import NullTokenizer

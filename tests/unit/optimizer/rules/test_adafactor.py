@@ -13,12 +13,12 @@ from transformers.optimization import Adafactor as Transformers
 
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.data_parallel import GradBuffers
-from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import Axis
 from megatron.optimizer import GroupRule, Matrix
 from megatron.optimizer.extent import rectangles, rows_and_columns
 from megatron.optimizer.rules.adafactor import Adafactor
 from megatron.optimizer.rules.choose import choose_rules
+from megatron.state.shard import Shard
 
 SINGLE = Axis.single("x")
 SHAPES = ((7, 30), (30, 7), (30,), (5, 3, 2))
@@ -45,7 +45,7 @@ def ours(decay: float = 0.0, **settings: Any) -> list[Tensor]:
     parameters = {str(number): torch.nn.Parameter(weight) for number, weight in enumerate(weights)}
     grads = GradBuffers(parameters.items(), Axis.single("dp"))
     groups = {
-        name: GroupRule(matrix=Matrix(ShardSpec(name, tuple(p.shape)), SINGLE, SINGLE, p.shape[-1]))
+        name: GroupRule(matrix=Matrix(Shard(name, tuple(p.shape)), SINGLE, SINGLE, p.shape[-1]))
         for name, p in parameters.items()
     }
     config = OptimizerConfig(optimizer="adafactor", **settings)
@@ -113,7 +113,7 @@ def test_the_rate_of_the_paper() -> None:
     paper = theirs(build)
     settings = OptimizerConfig(optimizer="adafactor", adafactor_relative_step=True)
     grads = GradBuffers([("w", torch.nn.Parameter(start()[0]))], Axis.single("dp"))
-    matrix = Matrix(ShardSpec("w", SHAPES[0]), SINGLE, SINGLE, SHAPES[0][1])
+    matrix = Matrix(Shard("w", SHAPES[0]), SINGLE, SINGLE, SHAPES[0][1])
     rule = choose_rules(grads, settings, {"w": GroupRule(matrix=matrix)}, {}, torch.device("cpu"))["w"]
     assert isinstance(rule, Adafactor)
     weight = start()[0]
@@ -143,11 +143,11 @@ def _ranges(count: int) -> Iterator[tuple[int, int]]:
 
 def test_sides_of_a_fused_matrix() -> None:
     """Two of the four heads of queries beside a replica of their key and value; the hidden side is whole."""
-    split = ShardSpec("w", (1, 6, 3, 8), 0, ((0, 2), (4, 6)), ("tp",), 2, ((4, 6),))
+    split = Shard("w", (1, 6, 3, 8), 0, ((0, 2), (4, 6)), ("tp",), 2, ((4, 6),))
     rows, columns = rows_and_columns(split, 18)
     assert (rows.logical_shape, rows.local_shape, rows.copies) == ((1, 6, 3), (4, 3), ((4, 6),))
     assert (columns.logical_shape, columns.ranges) == ((8,), None)
-    out = ShardSpec("w", (8, 4, 3), 1, ((2, 4),))
+    out = Shard("w", (8, 4, 3), 1, ((2, 4),))
     rows, columns = rows_and_columns(out, 8)
     assert (rows.ranges, columns.logical_shape, columns.held) == (None, (4, 3), ((2, 4),))
 

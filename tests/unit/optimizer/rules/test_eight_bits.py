@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.data_parallel import GradBuffers
-from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import Axis
 from megatron.optimizer import Optimizer
 from megatron.optimizer.rules import eight_bits
 from megatron.optimizer.rules.choose import uncut_dim
 from megatron.optimizer.rules.eight_bits import NEAREST, Blocks, Section, dequantise, dither, quantise
+from megatron.state.shard import Shard
 
 SHAPES = [(1, 1), (3, 256), (300, 520), (257, 5), (1, 700)]
 
@@ -145,7 +145,7 @@ def test_blocks_lie_along_what_no_layout_cuts(
         ranges = None if parts == 1 else ((0, shape[dim] // parts),)
         local = list(stored)
         local[1 - wanted] //= parts  # the split takes the other dimension
-        assert uncut_dim(ShardSpec("w", shape, dim, ranges), torch.empty(local)) == wanted
+        assert uncut_dim(Shard("w", shape, dim, ranges), torch.empty(local)) == wanted
 
 
 def train(optimizer: str, steps: int = 60) -> list[float]:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.data_parallel import GradBuffers
-from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import Axis
 from megatron.optimizer import GroupRule, Matrix, Optimizer, matrices
 from megatron.optimizer.rules import muon as module
 from megatron.optimizer.rules.newton_schulz import COEFFICIENTS, orthogonalised, steps_of
+from megatron.state.shard import Shard
 
 STEPS = [(1e-2 / (1 + i), 0.1 + 0.02 * i) for i in range(8)]
 AS_TORCH = {"optimizer": "muon", "muon_coefficient_type": "simple", "clip_grad": 0.0}
@@ -35,7 +35,7 @@ MATRICES = ("1.weight", "3.weight")
 
 
 def group(name: str, parameter: nn.Parameter) -> GroupRule:
-    whole = ShardSpec(name, tuple(parameter.shape))
+    whole = Shard(name, tuple(parameter.shape))
     matrix = Matrix(whole, SINGLE, SINGLE, parameter.shape[-1]) if name in MATRICES else None
     return GroupRule(wd_mult=float(parameter.dim() > 1), matrix=matrix)
 
@@ -129,7 +129,7 @@ def test_scale_modes() -> None:
 
 def matrix(*shape: int, columns: int, fused: matrices.Fused | None = None, tp: int = 1, dp: int = 1) -> Matrix:
     axes = [Axis(name, 0, size, tuple(range(size))) for name, size in (("tp", tp), ("dp", dp))]
-    return Matrix(ShardSpec("w", shape), *axes, columns, fused)
+    return Matrix(Shard("w", shape), *axes, columns, fused)
 
 
 def test_fused_maps_are_taken_apart_and_put_together() -> None:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.data_parallel import GradBuffers
-from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import Axis
 from megatron.optimizer import GroupRule, Matrix
 from megatron.optimizer.rules import Slot, UpdateRule, lion, narrow_adam
 from megatron.optimizer.rules.base import WHOLE_KINDS
 from megatron.optimizer.rules.choose import choose_rules
+from megatron.state.shard import Shard
 
 CPU = torch.device("cpu")
 STEPS = [(1e-2 / (1 + i), 0.1 + 0.02 * i) for i in range(12)]  # (lr, weight decay)
@@ -37,7 +37,7 @@ def rule_of(weight: Tensor, **settings: object) -> UpdateRule:
     """That of a model of one matrix."""
     parameter = torch.nn.Parameter(weight)
     grads = GradBuffers([("w", parameter)], Axis.single("dp"))
-    spec, single = ShardSpec("w", tuple(weight.shape)), Axis.single("x")
+    spec, single = Shard("w", tuple(weight.shape)), Axis.single("x")
     groups = {"w": GroupRule(matrix=Matrix(spec, single, single, weight.shape[1]))}
     return choose_rules(grads, OptimizerConfig(**settings), groups, {"w": spec}, CPU)["w"]  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""ShardSpec: which part of a parameter a stored tensor holds.
+"""Shard: which part of a parameter a stored tensor holds.
 
 Weights are stored 1-D and 2-D. Each has one logical view (fused QKV: `(groups, q_per_group + 2, head_dim, hidden)`),
 and every split is a list of index ranges along one dimension of that view. Splitting, joining and moving to another
@@ -18,7 +18,7 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class ShardSpec:
+class Shard:
     """The part of the parameter `name` that one rank holds."""
 
     name: str
@@ -82,7 +82,7 @@ class ShardSpec:
         return (*self.split_shape[: self.dim], held, *self.split_shape[self.dim + 1 :])
 
     @property
-    def in_three(self) -> ShardSpec:
+    def in_three(self) -> Shard:
         """The same part with the logical view reshaped to three dimensions, of which the second is split."""
         shape = self.split_shape
         return replace(
@@ -93,7 +93,7 @@ class ShardSpec:
             ranges=self.held,
         )
 
-    def only(self, start: int, stop: int) -> ShardSpec:
+    def only(self, start: int, stop: int) -> Shard:
         """What is held here from `start` to `stop` along the split dimension, counted in memory's order."""
         kept = [
             (held[0] + max(start - offset, 0), held[0] + min(stop - offset, held[1] - held[0]))
@@ -112,7 +112,7 @@ class ShardSpec:
         """Whether `dim` is of the columns of a stored matrix with that many rows; else it is of its rows."""
         return rows <= prod(self.split_shape[: self.dim])
 
-    def whole(self) -> ShardSpec:
+    def whole(self) -> Shard:
         """The same parameter, unsplit."""
         return replace(self, ranges=None, replica_axes=(), copies=())
 
@@ -191,7 +191,7 @@ def even_ranges(size: int, parts: int, index: int) -> tuple[Range, ...]:
     return ((start, start + base + (index < longer)),)
 
 
-def pieces(source: ShardSpec, target: ShardSpec) -> Iterator[tuple[Range, Range]]:
+def pieces(source: Shard, target: Shard) -> Iterator[tuple[Range, Range]]:
     """The intersection of two parts of one parameter: (range in the source's local view, in the target's) along dim.
 
     Copying each pair moves everything that the source has and the target wants.
@@ -209,7 +209,7 @@ def pieces(source: ShardSpec, target: ShardSpec) -> Iterator[tuple[Range, Range]
                 yield (here, here + stop - start), (there, there + stop - start)
 
 
-def copy_common(source: ShardSpec, stored: torch.Tensor, target: ShardSpec, into: torch.Tensor) -> int:
+def copy_common(source: Shard, stored: torch.Tensor, target: Shard, into: torch.Tensor) -> int:
     """Copies the intersection of two parts from one stored tensor to the other; returns the number of elements."""
     source, target = along_one_dim(source, target)
     dim = target.dim
@@ -221,7 +221,7 @@ def copy_common(source: ShardSpec, stored: torch.Tensor, target: ShardSpec, into
     return copied
 
 
-def missing_ranges(parts: Sequence[ShardSpec], wanted: ShardSpec | None = None) -> list[Range]:
+def missing_ranges(parts: Sequence[Shard], wanted: Shard | None = None) -> list[Range]:
     """The indices of the split dimension that `wanted` (default: all) has and none of the parts has."""
     assert parts, "no parts given"
     split = next((part for part in parts if not part.is_whole), parts[0])
@@ -255,7 +255,7 @@ def without(held: Range, removed: Sequence[Range]) -> Iterator[Range]:
         yield position, stop
 
 
-def along_one_dim(source: ShardSpec, target: ShardSpec) -> tuple[ShardSpec, ShardSpec]:
+def along_one_dim(source: Shard, target: Shard) -> tuple[Shard, Shard]:
     """Both with ranges along the same dimension and fold. An unsplit parameter is one range of any dimension."""
     if (source.dim, source.fold) == (target.dim, target.fold):
         return source, target
@@ -267,7 +267,7 @@ def along_one_dim(source: ShardSpec, target: ShardSpec) -> tuple[ShardSpec, Shar
     return _folded(source, fold), _folded(target, fold)
 
 
-def _folded(spec: ShardSpec, fold: int) -> ShardSpec:
+def _folded(spec: Shard, fold: int) -> Shard:
     """The same part with its ranges counted over more folded dimensions."""
     each = prod(spec.logical_shape[spec.dim + spec.fold : spec.dim + fold])
     ranges = None if spec.ranges is None else tuple((a * each, b * each) for a, b in spec.ranges)

@@ -43,7 +43,7 @@ class Totals:
 
 
 @dataclass(slots=True)
-class Shard:
+class WorkerOutput:
     """The sizes and checksums of one key's files."""
 
     totals: Totals
@@ -67,7 +67,7 @@ class SegmentResult:
     blank: int = 0
     bad: dict[str, int] = field(default_factory=dict)  # by kind
     examples: list[tuple[int, str]] = field(default_factory=list)  # the first bad lines, from 0, and why
-    shards: list[Shard] = field(default_factory=list)  # one for each key
+    outputs: list[WorkerOutput] = field(default_factory=list)  # one for each key
 
     def file(self, folder: Path, key: int, part: str) -> Path:
         return folder / f"{self.stem}.{key}.{part}"
@@ -81,9 +81,9 @@ class SegmentResult:
         result = typed(cls, content)
         if not _STEM.fullmatch(result.stem):
             raise ValueError(f"{result.stem[:100]!r} names no files of a segment")
-        for shard in result.shards:
-            if not len(shard.sizes) == len(shard.digests) == len(PARTS) or min(shard.sizes) < 0:
-                raise ValueError(f"sizes {shard.sizes[:4]} are not those of the files of a segment")
+        for output in result.outputs:
+            if not len(output.sizes) == len(output.digests) == len(PARTS) or min(output.sizes) < 0:
+                raise ValueError(f"sizes {output.sizes[:4]} are not those of the files of a segment")
         if min(result.number, result.start, result.stop, result.position) < 0:
             raise ValueError("a segment has a negative place")
         return result
@@ -111,7 +111,7 @@ class Encoded:
     text_bytes: int
 
 
-class ShardWriter:
+class OutputWriter:
     """Writes the three files of one key; holds only the current documents in memory."""
 
     def __init__(self, paths: list[Path]) -> None:
@@ -130,9 +130,9 @@ class ShardWriter:
             self._sizes[number] += len(view)
         self._totals.add(_totals(encoded))
 
-    def finish(self) -> Shard:
+    def finish(self) -> WorkerOutput:
         self.close()
-        return Shard(self._totals, self._sizes, [digest.hexdigest() for digest in self._hashes])
+        return WorkerOutput(self._totals, self._sizes, [digest.hexdigest() for digest in self._hashes])
 
     def close(self) -> None:
         for stream in self._streams:

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.distributed import shard
-from megatron.distributed.shard import ShardSpec, copy_common, even_ranges, missing_ranges, pieces
+from megatron.state import shard
+from megatron.state.shard import Shard, copy_common, even_ranges, missing_ranges, pieces
 
 GROUPS, PER_GROUP, WIDTH, HIDDEN, FFN, VOCAB = 4, 3, 2, 5, 8, 11
 
@@ -23,12 +23,12 @@ LAYOUTS = {
 }
 
 
-def split(name: str, parts: int) -> list[ShardSpec]:
+def split(name: str, parts: int) -> list[Shard]:
     logical, dim, _ = LAYOUTS[name]
-    return [ShardSpec(name, logical, dim, even_ranges(logical[dim], parts, rank)) for rank in range(parts)]
+    return [Shard(name, logical, dim, even_ranges(logical[dim], parts, rank)) for rank in range(parts)]
 
 
-def stored_parts(name: str, full: torch.Tensor, parts: int) -> list[tuple[ShardSpec, torch.Tensor]]:
+def stored_parts(name: str, full: torch.Tensor, parts: int) -> list[tuple[Shard, torch.Tensor]]:
     """The parts as a run would hold them: contiguous, 2-D or 1-D."""
     result = []
     for spec in split(name, parts):
@@ -88,7 +88,7 @@ def test_fewer_kv_heads_than_ranks() -> None:
     queries, width = 4, 2
     full = torch.arange((queries + 2) * width * HIDDEN, dtype=torch.float32).view(-1, HIDDEN)
     shape = (queries + 2, width, HIDDEN)
-    specs = [ShardSpec("qkv", shape, 0, ((r * 2, r * 2 + 2), (queries, queries + 2)), ("tp",)) for r in range(2)]
+    specs = [Shard("qkv", shape, 0, ((r * 2, r * 2 + 2), (queries, queries + 2)), ("tp",)) for r in range(2)]
     heads = full.view(shape)
     assert torch.equal(specs[1].take(full), torch.cat([heads[2:4], heads[4:6]]))
     assert missing_ranges(specs) == []
@@ -105,7 +105,7 @@ def test_vocabulary_padding_is_cut(parts: int, rows: int) -> None:
     joined = torch.full_like(full, -1.0)
     for rank in range(parts):
         held = (min(rank * rows, VOCAB), min((rank + 1) * rows, VOCAB))
-        spec = ShardSpec("embedding", (VOCAB, HIDDEN), 0, (held,))
+        spec = Shard("embedding", (VOCAB, HIDDEN), 0, (held,))
         stored = torch.full((rows, HIDDEN), -7.0)
         spec.view(stored).copy_(spec.take(full))
         assert (stored[held[1] - held[0] :] == -7.0).all(), "padding rows were written"
@@ -114,7 +114,7 @@ def test_vocabulary_padding_is_cut(parts: int, rows: int) -> None:
 
 
 def test_view_shares_memory_and_refuses_what_does_not_fit() -> None:
-    spec = ShardSpec("w", (4, 3), 0, ((0, 2),))
+    spec = Shard("w", (4, 3), 0, ((0, 2),))
     stored = torch.zeros(2, 3)
     spec.view(stored)[1, 2] = 5.0
     assert stored[1, 2] == 5.0
@@ -124,18 +124,18 @@ def test_view_shares_memory_and_refuses_what_does_not_fit() -> None:
 
 
 def test_whole_parts() -> None:
-    spec = ShardSpec("w", (4, 3), 1)
+    spec = Shard("w", (4, 3), 1)
     assert spec.is_whole and spec.held == ((0, 3),) and spec.local_shape == (4, 3)
-    assert ShardSpec("w", (4, 3), 0, ((0, 2), (2, 4))).is_whole
-    assert not ShardSpec("w", (4, 3), 0, ((2, 4), (0, 2))).is_whole, "reordered is not the whole"
-    assert ShardSpec("w", (4, 3), 0, ()).local_shape == (0, 3)
-    scalar = ShardSpec("s", ())
+    assert Shard("w", (4, 3), 0, ((0, 2), (2, 4))).is_whole
+    assert not Shard("w", (4, 3), 0, ((2, 4), (0, 2))).is_whole, "reordered is not the whole"
+    assert Shard("w", (4, 3), 0, ()).local_shape == (0, 3)
+    scalar = Shard("s", ())
     assert scalar.is_whole and scalar.view(torch.tensor(2.0)) == 2.0 and scalar.take(torch.tensor(3.0)) == 3.0
 
 
 def test_a_whole_copy_fills_a_split_along_another_dimension() -> None:
     full = torch.arange(12.0).view(4, 3)
-    source, target = ShardSpec("w", (4, 3), 0), ShardSpec("w", (4, 3), 1, ((1, 3),))
+    source, target = Shard("w", (4, 3), 0), Shard("w", (4, 3), 1, ((1, 3),))
     into = torch.zeros(4, 2)
     assert copy_common(source, full, target, into) == 8
     assert torch.equal(into, full[:, 1:])
@@ -144,21 +144,21 @@ def test_a_whole_copy_fills_a_split_along_another_dimension() -> None:
 def test_bad_specs_are_our_own_mistakes() -> None:
     for bad in ({"ranges": ((0, 5),)}, {"ranges": ((0, 2), (1, 3))}, {"dim": 2}, {"ranges": ((3, 2),)}):
         with pytest.raises(AssertionError, match="w:"):
-            ShardSpec("w", (4, 3), **bad)
+            Shard("w", (4, 3), **bad)
     with pytest.raises(AssertionError, match="two dim"):
-        list(pieces(ShardSpec("w", (4, 4), 0, ((0, 2),)), ShardSpec("w", (4, 4), 1, ((0, 2),))))
+        list(pieces(Shard("w", (4, 4), 0, ((0, 2),)), Shard("w", (4, 4), 1, ((0, 2),))))
 
 
 def test_missing_ranges() -> None:
-    def part(*ranges: tuple[int, int]) -> ShardSpec:
-        return ShardSpec("w", (10, 2), 0, ranges)
+    def part(*ranges: tuple[int, int]) -> Shard:
+        return Shard("w", (10, 2), 0, ranges)
 
     assert missing_ranges([part((0, 4)), part((6, 10))]) == [(4, 6)]
     assert missing_ranges([part((2, 4)), part((3, 9))]) == [(0, 2), (9, 10)]
     assert missing_ranges([part((0, 4)), part((4, 10))]) == []
     assert missing_ranges([part((0, 4))], wanted=part((1, 3))) == []
     assert missing_ranges([part((0, 4))], wanted=part((3, 6))) == [(4, 6)]
-    assert missing_ranges([ShardSpec("w", (10, 2), 1)]) == []
+    assert missing_ranges([Shard("w", (10, 2), 1)]) == []
     assert missing_ranges([part()]) == [(0, 10)]
 
 
@@ -167,11 +167,11 @@ def test_missing_ranges() -> None:
 def test_any_two_splits_agree_with_indexing(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 12))
 
-    def spec() -> ShardSpec:
+    def spec() -> Shard:
         cuts = sorted(data.draw(st.lists(st.integers(0, size), min_size=0, max_size=6)))
         ranges = tuple((a, b) for a, b in zip(cuts[::2], cuts[1::2], strict=False))
         order = data.draw(st.permutations(ranges)) if ranges else ()
-        return ShardSpec("w", (3, size), 1, tuple(order))
+        return Shard("w", (3, size), 1, tuple(order))
 
     full = torch.arange(3.0 * size).view(3, size)
     source, target = spec(), spec()

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron.distributed.shard import Range, common
-from megatron.distributed.state import Axis
+from megatron.state.shard import Range, common
 
 
 def piece_of(elements: int, offset: int, share: int, number: int) -> Range:
@@ -33,34 +32,40 @@ def pieces_between(start: int, stop: int, offset: int, share: int) -> Iterator[t
 
 
 @dataclass(frozen=True)
-class Division:
-    """How the ranks of `axis` divide one tensor."""
+class Members:
+    """Ranks that divide tensors, or hold copies of them, as this rank sees them."""
 
-    axis: Axis
+    name: str
+    """Equal on its members, different from that of all other groups."""
+    rank: int
+    """This rank's number in the group."""
+    size: int
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the ranks of a group divide one tensor."""
+
+    group: Members
     share: int
     """Elements of the row that each rank has."""
     offset: int = 0
     """Where the tensor begins in the row."""
 
-    @property
-    def name(self) -> str:
-        """A name of this group of ranks: equal on its members, different on all others."""
-        return f"{self.axis.name} of rank {self.axis.ranks[0]}"
-
     def held(self, elements: int, rank: int | None = None) -> Range:
-        """The range that a rank of the axis (default: this one) holds of a tensor with so many elements."""
-        return piece_of(elements, self.offset, self.share, self.axis.rank if rank is None else rank)
+        """The range that a rank of the group (default: this one) holds of a tensor with so many elements."""
+        return piece_of(elements, self.offset, self.share, self.group.rank if rank is None else rank)
 
 
-def dealt(sizes: Mapping[str, int], axis: Axis, first_has: int = 0) -> dict[str, Division]:
-    """Deals tensors, given by their numbers of elements, to the ranks of an axis: equally much to each, where the first
+def dealt(sizes: Mapping[str, int], group: Members, first_has: int = 0) -> dict[str, Division]:
+    """Deals tensors, given by their numbers of elements, to the ranks of a group: equally much to each, where the first
     has work of `first_has` elements already."""
     total = sum(sizes.values())
-    if axis.size > 1:
-        first_has = min(first_has, -(-total // (axis.size - 1)))
-    share = max(-(-(first_has + total) // axis.size), 1)
+    if group.size > 1:
+        first_has = min(first_has, -(-total // (group.size - 1)))
+    share = max(-(-(first_has + total) // group.size), 1)
     found, position = {}, min(first_has, share)
     for name, size in sizes.items():
-        found[name] = Division(axis, share, position)
+        found[name] = Division(group, share, position)
         position += size
     return found

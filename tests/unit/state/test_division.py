@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.distributed.division import Division, dealt, piece_of, pieces_between
 from megatron.distributed.state import Axis
+from megatron.state.division import dealt, piece_of, pieces_between
 
 
 def axis_of(size: int) -> Axis:
@@ -45,7 +45,7 @@ def test_pieces_between_two_elements(seed: int) -> None:
 @pytest.mark.parametrize("first_has", [0, 5, 60, 10_000])
 def test_dealt_to_ranks(ranks: int, first_has: int) -> None:
     sizes = {"a": 40, "b": 1, "c": 0, "d": 63}
-    shares = dealt(sizes, axis_of(ranks), first_has)
+    shares = dealt(sizes, axis_of(ranks).members, first_has)
     work = [0] * ranks
     for name, size in sizes.items():
         pieces = [shares[name].held(size, rank) for rank in range(ranks)]
@@ -58,8 +58,8 @@ def test_dealt_to_ranks(ranks: int, first_has: int) -> None:
         assert largest <= -(-(104 + first_has) // ranks) or (first_has > 104 and first == 0), work
 
 
-def test_a_division_has_one_name_on_all_its_ranks() -> None:
+def test_a_group_has_one_name_on_all_its_ranks() -> None:
     axis = axis_of(4)
-    names = {Division(replace(axis, rank=rank), 3).name for rank in range(4)}
-    other = Division(Axis("dp", 0, 2, (4, 5)), 3).name
+    names = {replace(axis, rank=rank).members.name for rank in range(4)}
+    other = Axis("dp", 0, 2, (4, 5)).members.name
     assert len(names) == 1 and other not in names
