@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import isfinite, prod
+from math import isfinite
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from megatron.checkpoint.architecture import model_config
 from megatron.checkpoint.deferred import Deferred, with_rows
 from megatron.checkpoint.manifest import Slice, TensorRecord
 from megatron.checkpoint.parts import Part, Share
-from megatron.checkpoint.state import TrainState, rank_file, share_file, writes
+from megatron.checkpoint.state import Sharded, TrainState, rank_file, share_file, writes
 from megatron.distributed.state import Axis, ParallelState
 from megatron.errors import NonFiniteError
 from megatron.model.parameters import VOCABULARY_TABLES, WORD_TABLE, classic_path, layer_of
@@ -150,9 +150,9 @@ def _optimizer(
     state: TrainState, parallel: ParallelState, content: RankContent, kept: Callable[[str, Tensor], Tensor]
 ) -> None:
     """Each rank's share of the state: the pieces that it has, or those that it is dealt of what all replicas have."""
-    divisions = {**_dealt(state), **state.divisions}
+    shared = _dealt(state)
     for name, kinds in (state.optimizer or {}).items():
-        division, alone = divisions.get(name), name in state.replicas
+        division, alone = shared.get(name) or _division(kinds), name in state.replicas
         if division is None and not (alone or writes(parallel)):
             continue
         file = share_file(parallel) if division is not None or alone else rank_file(parallel)
@@ -169,14 +169,18 @@ def _optimizer(
                 cut = division
             piece, mine = Slice(file, key, spec.ranges, tuple(tensor.shape)), tensor
             if cut is not None:
-                held = cut.held(prod(shape))
-                mine = tensor if name in state.divisions else tensor.reshape(-1)[slice(*held)]
-                assert mine.numel() == held[1] - held[0], f"{name} ({kind}): {mine.shape} is not {held}"
+                mine = tensor if spec.division is not None else tensor.reshape(-1)[slice(*cut.held)]
+                assert mine.numel() == cut.held[1] - cut.held[0], f"{name} ({kind}): {mine.shape} is not {cut.held}"
                 piece = Slice(cut.group.name, key, spec.ranges, shape, cut.share, cut.offset)
             if first:
                 content.part.optimizer[name][kind] = _record(spec, tensor, piece)
             if mine.numel() if cut is not None else first:
                 saved[kind] = kept(f"{name} ({kind})", mine)
+
+
+def _division(kinds: Mapping[str, Sharded]) -> Division | None:
+    """How ranks divide the state of one parameter; its other kinds, such as sums of rows, all of them have."""
+    return next((shard.division for shard, _ in kinds.values() if shard.division is not None), None)
 
 
 def _dealt(state: TrainState) -> dict[str, Division]:
@@ -185,7 +189,7 @@ def _dealt(state: TrainState) -> dict[str, Division]:
     by_axis: dict[str, tuple[Axis, list[str]]] = {}
     for name, kinds in (state.optimizer or {}).items():
         axis = state.replicas.get(name)
-        if axis is not None and axis.size > 1 and name not in state.divisions and kinds:
+        if axis is not None and axis.size > 1 and kinds and _division(kinds) is None:
             by_axis.setdefault(axis.name, (axis, []))[1].append(name)
     found: dict[str, Division] = {}
     for axis, names in by_axis.values():

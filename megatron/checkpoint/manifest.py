@@ -18,8 +18,7 @@ from megatron.checkpoint import paths, storage
 from megatron.checkpoint.lineage import Line
 from megatron.checkpoint.storage import FileRecord
 from megatron.errors import CheckpointError
-from megatron.state.division import piece_of, pieces_between
-from megatron.state.shard import Range
+from megatron.state.ranges import Range, piece_of, pieces_between
 from megatron.utils.typed import typed
 
 SCHEMA = 3

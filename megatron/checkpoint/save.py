@@ -201,7 +201,7 @@ class Save:
         tensors = [tensor for _, tensor in self.state.params.values()] if writes(self.parallel) else []
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         for name, kinds in (self.state.optimizer or {}).items():
-            pieces = name in self.state.divisions
+            pieces = any(shard.division is not None for shard, _ in kinds.values())
             axis = self.state.replicas.get(name)
             parts = 1 if axis is None or pieces else axis.size
             if axis is not None or writes(self.parallel):

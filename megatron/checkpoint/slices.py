@@ -16,7 +16,8 @@ from torch import Tensor
 from megatron.checkpoint import paths
 from megatron.checkpoint.manifest import Slice, TensorRecord
 from megatron.errors import CheckpointError
-from megatron.state.shard import Range, Shard, along_one_dim, copy_common, missing_ranges, pieces
+from megatron.state.ranges import Range
+from megatron.state.shard import Shard, along_one_dim, copy_common, missing_ranges, pieces
 
 Read = Callable[[Slice], Tensor]
 ReadElements = Callable[[Slice, Range], Tensor]

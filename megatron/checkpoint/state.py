@@ -15,8 +15,8 @@ from megatron.checkpoint.lineage import Line
 from megatron.checkpoint.lock import DirectoryLock
 from megatron.checkpoint.paths import MODEL_FILE
 from megatron.distributed.state import Axis, ParallelState
-from megatron.state.division import Division
-from megatron.state.shard import Range, Shard
+from megatron.state.ranges import Range
+from megatron.state.shard import Shard
 
 Sharded = tuple[Shard, Tensor]
 Take = Callable[[str, Tensor], None]
@@ -36,7 +36,6 @@ class TrainState:
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
     optimizer: Mapping[str, Mapping[str, Sharded]] | None = None  # parameter -> {"exp_avg", "master", ...}
-    divisions: Mapping[str, Division] = field(default_factory=dict)  # of the parameters whose optimizer state is pieces
     replicas: Mapping[str, Axis] = field(default_factory=dict)  # the ranks that hold the same: each saves a share
     optimizer_extra: Mapping[str, Any] = field(default_factory=dict)  # step count, loss scaler: plain values
     scheduler: Mapping[str, Any] = field(default_factory=dict)  # Megatron's opt_param_scheduler keys

@@ -10,7 +10,7 @@ from torch import nn
 from megatron.data_parallel.buckets import Bucket, Slot
 from megatron.distributed.state import Axis
 from megatron.state.division import Division
-from megatron.state.shard import Range
+from megatron.state.ranges import Range
 
 
 class DividedWeights:
@@ -67,7 +67,7 @@ class DividedWeights:
         if slot.name not in self._divided:
             return None
         chunk = self._buckets[slot.bucket].chunk
-        return Division(slot.axis.members, chunk[1] - chunk[0], slot.place[0])
+        return Division(slot.axis.members, slot.parameter.numel(), chunk[1] - chunk[0], slot.place[0])
 
     def replicas(self, name: str) -> Axis:
         return self._slot(name).axis

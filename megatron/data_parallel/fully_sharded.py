@@ -35,7 +35,7 @@ from megatron.distributed import collectives
 from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
 from megatron.state.division import Division
-from megatron.state.shard import Range
+from megatron.state.ranges import Range
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,8 @@ class FullySharded:
         shard = self._shards[name]
         if shard.axis.size == 1:
             return None
-        return Division(shard.axis.members, max(shard.rows * prod(shard.parameter.shape[1:]), 1))
+        share = max(shard.rows * prod(shard.parameter.shape[1:]), 1)
+        return Division(shard.axis.members, shard.parameter.numel(), share)
 
     def replicas(self, name: str) -> Axis:
         return self._shards[name].axis

@@ -15,7 +15,7 @@ from torch import Tensor, dtype, nn
 
 from megatron.distributed.state import Axis
 from megatron.state.division import Division
-from megatron.state.shard import Range
+from megatron.state.ranges import Range
 from megatron.utils.dtype import HALF
 
 

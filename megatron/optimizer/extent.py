@@ -18,7 +18,8 @@ from megatron.distributed import collectives
 from megatron.distributed.state import Axis
 from megatron.optimizer.matrices import Matrix
 from megatron.optimizer.norms import sum_of_wide_squares, widest
-from megatron.state.shard import Range, Shard
+from megatron.state.ranges import Range
+from megatron.state.shard import Shard
 
 Axes = tuple[Axis, ...]
 

@@ -18,7 +18,8 @@ from megatron.data_parallel import Gradients
 from megatron.distributed import collectives
 from megatron.distributed.messages import all_gather_json
 from megatron.distributed.state import Axis
-from megatron.state.shard import Range, Shard
+from megatron.state.ranges import Range
+from megatron.state.shard import Shard
 
 Fused = tuple[int, tuple[int, ...]]
 """The dimension of a logical view along which its linear maps lie, and the length of each."""

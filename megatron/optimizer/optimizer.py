@@ -13,7 +13,7 @@ in flight then, so the loss scale is also kept on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -43,8 +43,8 @@ from megatron.optimizer.norms import (
 )
 from megatron.optimizer.rules.base import WHOLE_KINDS
 from megatron.optimizer.update_rules import OptimizerState, Update
-from megatron.state.division import Division
-from megatron.state.shard import Range, Shard
+from megatron.state.ranges import Range
+from megatron.state.shard import Shard
 
 ExtraState = dict[str, Any]
 """step, skipped_in_a_row, loss_scaler: plain numbers."""
@@ -99,7 +99,7 @@ class Optimizer:
         self.asynchronous = asynchronous
         self._clip_grad = config.clip_grad
         specs = dict(specs or {})
-        self._by_axes = CountedParts(grads, split_over or {}, specs, norm_axes)
+        self._by_axes = CountedParts(grads, split_over or {}, self.shards(specs), norm_axes)
         self._device = grads.device
         rules = {name: rule(name, grads.parameter(name)) for name in grads.names}
         self._client = client
@@ -212,14 +212,18 @@ class Optimizer:
         """Those tensors of `state()` into which a checkpoint may be read; `load_state` is given the same ones then."""
         return {} if isinstance(self._update, ClientUpdate) else self._update.loadable_in_place()
 
-    def divisions(self) -> dict[str, Division]:
-        """How the ranks divide `state()`, by the names of the parameters of which it has pieces."""
-        found = {name: self.grads.division(name) for name in self.grads.names}
-        return {name: division for name, division in found.items() if division is not None}
+    def shards(self, specs: Mapping[str, Shard]) -> dict[str, Shard]:
+        """The shards of `state()`: those of the weights, as far as this rank updates them."""
+        return {
+            name: replace(spec, division=self.grads.division(name))
+            for name, spec in specs.items()
+            if name in self.grads.names
+        }
 
     def held(self, name: str) -> Range | None:
         """The elements of a parameter of which `state()` has a piece; None where it has all."""
-        return None if self.grads.division(name) is None else self.grads.held(name)
+        division = self.grads.division(name)
+        return None if division is None else division.held
 
     def replicas(self) -> dict[str, Axis]:
         """The ranks among which each parameter is divided, or each of which holds all of its state."""

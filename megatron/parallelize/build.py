@@ -28,7 +28,8 @@ from megatron.pipeline_parallel.links import Links
 from megatron.pipeline_parallel.pass_recorder import PassRecorder
 from megatron.pipeline_parallel.pipeline import BoundStage, HiddenLike, Pipeline
 from megatron.pipeline_parallel.schedules import schedule_of
-from megatron.state.shard import Shard, even_ranges
+from megatron.state.ranges import even_ranges
+from megatron.state.shard import Shard
 from megatron.utils.dtype import default_dtype
 
 

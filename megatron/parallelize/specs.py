@@ -12,7 +12,8 @@ from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
 from megatron.model.init import initial_elements
 from megatron.model.parameters import WORD_TABLE, Parameter, Row, Shape, stored_shape
-from megatron.state.shard import Range, Shard, even_ranges
+from megatron.state.ranges import Range, even_ranges
+from megatron.state.shard import Shard
 
 
 @dataclass(frozen=True)

@@ -5,30 +5,10 @@ Tensors are concatenated to one row of elements, which is cut into equal shares,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron.state.shard import Range, common
-
-
-def piece_of(elements: int, offset: int, share: int, number: int) -> Range:
-    """The elements of a tensor, which begins at `offset` of the row, that lie in share `number`. An empty range is at
-    the beginning or the end of the tensor."""
-    start, stop = common((offset, offset + elements), (number * share, (number + 1) * share))
-    if start < stop:
-        return start - offset, stop - offset
-    return (0, 0) if (number + 1) * share <= offset else (elements, elements)
-
-
-def pieces_between(start: int, stop: int, offset: int, share: int) -> Iterator[tuple[int, Range]]:
-    """Splits the elements `start` to `stop` of a tensor, which begins at `offset`, by share: (number of the share,
-    range)."""
-    position = start
-    while position < stop:
-        number = (offset + position) // share
-        end = min(stop, (number + 1) * share - offset)
-        yield number, (position, end)
-        position = end
+from megatron.state.ranges import Range, piece_of
 
 
 @dataclass(frozen=True)
@@ -47,14 +27,21 @@ class Division:
     """How the ranks of a group divide one tensor."""
 
     group: Members
+    elements: int
+    """Of the whole tensor."""
     share: int
     """Elements of the row that each rank has."""
     offset: int = 0
     """Where the tensor begins in the row."""
 
-    def held(self, elements: int, rank: int | None = None) -> Range:
-        """The range that a rank of the group (default: this one) holds of a tensor with so many elements."""
-        return piece_of(elements, self.offset, self.share, self.group.rank if rank is None else rank)
+    @property
+    def held(self) -> Range:
+        """The elements that this rank has."""
+        return self.held_by(self.group.rank)
+
+    def held_by(self, rank: int) -> Range:
+        """The elements that a rank of the group has."""
+        return piece_of(self.elements, self.offset, self.share, rank)
 
 
 def dealt(sizes: Mapping[str, int], group: Members, first_has: int = 0) -> dict[str, Division]:
@@ -66,6 +53,6 @@ def dealt(sizes: Mapping[str, int], group: Members, first_has: int = 0) -> dict[
     share = max(-(-(first_has + total) // group.size), 1)
     found, position = {}, min(first_has, share)
     for name, size in sizes.items():
-        found[name] = Division(group, share, position)
+        found[name] = Division(group, size, share, position)
         position += size
     return found

@@ -14,7 +14,8 @@ from math import prod
 
 import torch
 
-Range = tuple[int, int]
+from megatron.state.division import Division
+from megatron.state.ranges import Range, common, without
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Shard:
     """How many dimensions from `dim` on the ranges count through as one (the heads of all KV groups, say)."""
     copies: tuple[Range, ...] = ()
     """The part of `ranges` that an earlier rank holds too: sums over all ranks, such as a norm, skip it."""
+    division: Division | None = None
+    """How ranks divide the elements of the stored tensor (ZeRO); None: each of them has all."""
 
     def __post_init__(self) -> None:
         dims = len(self.logical_shape)
@@ -114,41 +117,40 @@ class Shard:
 
     def whole(self) -> Shard:
         """The same parameter, unsplit."""
-        return replace(self, ranges=None, replica_axes=(), copies=())
+        return replace(self, ranges=None, replica_axes=(), copies=(), division=None)
 
-    def counted(self, tensor: torch.Tensor, piece: Range | None = None) -> list[torch.Tensor]:
-        """The parts of the stored tensor that no earlier rank holds: over all ranks, every element is counted once.
-        Padding rows are left out. `piece`: the elements of the stored tensor that `tensor` has (default: all)."""
-        if not self.copies and piece is None:
+    def counted(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of this rank's tensor that no earlier rank holds: over all ranks, every element is counted once.
+        Padding rows are left out."""
+        if not self.copies and self.division is None:
             return [self.view(tensor)]
-        if not self.copies and piece is not None and piece[1] <= prod(self.local_shape):  # nothing to leave out
-            return [tensor] if tensor.numel() else []
-        return self._parts(tensor, piece, lambda held: without(held, self.copies))
+        if not self.copies and self.division is not None and self.division.held[1] <= prod(self.local_shape):
+            return [tensor] if tensor.numel() else []  # no padding to leave out
+        return self._parts(tensor, lambda held: without(held, self.copies))
 
-    def copied(self, tensor: torch.Tensor, piece: Range | None = None) -> list[torch.Tensor]:
+    def copied(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The parts that `counted` leaves out, because an earlier rank holds them too."""
         if not self.copies:
             return []
-        return self._parts(tensor, piece, lambda held: without(held, tuple(without(held, self.copies))))
+        return self._parts(tensor, lambda held: without(held, tuple(without(held, self.copies))))
 
-    def held_in(self, tensor: torch.Tensor, piece: Range) -> Iterator[tuple[Range, torch.Tensor]]:
-        """For each index range held here: the range, and its elements in `tensor`, which is a piece of the stored
-        tensor."""
+    def held_in(self, tensor: torch.Tensor) -> Iterator[tuple[Range, torch.Tensor]]:
+        """For each index range held here: the range, and its elements in this rank's tensor, of which it has a part
+        where ranks divide it."""
+        assert self.division is not None
         for offset, held in _with_offsets(self.held):
             runs = self._elements([(offset, offset + held[1] - held[0])])
-            yield held, torch.cat([_in_piece(tensor, piece, run) for run in runs])
+            yield held, torch.cat([_in_piece(tensor, self.division.held, run) for run in runs])
 
-    def _parts(
-        self, tensor: torch.Tensor, piece: Range | None, which: Callable[[Range], Iterable[Range]]
-    ) -> list[torch.Tensor]:
+    def _parts(self, tensor: torch.Tensor, which: Callable[[Range], Iterable[Range]]) -> list[torch.Tensor]:
         chosen = [
             (offset + start - held[0], offset + stop - held[0])
             for offset, held in _with_offsets(self.held)
             for start, stop in which(held)
         ]
-        if piece is None:
+        if self.division is None:
             return [_cut(self.view(tensor), self.dim, part) for part in chosen]
-        parts = (_in_piece(tensor, piece, run) for run in self._elements(chosen))
+        parts = (_in_piece(tensor, self.division.held, run) for run in self._elements(chosen))
         return [part for part in parts if part.numel()]
 
     def _elements(self, parts: Sequence[Range]) -> Iterator[Range]:
@@ -182,13 +184,6 @@ class Shard:
     def put(self, full: torch.Tensor, local: torch.Tensor) -> None:
         """Writes this rank's stored tensor `local` to its place in the whole parameter."""
         copy_common(self, local, self.whole(), full)
-
-
-def even_ranges(size: int, parts: int, index: int) -> tuple[Range, ...]:
-    """The `index`-th of `parts` contiguous pieces of `size`; the first ones are one longer if it does not divide."""
-    base, longer = divmod(size, parts)
-    start = index * base + min(index, longer)
-    return ((start, start + base + (index < longer)),)
 
 
 def pieces(source: Shard, target: Shard) -> Iterator[tuple[Range, Range]]:
@@ -233,26 +228,10 @@ def missing_ranges(parts: Sequence[Shard], wanted: Shard | None = None) -> list[
     return [gap for held in wanted.held for gap in without(held, covered)]
 
 
-def common(a: Range, b: Range) -> Range:
-    """The intersection; one that is empty begins at its end or after it."""
-    return max(a[0], b[0]), min(a[1], b[1])
-
-
 def _in_piece(tensor: torch.Tensor, piece: Range, run: Range) -> torch.Tensor:
     """The part of a run of elements that is in `tensor`, which holds the elements of `piece`."""
     start, stop = common(run, piece)
     return tensor[start - piece[0] : max(stop, start) - piece[0]]
-
-
-def without(held: Range, removed: Sequence[Range]) -> Iterator[Range]:
-    """Subtracts ranges from one range."""
-    position, stop = held
-    for a, b in sorted(removed):
-        if min(a, stop) > position:
-            yield position, min(a, stop)
-        position = max(position, b)
-    if position < stop:
-        yield position, stop
 
 
 def along_one_dim(source: Shard, target: Shard) -> tuple[Shard, Shard]:

@@ -265,8 +265,9 @@ class RunCheckpoints:
         config = self.run.config.checkpoint
         optimizer = None
         if config.save_optim:
+            shards = own.shards(self.specs)
             optimizer = {
-                name: {kind: (state_spec(self.specs[name], kind, tensor), tensor) for kind, tensor in kinds.items()}
+                name: {kind: (state_spec(shards[name], kind, tensor), tensor) for kind, tensor in kinds.items()}
                 for name, kinds in own.state().items()
             }
         return TrainState(
@@ -275,7 +276,6 @@ class RunCheckpoints:
             consumed_valid_samples=progress.consumed_valid_samples,
             params=self._whole_params(),
             optimizer=optimizer,
-            divisions=own.divisions(),
             replicas=own.replicas(),
             optimizer_extra=own.extra_state(),
             scheduler=self.schedule.state(progress.schedule_samples),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -21,7 +22,8 @@ from megatron.distributed.state import Axis
 from megatron.engine import Engine
 from megatron.errors import ReplicaError
 from megatron.parallelize import persistent_buffers
-from megatron.state.shard import Range, Shard
+from megatron.state.ranges import Range
+from megatron.state.shard import Shard
 from megatron.training.hooks import Hook
 
 Key = tuple[str, int, Range]
@@ -72,14 +74,13 @@ class ReplicaCheck(Hook):
             shapes[name] = tensor.shape
             yield name, self._specs[name].dim, _parts(self._specs[name], tensor.detach())
         for name, moments in state.items():
-            spec, piece = self._specs[name], grads.held(name)
-            whole = grads.divided_over(name).size == 1
+            shard, (start, stop) = replace(self._specs[name], division=grads.division(name)), grads.held(name)
             for key, tensor in moments.items():
-                if whole and tensor.shape == shapes[name]:
-                    yield f"{name} (optimizer: {key})", spec.dim, _parts(spec, tensor)
-                elif not whole and tensor.numel() == piece[1] - piece[0]:
-                    elements = f"elements {piece[0]} to {piece[1]}"
-                    yield f"{name} (optimizer: {key}, {elements})", spec.dim, spec.held_in(tensor, piece)
+                if shard.division is None and tensor.shape == shapes[name]:
+                    yield f"{name} (optimizer: {key})", shard.dim, _parts(shard, tensor)
+                elif shard.division is not None and tensor.numel() == stop - start:
+                    elements = f"elements {start} to {stop}"
+                    yield f"{name} (optimizer: {key}, {elements})", shard.dim, shard.held_in(tensor)
 
 
 def _parts(spec: Shard, tensor: Tensor) -> Iterator[tuple[Range, Tensor]]:

@@ -142,13 +142,13 @@ def flat(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def test_planted_bug_a_rank_saves_the_piece_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = Division.held
+    held_by = Division.held_by
 
-    def shifted(self: Division, elements: int, rank: int | None = None) -> tuple[int, int]:
-        start, stop = held(self, elements, rank)
+    def shifted(self: Division, rank: int) -> tuple[int, int]:
+        start, stop = held_by(self, rank)
         return (start - 1, stop - 1) if self.group.rank == 2 and start else (start, stop)
 
-    monkeypatch.setattr(Division, "held", shifted)
+    monkeypatch.setattr(Division, "held_by", shifted)
     run_ranks(RANKS, save_dealt, tmp_path)
     assert not loaded_equals(tmp_path, make_state(), load_rng=False)
 

@@ -24,7 +24,8 @@ from megatron.checkpoint.verify import identity_of
 from megatron.config import ModelConfig, MoEConfig
 from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError
-from megatron.state.shard import Range, Shard
+from megatron.state.ranges import Range
+from megatron.state.shard import Shard
 
 
 def load_hugging_face(

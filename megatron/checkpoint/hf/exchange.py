@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.config import ModelConfig
 from megatron.model.parameters import Parameter, Row
-from megatron.state.shard import Range
+from megatron.state.ranges import Range
 
 Tensors = tuple[Tensor, ...]
 

@@ -21,7 +21,8 @@ from megatron.checkpoint.safe_load import MissingPartError
 from megatron.checkpoint.torch_files import TorchFile, plain_values
 from megatron.errors import CheckpointError
 from megatron.model.parameters import HEAD_TABLE, QKV, VOCABULARY_TABLES, WORD_TABLE, Parameter, layer_of
-from megatron.state.shard import Shard, even_ranges
+from megatron.state.ranges import even_ranges
+from megatron.state.shard import Shard
 
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _OF_LAYER = re.compile(r"layers\.(\d+)\.")

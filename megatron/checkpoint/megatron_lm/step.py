@@ -22,7 +22,8 @@ from megatron.checkpoint.torch_files import TorchFile, plain_values
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError
 from megatron.model.parameters import VOCABULARY_TABLES, WORD_TABLE, Parameter, parameters
-from megatron.state.shard import Range, Shard
+from megatron.state.ranges import Range
+from megatron.state.shard import Shard
 
 _MOST_LAYERS = 100_000
 """Layers and experts together; a file that describes more has no tensors for them."""

@@ -29,7 +29,8 @@ from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import ConfigError
 from megatron.layout import nearest_divisors, padded_vocab_size
 from megatron.model.parameters import HEAD_TABLE, VOCABULARY_TABLES, WORD_TABLE, Parameter, parameters
-from megatron.state.shard import Range, Shard, even_ranges
+from megatron.state.ranges import Range, even_ranges
+from megatron.state.shard import Shard
 from megatron.utils import durable
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -33,7 +33,8 @@ from megatron.engine.any_model.settings import EngineSettings
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.optimizer import Optimizer
 from megatron.parallelize import persistent_buffers
-from megatron.state.shard import Range, Shard
+from megatron.state.ranges import Range
+from megatron.state.shard import Shard
 from megatron.utils import durable
 from megatron.utils.log import RankLog
 
@@ -175,6 +176,7 @@ class EngineCheckpoints:
     def _state(self, client_state: Mapping[str, Any]) -> TrainState:
         engine, scheduler = self.engine, self.engine.lr_scheduler
         own, params = self.core.state(), self._params()
+        shards = self.core.shards({name: spec for name, (spec, _) in params.items()})
         trained = [name for name, one in engine.module.named_parameters() if one.requires_grad]
         kept = {
             "client_state": dict(client_state),
@@ -187,10 +189,9 @@ class EngineCheckpoints:
             iteration=engine.global_steps,
             consumed_train_samples=engine.global_samples,
             optimizer={
-                name: {kind: (params[name][0], tensor) for kind, tensor in own.get(name, {}).items()}
+                name: {kind: (shards[name], tensor) for kind, tensor in own.get(name, {}).items()}
                 for name in {**dict.fromkeys(trained), **own}
             },
-            divisions=self.core.divisions(),
             replicas=self.core.replicas(),
             optimizer_extra=mark_types(self.core.extra_state(), "optimizer"),
             rng=get_rng_state(engine.place.device),

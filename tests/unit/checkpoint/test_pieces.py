@@ -14,7 +14,8 @@ from torch import Tensor
 from megatron.checkpoint import slices
 from megatron.checkpoint.manifest import Slice, TensorRecord
 from megatron.errors import CheckpointError
-from megatron.state.shard import Range, Shard, even_ranges
+from megatron.state.ranges import Range, even_ranges
+from megatron.state.shard import Shard
 
 # (logical shape, split dimension, how many dimensions are counted as one)
 VIEWS = [((12, 5), 0, 1), ((3, 4, 2, 5), 0, 1), ((2, 8, 3), 1, 1), ((5, 8), 1, 1), ((4, 3, 2, 5), 0, 2), ((8,), 0, 1)]

@@ -14,7 +14,8 @@ from megatron.checkpoint.manifest import Slice, TensorRecord
 from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError
 from megatron.layout import Layout
-from megatron.state.shard import Shard, even_ranges
+from megatron.state.ranges import even_ranges
+from megatron.state.shard import Shard
 from tests.helpers.distributed import run_ranks
 from tests.unit.checkpoint.support import PADDED, SHAPES, load, make_params, make_state
 

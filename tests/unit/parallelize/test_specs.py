@@ -16,7 +16,8 @@ from megatron.model.gpt import GPT
 from megatron.ops import resolve
 from megatron.parallelize import persistent_buffers
 from megatron.parallelize.specs import Cut, Held, foreign_specs, held_specs, in_order_of
-from megatron.state.shard import Shard, even_ranges, missing_ranges
+from megatron.state.ranges import even_ranges
+from megatron.state.shard import Shard, missing_ranges
 from tests.helpers.runs import LLAMA_SHAPE, flags
 
 VOCABULARY, PADDED = 97, 112

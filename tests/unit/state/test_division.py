@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from megatron.distributed.state import Axis
-from megatron.state.division import dealt, piece_of, pieces_between
+from megatron.state.division import dealt
+from megatron.state.ranges import piece_of, pieces_between
 
 
 def axis_of(size: int) -> Axis:
@@ -48,7 +49,7 @@ def test_dealt_to_ranks(ranks: int, first_has: int) -> None:
     shares = dealt(sizes, axis_of(ranks).members, first_has)
     work = [0] * ranks
     for name, size in sizes.items():
-        pieces = [shares[name].held(size, rank) for rank in range(ranks)]
+        pieces = [shares[name].held_by(rank) for rank in range(ranks)]
         assert [element for piece in pieces for element in range(*piece)] == list(range(size))
         work = [sum_ + piece[1] - piece[0] for sum_, piece in zip(work, pieces, strict=True)]
     assert sum(work) == 104

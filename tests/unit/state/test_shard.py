@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.state import shard
-from megatron.state.shard import Shard, copy_common, even_ranges, missing_ranges, pieces
+from megatron.state.ranges import even_ranges
+from megatron.state.shard import Shard, copy_common, missing_ranges, pieces
 
 GROUPS, PER_GROUP, WIDTH, HIDDEN, FFN, VOCAB = 4, 3, 2, 5, 8, 11
 
