@@ -1,6 +1,6 @@
 """Resharding: fills any split of a logical tensor from its stored slices.
 
-Each stored slice is described by a Shard. Loading copies the intersections of the stored ShardSpecs with the wanted
+Each stored slice is described by a Shard. Loading copies the intersections of the stored Shards with the wanted
 one, whatever layout saved them, and fails if an index is in none.
 """
 
