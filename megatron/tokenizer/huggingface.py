@@ -20,7 +20,7 @@ from megatron.tokenizer.bpe_files import BPE, check_ids, merge_pair, read_text
 from megatron.tokenizer.byte_lengths import Lengths, by_decoding, bytes_of_fallback, of_alphabet
 from megatron.tokenizer.export import config_text, write_files
 from megatron.tokenizer.fast.guard import Encoder, build_guarded
-from megatron.tokenizer.identity import earlier_fingerprint, fingerprint
+from megatron.tokenizer.identity import earlier_fingerprint, fingerprint, steps
 
 SETTING = "--tokenizer-model"
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -339,7 +339,8 @@ def _kinds(part: Any) -> set[str]:
 def _as_gpt2(description: dict[str, Any], eod_token: str | None) -> BPE | None:
     """The vocabulary and merges, if the file describes exactly GPT2BPETokenizer's encoding."""
     model = description.get("model") or {}
-    pre = description.get("pre_tokenizer") or {}
+    words = steps(description.get("pre_tokenizer"))
+    pre = words[0] if len(words) == 1 else {}
     added = description.get("added_tokens") or []
     vocab = model.get("vocab")
     plain = (
@@ -347,7 +348,7 @@ def _as_gpt2(description: dict[str, Any], eod_token: str | None) -> BPE | None:
         and "merges" in model
         and not any(model.get(option) for option in ("dropout", "unk_token", "ignore_merges", "byte_fallback"))
         and not (model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
-        and description.get("normalizer") is None
+        and not steps(description.get("normalizer"))
         and pre.get("type") == "ByteLevel"
         and not pre.get("add_prefix_space")
         and pre.get("use_regex", True)
