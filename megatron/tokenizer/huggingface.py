@@ -324,9 +324,28 @@ def load_tokenizers(path: Path) -> Any:
         lambda reason: ConfigError(f"{SETTING} {path}: not a tokenizer that tokenizers can open ({reason})")
     ):
         rust = made.Tokenizer.from_file(str(path))
+    _refuse_random(rust, path)
     rust.no_truncation()  # a limit stored in the file would silently truncate documents
     rust.no_padding()
     return rust
+
+
+def _refuse_random(rust: Any, path: Path) -> None:
+    """Refuses a tokenizer whose ids of a text differ from time to time: data could not be made again."""
+    if dropout := getattr(rust.model, "dropout", None):
+        raise ConfigError(
+            f"{SETTING} {path}: its model has dropout {dropout:g}, so the ids of a text are random; set dropout to "
+            "null in that file"
+        )
+    normalize, found = rust.normalizer.normalize_str if rust.normalizer else str, dict[str, Any]()
+    for token in rust.get_added_tokens_decoder().values():
+        other = found.setdefault(normalize(token.content), token) if token.normalized else token
+        if other is not token and not (other.special and token.special):
+            raise ConfigError(
+                f"{SETTING} {path}: its normalizer makes one text of the added tokens {other.content!r} and "
+                f"{token.content!r}, and the library picks one at random; remove one of them, or set its normalized to "
+                "false in that file"
+            )
 
 
 def _kinds(part: Any) -> set[str]:
