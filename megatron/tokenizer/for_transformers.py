@@ -7,7 +7,8 @@ from its vocabulary, with a word pattern, defaults and special tokens of their o
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,32 @@ _REPLACED = (CONFIG, SPECIAL_TOKENS, "added_tokens.json")
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _WITH_DEFAULTS = ROLES[:5]
 """Roles that are written as null where there is no token: the default of a class may be a new token."""
-_KEPT = ("model_max_length", "padding_side", "truncation_side", "chat_template")
+
+
+def _is_length(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and 0 < value < math.inf)
+
+
+def _is_side(value: Any) -> bool:
+    return value in ("left", "right")
+
+
+def _is_template(value: Any) -> bool:
+    """True of a template, and of several by name."""
+    if isinstance(value, list):
+        texts = [each.get(key) if isinstance(each, dict) else None for each in value for key in ("name", "template")]
+    else:
+        texts = [*value.values()] if isinstance(value, dict) else ["" if value is None else value]
+    return all(isinstance(text, str) for text in texts)
+
+
+# What an export takes over, if it is what `transformers` can read.
+_KEPT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "model_max_length": (_is_length, "a positive number"),
+    "padding_side": (_is_side, "left or right"),
+    "truncation_side": (_is_side, "left or right"),
+    "chat_template": (_is_template, 'text, or a list of {"name": ..., "template": ...}'),
+}
 
 
 # What the class Qwen2Tokenizer makes of every vocabulary.
@@ -84,6 +110,16 @@ class TokenizerFiles:
         ids = {role: tokenizer.token_id(token) for role, token in named.items()}
         return {role: token for role, token in named.items() if (index := ids[role]) is not None and index < rows}
 
+    def left_out(self) -> list[str]:
+        """Values of tokenizer_config.json that an export leaves out, each as a line for the log."""
+        given = self.json(CONFIG) if self.has_json else {}
+        return [
+            f"{self.folder / CONFIG}: {name} is {given[name]!r:.60}, and transformers reads {what}; the export "
+            f"leaves it out, so set {name} in its {CONFIG} if you need it"
+            for name, (is_one, what) in _KEPT.items()
+            if name in given and not is_one(given[name])
+        ]
+
     def portable(self, rows: int) -> dict[str, bytes]:
         """File name -> content of an exported tokenizer. Without a tokenizer.json the files are copied; else the
         tokenizer_config.json written beside it adds no token and changes none. `rows`: the model's vocabulary."""
@@ -111,7 +147,7 @@ def _config(given: Mapping[str, Any], description: Mapping[str, Any], roles: Map
         "clean_up_tokenization_spaces": False,
         # Version 4 writes this value into the word pattern.
         **({"add_prefix_space": words["add_prefix_space"]} if "add_prefix_space" in words else {}),
-        **{name: given[name] for name in _KEPT if name in given},
+        **{name: given[name] for name, (is_one, _) in _KEPT.items() if name in given and is_one(given[name])},
         **{role: roles.get(role) for role in ROLES if role in roles or role in _WITH_DEFAULTS},
         "added_tokens_decoder": added,
     }

@@ -20,7 +20,7 @@ from megatron.tokenizer.bpe_files import BPE, check_ids, merge_pair, read_text
 from megatron.tokenizer.byte_lengths import Lengths, by_decoding, bytes_of_fallback, of_alphabet
 from megatron.tokenizer.export import config_text, write_files
 from megatron.tokenizer.fast.guard import Encoder, build_guarded
-from megatron.tokenizer.identity import earlier_fingerprint, fingerprint
+from megatron.tokenizer.identity import earlier_fingerprint, fingerprint, steps
 
 SETTING = "--tokenizer-model"
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -324,9 +324,28 @@ def load_tokenizers(path: Path) -> Any:
         lambda reason: ConfigError(f"{SETTING} {path}: not a tokenizer that tokenizers can open ({reason})")
     ):
         rust = made.Tokenizer.from_file(str(path))
+    _refuse_random(rust, path)
     rust.no_truncation()  # a limit stored in the file would silently truncate documents
     rust.no_padding()
     return rust
+
+
+def _refuse_random(rust: Any, path: Path) -> None:
+    """Refuses a tokenizer whose ids of a text differ from time to time: data could not be made again."""
+    if dropout := getattr(rust.model, "dropout", None):
+        raise ConfigError(
+            f"{SETTING} {path}: its model has dropout {dropout:g}, so the ids of a text are random; set dropout to "
+            "null in that file"
+        )
+    normalize, found = rust.normalizer.normalize_str if rust.normalizer else str, dict[str, Any]()
+    for token in rust.get_added_tokens_decoder().values():
+        other = found.setdefault(normalize(token.content), token) if token.normalized else token
+        if other is not token and not (other.special and token.special):
+            raise ConfigError(
+                f"{SETTING} {path}: its normalizer makes one text of the added tokens {other.content!r} and "
+                f"{token.content!r}, and the library picks one at random; remove one of them, or set its normalized to "
+                "false in that file"
+            )
 
 
 def _kinds(part: Any) -> set[str]:
@@ -339,7 +358,8 @@ def _kinds(part: Any) -> set[str]:
 def _as_gpt2(description: dict[str, Any], eod_token: str | None) -> BPE | None:
     """The vocabulary and merges, if the file describes exactly GPT2BPETokenizer's encoding."""
     model = description.get("model") or {}
-    pre = description.get("pre_tokenizer") or {}
+    words = steps(description.get("pre_tokenizer"))
+    pre = words[0] if len(words) == 1 else {}
     added = description.get("added_tokens") or []
     vocab = model.get("vocab")
     plain = (
@@ -347,7 +367,7 @@ def _as_gpt2(description: dict[str, Any], eod_token: str | None) -> BPE | None:
         and "merges" in model
         and not any(model.get(option) for option in ("dropout", "unk_token", "ignore_merges", "byte_fallback"))
         and not (model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
-        and description.get("normalizer") is None
+        and not steps(description.get("normalizer"))
         and pre.get("type") == "ByteLevel"
         and not pre.get("add_prefix_space")
         and pre.get("use_regex", True)

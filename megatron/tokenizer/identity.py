@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,19 +20,36 @@ _MATCHING = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 def fingerprint(description: dict[str, Any], eod_token: str | None, id_of: Callable[[str], int | None]) -> str:
-    """sha256 over what decides the ids of documents. Decoder, post-processor (no token is added to a document) and how
-    special tokens match (their text is text) do not. `id_of`: of an added token, as the library numbers it; it takes
-    no notice of the ids in the file."""
-    splitting = _written_by_library(description)
+    """sha256 over what decides the ids of documents. Decoder and post-processor (no token is added to a document) do
+    not. `id_of`: of an added token, as the library numbers it; it takes no notice of the ids in the file."""
+    splitting = _splitting(description)
+    written = json.loads(splitting.to_str())
+    normalize = splitting.normalizer.normalize_str if splitting.normalizer else str
+    pre_tokenizer = [
+        {name: value for name, value in step.items() if name != "trim_offsets"}  # moves offsets, and no more
+        for step in steps(written.get("pre_tokenizer"))
+    ]
     identity = {
         "kind": "tokenizer.json",
         "model": _model(description.get("model") or {}),
-        "normalizer": splitting.get("normalizer"),
-        "pre_tokenizer": _without_offsets(splitting.get("pre_tokenizer")),
-        "added": _all_added(description.get("added_tokens") or (), eod_token, id_of),
+        "normalizer": _joined(steps(written.get("normalizer")), "normalizers"),
+        "pre_tokenizer": _joined(pre_tokenizer, "pretokenizers"),
+        "added": _all_added(description.get("added_tokens") or (), eod_token, id_of, normalize),
         "eod": eod_token,
     }
     return _hash(identity)
+
+
+def steps(part: Any) -> list[Any]:
+    """The steps of a normalizer or pre-tokenizer in their order, however sequences are nested."""
+    if part is None or part.get("type") != "Sequence":
+        return [] if part is None else [part]
+    return [step for inner in part.get("normalizers") or part.get("pretokenizers") or () for step in steps(inner)]
+
+
+def _joined(found: list[Any], name: str) -> Any:
+    """A sequence of no steps is none, and one of a single step is that step."""
+    return {"type": "Sequence", name: found} if len(found) > 1 else next(iter(found), None)
 
 
 def earlier_fingerprint(description: dict[str, Any], eod_token: str | None) -> str:
@@ -49,14 +66,13 @@ def _hash(identity: dict[str, Any]) -> str:
     return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
 
-def _written_by_library(description: dict[str, Any]) -> dict[str, Any]:
-    """Normalizer and pre-tokenizer with their defaults and in today's spelling, without loading the vocabulary."""
+def _splitting(description: dict[str, Any]) -> Any:
+    """A tokenizer with the normalizer and pre-tokenizer alone: the library writes their defaults out, in today's
+    spelling."""
     empty = {**description, "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
-    rust = package("tokenizers", "HuggingFaceTokenizer").Tokenizer.from_str(
+    return package("tokenizers", "HuggingFaceTokenizer").Tokenizer.from_str(
         json.dumps({**empty, "post_processor": None, "decoder": None, "truncation": None, "padding": None})
     )
-    written: dict[str, Any] = json.loads(rust.to_str())
-    return written
 
 
 def _model(model: dict[str, Any]) -> dict[str, Any]:
@@ -65,36 +81,69 @@ def _model(model: dict[str, Any]) -> dict[str, Any]:
         made["merges"] = [merge_pair(merge) for merge in made["merges"]]
         # every default of this type is false, nothing or no text
         return {name: value for name, value in made.items() if value or name in ("vocab", "merges")}
-    if made.get("type") == "Unigram":
-        made["vocab"] = [(piece, _rounded(score)) for piece, score in made["vocab"]]
+    if isinstance(made.get("vocab"), list):  # Unigram's, also in a file that does not say so
+        made["type"] = "Unigram"
+        made["vocab"] = [(piece, _as_read(float(score))) for piece, score in made["vocab"]]
     return {name: value for name, value in made.items() if value is not None and value is not False}
 
 
-def _rounded(score: float) -> float:
-    """As fp32: the library's reader of JSON changes the last bit of some doubles."""
-    return float(np.float32(score))
-
-
-def _without_offsets(part: Any) -> Any:
-    """The pre-tokenizer without what only moves offsets, and without sequences of one."""
-    if isinstance(part, list):
-        return [_without_offsets(each) for each in part]
-    if not isinstance(part, dict):
-        return part
-    parts = part.get("pretokenizers")
-    if isinstance(parts, list) and len(parts) == 1:
-        return _without_offsets(parts[0])
-    return {name: _without_offsets(value) for name, value in part.items() if name != "trim_offsets"}
+def _as_read(score: float) -> float:
+    """The score that the library computes with, in double precision. Its reader of JSON divides an integer by a power
+    of ten, which may change the last bit; read again, the result stays as it is. Below 1e-6 it would not."""
+    if abs(score) < 1e-6:
+        return float(np.float32(score))
+    number, _, exponent = repr(score).partition("e")
+    whole, _, fraction = number.partition(".")
+    places = len(fraction) - int(exponent or 0)
+    power = float(f"1e{abs(places)}")
+    return float(whole + fraction) / power if places > 0 else float(whole + fraction) * power
 
 
 def _all_added(
-    tokens: Iterable[dict[str, Any]], eod_token: str | None, id_of: Callable[[str], int | None]
+    tokens: Iterable[dict[str, Any]],
+    eod_token: str | None,
+    id_of: Callable[[str], int | None],
+    normalize: Callable[[str], str],
 ) -> list[list[Any]]:
     """By their ids. Of one token that is listed twice the later one counts, so those stay in the file's order."""
+    tokens = [
+        {**token, "special": True, "normalized": False} if token["content"] == eod_token else token for token in tokens
+    ]
     numbered = [(token["id"] if (found := id_of(token["content"])) is None else found, token) for token in tokens]
-    return [_added(number, token, eod_token) for number, token in sorted(numbered, key=lambda each: each[0])]
+    hides = _hides_ordinary_tokens(tokens, normalize)
+    return [_added(number, token, hides) for number, token in sorted(numbered, key=lambda each: each[0])]
 
 
-def _added(number: int, token: dict[str, Any], eod_token: str | None) -> list[Any]:
-    special = bool(token.get("special")) or token["content"] == eod_token
-    return [number, token["content"], special, *([] if special else [bool(token.get(n)) for n in _MATCHING])]
+def _added(number: int, token: dict[str, Any], hides: bool) -> list[Any]:
+    special = bool(token.get("special"))
+    names = _MATCHING if not special else ("normalized",) if hides else ()
+    return [number, token["content"], special, *(bool(token.get(name)) for name in names)]
+
+
+def _hides_ordinary_tokens(tokens: Sequence[dict[str, Any]], normalize: Callable[[str], str]) -> bool:
+    """True if special tokens may decide where ordinary ones match. The library looks for both in one pass, and a
+    special token that is left as text hides the ordinary ones that it overlaps. `normalized` tokens have a pass of
+    their own, in the normalized text."""
+    specials = [token["content"] for token in tokens if token.get("special")]
+    plain: Callable[[str], str] = str
+    for normalized, spelled in ((False, plain), (True, normalize)):
+        ordinary = [
+            token["content"]
+            for token in tokens
+            if not token.get("special") and bool(token.get("normalized")) is normalized
+        ]
+        if any(map(_overlapping(list(map(spelled, specials))), map(spelled, ordinary))):
+            return True
+    return False
+
+
+def _overlapping(specials: Sequence[str]) -> Callable[[str], bool]:
+    """Returns whether a text can hold a token and one of these with characters in common."""
+    beginnings = {token[:size] for token in specials for size in range(1, len(token) + 1)}
+    ends = {token[-size:] for token in specials for size in range(1, len(token) + 1)}
+
+    def overlaps(token: str) -> bool:
+        borders = any(token[:n] in ends or token[-n:] in beginnings for n in range(1, len(token) + 1))
+        return borders or any(token in special or special in token for special in specials)
+
+    return overlaps

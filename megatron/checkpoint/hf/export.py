@@ -145,6 +145,8 @@ def _write_files(export: Export, folder: Path, log: Callable[[str], object], sho
     if export.tokenizer is not None:
         for name, content in export.tokenizer.portable(export.facts.vocab_size).items():
             (folder / name).write_bytes(content)
+        for line in export.tokenizer.left_out():
+            log(f"warning: {line}")
     else:
         log("warning: the checkpoint has no tokenizer beside it; the export has none either")
     _write_weights(export, folder, log, show)

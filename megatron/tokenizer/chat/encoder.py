@@ -1,9 +1,9 @@
 """Conversations to ids, with a Hugging Face tokenizer and the chat template beside it.
 
 The ids, and which of them are answers, are those of `transformers` (`apply_chat_template(messages,
-return_assistant_tokens_mask=True)`), which is not used. Two intended differences: text of a message that spells a
-special token is refused, since with it somebody could forge the end of a turn or a turn of another role; and where an
-answer ends in a character that takes several tokens, all of them count.
+return_assistant_tokens_mask=True)`), which is not used. Two intended differences: text of a message or tool that
+spells a special token is refused, since with it somebody could forge the end of a turn or a turn of another role; and
+where an answer ends in a character that takes several tokens, all of them count.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -42,8 +42,10 @@ class ChatEncoder:
         self._unlisted = [
             name for name in dict.fromkeys(self._names.values()) if name not in listed and self._has(name)
         ]
-        special = [token["content"] for token in self._added() if token.get("special")]
-        self._special = special + self._unlisted
+        named = {*self._names.values()}  # some files list their eos as an ordinary added token
+        listed_special = [token for token in self._added() if token.get("special") or token["content"] in named]
+        self._special = [*(token["content"] for token in listed_special), *self._unlisted]
+        self._normalized = [token["content"] for token in listed_special if token.get("normalized")]
         self.template = self._template()
 
     def check(self) -> None:
@@ -105,8 +107,13 @@ class ChatEncoder:
         return rust
 
     @cached_property
-    def _spelled(self) -> re.Pattern[str] | None:
-        return re.compile("|".join(map(re.escape, self._special))) if self._special else None
+    def _searches(self) -> list[tuple[str, Callable[[str], str], re.Pattern[str]]]:
+        """Where special tokens are looked for: in the text, and `normalized` ones in the normalized text, too."""
+        searches: list[tuple[str, Callable[[str], str], list[str]]] = [("", str, self._special)]
+        if normalizer := self._rust.normalizer:
+            made = list(filter(None, map(normalizer.normalize_str, self._normalized)))
+            searches.append((" (as the tokenizer normalizes it)", normalizer.normalize_str, made))
+        return [(how, read, re.compile("|".join(map(re.escape, made)))) for how, read, made in searches if made]
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[tuple[Ids, np.ndarray]]:
         """The ids, and for each whether what is predicted from it counts: whether the next one is of an answer. Several
@@ -157,7 +164,9 @@ class ChatEncoder:
     def _request(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False) -> bytes:
         plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
         if not self._form.spells_tokens:
-            self._refuse_special_text(plain)
+            for kind, values in (("message", plain), ("tool", tools or ())):
+                for number, value in enumerate(values, start=1):
+                    self._refuse_special_text(f"{kind} {number}", value)
         return request(plain, tools, prompt=prompt)
 
     def _encoded_or_why(self, rendered: tuple[Rendered, ...] | ChatError) -> list[tuple[Ids, np.ndarray]] | ChatError:
@@ -179,14 +188,16 @@ class ChatEncoder:
             ids, answers = np.append(ids, np.int32(self._eod_id or 0)), np.append(answers, True)
         return ids, np.append(answers[1:], False)
 
-    def _refuse_special_text(self, messages: Sequence[Message]) -> None:
-        for number, message in enumerate(messages, start=1):
-            found = self._spelled and next(filter(None, map(self._spelled.search, _texts(message))), None)
-            if found:
-                raise ChatError(
-                    f"message {number} holds the text {found.group()!r}, which is a special token: it would end a turn "
-                    "or begin one; remove it from the text"
-                )
+    def _refuse_special_text(self, named: str, value: Any) -> None:
+        for text in _texts(value):
+            for how, read, tokens in self._searches:
+                with library_errors(lambda reason: ChatError(f"the tokenizer gives up on {named} ({reason})")):
+                    found = tokens.search(read(text))
+                if found:
+                    raise ChatError(
+                        f"{named} holds the text {found.group()!r}{how}, which is a special token: it would end a turn "
+                        "or begin one; remove it from the text"
+                    )
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -209,8 +220,8 @@ def _own_template(folder: Path) -> tuple[str, Path]:
         return read_text(path, SETTING), path
     given = read_json(settings).get("chat_template") if settings.is_file() else None
     if isinstance(given, list):  # several by name
-        named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
-        given = named.get("default")
+        found = [each.get("template") for each in given if isinstance(each, dict) and each.get("name") == "default"]
+        given = found[-1] if found else None
     if not isinstance(given, str):
         raise ConfigError(
             f"{SETTING} {folder}: has no chat template (chat_template.jinja, or chat_template in "

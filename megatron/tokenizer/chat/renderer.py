@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # Around the text of {% generation %} blocks. Unicode promises that these are never characters.
 BEGIN, END = "\ufdd0", "\ufdd1"
 MARKS = re.compile(f"[{BEGIN}{END}]")
+ADDRESS = re.compile(r" at 0x[0-9a-f]+>")
 MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 LENGTH_BYTES = 8
@@ -44,8 +45,9 @@ class UnknownAnswerError(Exception):
 
 class _Renderer:
     def __init__(self, setup: Mapping[str, Any]) -> None:
-        self._template = compiled(setup["source"])
-        self._marked = MARKED.search(setup["source"]) is not None
+        self._source = setup["source"]
+        self._template = compiled(self._source)
+        self._marked = MARKED.search(self._source) is not None
         self._names, self._ends, self._most = setup["names"], tuple(setup["ends"]), setup["output_bytes"]
 
     def answer(self, request: Mapping[str, Any]) -> Texts:
@@ -59,7 +61,12 @@ class _Renderer:
 
     def _render(self, messages: Sequence[Any], tools: Any, *, prompt: bool = False) -> str:
         values = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
-        return bounded(self._template.generate(**values, **self._names), self._most)
+        text = bounded(self._template.generate(**values, **self._names), self._most)
+        if printed := set(ADDRESS.findall(text)):  # it may be the text of a message
+            given = f"{self._source}{json.dumps([messages, tools], ensure_ascii=False)}"
+            if not printed.issubset(ADDRESS.findall(given)):
+                raise ValueError("it prints the address of an object, another one each time; add | list or ()")
+        return text
 
     def _answers_by_prefix(self, whole: str, messages: Sequence[Any], tools: Any) -> Texts:
         """An answer begins where the conversation before it, with the prompt to answer, ends; and it ends where the
@@ -117,11 +124,15 @@ def compiled(source: str) -> jinja2.Template:
     def refuse(message: object) -> str:
         raise TemplateError(str(message))
 
+    def refuse_random(*_: object, **__: object) -> str:
+        raise TemplateError("random and lipsum give another text each time")
+
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Answers, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = refuse
+    environment.filters["random"] = environment.globals["lipsum"] = refuse_random
     return environment.from_string(source)
 
 

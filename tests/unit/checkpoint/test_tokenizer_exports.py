@@ -197,6 +197,99 @@ def test_a_tokenizer_that_no_folder_keeps_stops_the_export(
     assert export(tmp_path / "theirs", tmp_path / "hf") == 0
 
 
+UNREADABLE = {
+    "model_max_length": "512",
+    "padding_side": None,
+    "truncation_side": "up",
+    "chat_template": [{"name": "a"}],
+}
+
+
+def test_values_that_transformers_cannot_read_are_left_out_by_name(
+    kinds: dict[str, TokenizerFiles], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The files of a checkpoint cannot be edited, and its model is wanted all the same."""
+
+    def save(folder: Path) -> None:
+        copying(kinds["qwen2"])(folder)
+        (folder / CONFIG).write_text(json.dumps(kinds["qwen2"].json(CONFIG) | UNREADABLE))
+
+    save_model(tmp_path / "run", ModelConfig(**LLAMA), save, ROWS)
+    assert export(tmp_path / "run", tmp_path / "hf") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "tokenizer_config.json: " in line]
+    assert [line.partition("config.json: ")[2].partition(" is ")[0] for line in lines] == [*UNREADABLE]
+    assert "is '512', and transformers reads a positive number; the export leaves it out, so set" in lines[0]
+    assert not UNREADABLE.keys() & json.loads((tmp_path / "hf" / CONFIG).read_text()).keys()
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").padding_side in ("left", "right")
+
+
+LENGTHS = {
+    '"512"': False,
+    "-5": False,
+    "0": False,
+    "NaN": False,
+    "Infinity": False,
+    "[512]": False,
+    "true": False,
+    "{}": False,
+    "null": True,
+    "512": True,
+    "512.5": True,
+    "1e30": True,
+    "1000000000000000019884624838656": True,
+}
+TEMPLATES = {
+    '["a"]': False,
+    '[{"template": "x"}]': False,
+    '[{"name": "a"}]': False,
+    "5": False,
+    "false": False,
+    '[{"name": ["a"], "template": "x"}]': False,
+    '[{"name": "a", "template": 5}]': False,
+    '{"a": 5}': False,
+    '"x"': True,
+    "null": True,
+    "[]": True,
+    '[{"name": "a", "template": "x"}]': True,
+    '{"a": "x"}': True,
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "kept"),
+    [("model_max_length", *each) for each in LENGTHS.items()]
+    + [("chat_template", *each) for each in TEMPLATES.items()],
+)
+def test_which_values_transformers_reads(
+    key: str, text: str, kept: bool, kinds: dict[str, TokenizerFiles], tmp_path: Path
+) -> None:
+    copying(kinds["qwen2"])(tmp_path)
+    given = json.dumps(kinds["qwen2"].json(CONFIG) | {key: 0}).replace(f'"{key}": 0', f'"{key}": {text}')
+    (tmp_path / CONFIG).write_text(given)
+    files = TokenizerFiles.of(tmp_path)
+    assert [key in line for line in files.left_out()] == ([] if kept else [True])
+    assert (key in json.loads(files.portable(ROWS)[CONFIG])) == kept
+    if kept:
+        for name, content in files.portable(ROWS).items():
+            (tmp_path / name).write_bytes(content)
+        transformers.AutoTokenizer.from_pretrained(tmp_path)("hello")
+
+
+def test_a_tokenizer_with_dropout_is_not_exported(
+    kinds: dict[str, TokenizerFiles], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def save(folder: Path) -> None:
+        copying(kinds["qwen2"])(folder)
+        described = kinds["qwen2"].json(JSON)
+        (folder / JSON).write_text(json.dumps({**described, "model": {**described["model"], "dropout": 0.1}}))
+
+    save_model(tmp_path / "run", ModelConfig(**LLAMA), save, ROWS)
+    assert export(tmp_path / "run", tmp_path / "hf") == 2
+    error = capsys.readouterr().err
+    assert "tokenizer.json: its model has dropout 0.1" in error and error.count("\n") == 1
+    assert not (tmp_path / "hf").exists()
+
+
 @pytest.mark.parametrize("kind", ["gpt2 without an end", "llama2", "contradictions"])
 def test_an_export_that_is_read_differently_leaves_nothing(
     kind: str,

@@ -116,6 +116,77 @@ def test_a_token_that_only_the_files_beside_name_is_one(beside: str, tmp_path: P
         made.prompt(chat("a<|endoftext|>"))
 
 
+def rewritten(folder: Path, **changes: Any) -> ChatEncoder:
+    """The tokenizer with other values in tokenizer.json; `tokens` are those of each added token."""
+    described = json.loads((folder / "tokenizer.json").read_text())
+    described["added_tokens"] = [{**token, **changes.get("tokens", {})} for token in described["added_tokens"]]
+    changes.pop("tokens", None)
+    (folder / "tokenizer.json").write_text(json.dumps({**described, **changes}))
+    return ChatEncoder(folder, "default", 0)
+
+
+NAMED, END = "<|im_end|>", "'<.im_end.>'"
+TOOLS: list[Any] = [
+    {"name": NAMED},
+    {"type": "function", "function": {"name": "f", "description": f"a{NAMED}b"}},
+    {"function": {"name": "f", "parameters": {"properties": {NAMED: {"type": "string"}}}}},
+    {"function": {"name": "f", "parameters": {"enum": ["x", [NAMED]]}}},
+    NAMED,
+]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_special_token_in_a_tool(tool: Any, tmp_path: Path) -> None:
+    """Templates write tools as JSON, whose text would end a turn, too."""
+    made, plain = encoder(tmp_path, "{{ tools | tojson }}" + CHATML), {"name": "<f>"}
+    for call in (made.encode, made.prompt):
+        with pytest.raises(ChatError, match=f"^tool 2 holds the text {END}, which is a special token: it would end"):
+            call(chat("a", "b"), [plain, tool])
+    made.encode(chat("a", "b"), [plain])
+    encoder(tmp_path, form="identity").encode(chat("a", "b"), [tool])  # it spells its tokens
+
+
+NORMALIZERS = {
+    "Lowercase": ({"type": "Lowercase"}, "a<|IM_END|>"),
+    "NFKC": ({"type": "NFKC"}, "a\uff1c\uff5cim\uff3fend\uff5c\uff1e"),
+    "accents": ({"type": "Sequence", "normalizers": [{"type": "NFD"}, {"type": "StripAccents"}]}, "<|im_\u00e9nd|>"),
+    "Replace": ({"type": "Replace", "pattern": {"String": "!"}, "content": "|"}, "<!im_end!>"),
+    "Prepend": (
+        {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "_"}, {"type": "Lowercase"}]},
+        "a _<|IM_END|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_a_special_token_that_the_normalizer_makes(name: str, tmp_path: Path) -> None:
+    """The tokenizer looks for `normalized` tokens in what its normalizer makes of the text."""
+    normalizer, text = NORMALIZERS[name]
+    write_chat_tokenizer(tmp_path, "{{ messages[0].content }}")
+    made = rewritten(tmp_path, normalizer=normalizer, tokens={"normalized": True})
+    assert SPECIAL.index(NAMED) in made._rust.encode(text).ids
+    with pytest.raises(ChatError, match=r"^message 1 holds the text .* \(as the tokenizer normalizes it\), which is"):
+        made.prompt(chat(text))
+    with pytest.raises(ChatError, match=r"^tool 1 holds the text .* \(as the tokenizer normalizes it\), which is"):
+        made.prompt(chat("a"), [{"name": text}])
+    made = rewritten(tmp_path, tokens={"normalized": False})
+    assert SPECIAL.index(NAMED) not in made.prompt(chat(text))[1]
+
+
+def test_half_a_character_under_a_normalizer_is_one_line(tmp_path: Path) -> None:
+    write_chat_tokenizer(tmp_path)
+    made = rewritten(tmp_path, normalizer={"type": "Lowercase"}, tokens={"normalized": True})
+    with pytest.raises(ChatError, match="the tokenizer gives up on message 1 "):
+        made.encode(chat("a\ud800", "b"))
+
+
+def test_an_eos_listed_as_an_ordinary_token_is_special(tmp_path: Path) -> None:
+    """Its text becomes the end of document all the same."""
+    write_chat_tokenizer(tmp_path)
+    with pytest.raises(ChatError, match=r"message 1 holds the text '<\|endoftext\|>', which is a special token"):
+        rewritten(tmp_path, tokens={"special": False}).prompt(chat("a<|endoftext|>"))
+
+
 def test_a_character_of_several_tokens_at_the_end_of_an_answer_counts_whole(tmp_path: Path) -> None:
     """`transformers` counts the first of them only."""
     made = encoder(tmp_path, "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}.{% endfor %}")
@@ -208,6 +279,12 @@ def test_the_template_is_found_or_asked_for(tmp_path: Path) -> None:
     for form in (CHATML, named):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": form}))
         assert ChatEncoder(tmp_path, "default", 0).template.source == CHATML
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": [{"name": ["a"], "template": CHATML}]})
+    )
+    with pytest.raises(ConfigError, match="has no chat template"):
+        ChatEncoder(tmp_path, "default", 0)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(ConfigError, match=r"chat_template\.jinja: not a chat template"):
         ChatEncoder(tmp_path, "default", 0).check()

@@ -122,7 +122,6 @@ def forget_a_byte(description: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (model_option(dropout=0.1), "its model has dropout 0.1"),
         (model_option(byte_fallback=True), "its model has byte_fallback True"),
         (model_option(end_of_word_suffix="</w>"), "its model has end_of_word_suffix"),
         (forget_a_byte, "does not have all 256 bytes"),

@@ -31,6 +31,7 @@ SMALL = Limits(memory_bytes=256 * MIB, cpu_seconds=0, output_bytes=MIB)  # 0: wh
 SAID = chat("hello", "you")
 CPU, MEMORY, OUTPUT, REFUSED = "of CPU time", "more memory than 256 MiB", "writes more than 1 MiB", "refuses it"
 ENDLESS = "does not end"
+PRINTS = "refuses it .it prints the address of an object, another one each time; add . list or"
 
 GROWS = "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x | length }}"
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -61,6 +62,14 @@ HOSTILE = {
     "a file": ("{% include '/etc/passwd' %}", REFUSED),
     "a division": ("{{ 1 / 0 }}", REFUSED),
     "a number of many digits": ("{{ (messages | length) ** 20000 }}", REFUSED),
+    "a random choice": ("{{ messages | random }}", "refuses it .random and lipsum give another text each time"),
+    "random choices": ("{{ [messages] | map('random') | list }}", "refuses it .random and lipsum"),
+    "random words": ("{{ lipsum(n=1) }}", "refuses it .random and lipsum give another text each time"),
+    "an object": ("{{ joiner() }}", PRINTS),
+    "an object in a list": ("{{ [cycler(1)] }}", PRINTS),
+    "a call without parentheses": ("{{ 'a' ~ messages[0].content.strip }}", PRINTS),
+    "a list that is none": ("{{ messages | map(attribute='role') }}", PRINTS),
+    "a function": ("{{ '%s' % raise_exception }}", PRINTS),
     "a terminal's commands": ("{{ raise_exception('\\x1b[2J\\na') }}", r"refuses it \(.\[2J a\)"),
 }
 AT_START = {
@@ -104,6 +113,13 @@ def test_a_hostile_template_is_found_at_the_start(name: str) -> None:
     with pytest.raises(ConfigError, match=reason) as error:
         made(source).check()
     checked(error.value)
+
+
+def test_an_address_in_the_text_of_a_message_is_text() -> None:
+    """People paste what Python prints."""
+    printed = "<function f at 0x7f0a1b2c>"
+    (found,) = rendered(made("{{ messages[0].content }} <x at 0x1>"), [{"role": "user", "content": printed}])
+    assert found.text == f"{printed} <x at 0x1>"
 
 
 def test_the_limits_of_a_run() -> None:

@@ -14,8 +14,11 @@ from tokenizers import AddedToken, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as RustTokenizer
 
 from megatron.errors import ConfigError, DataError, StorageError
+from megatron.preprocess.run import preprocess
+from megatron.preprocess.settings import PreprocessSettings
+from megatron.tokenizer.build import TokenizerSettings
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
-from megatron.tokenizer.huggingface import HuggingFaceTokenizer
+from megatron.tokenizer.huggingface import HuggingFaceTokenizer, load_spelling
 from tests.unit.tokenizer.support import NASTY, SAMPLES, write_small_bpe
 
 
@@ -276,3 +279,48 @@ def test_a_vocabulary_without_its_unknown_token_is_one_line(tmp_path: Path) -> N
     RustTokenizer(models.WordPiece({"a": 0}, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match=r"tokenizer.json: tokenizers gives up on a text \(.*UNK"):
         HuggingFaceTokenizer(tmp_path).tokenize("b")
+
+
+# ---------------------------------------------------------------- ids that are random
+
+
+@pytest.mark.parametrize("dropout", [0.1, 1.0])
+def test_dropout_in_the_file_is_refused(dropout: float, exported: Path, tmp_path: Path) -> None:
+    """The library leaves merges out at random, also where nothing is trained."""
+    folder = Path(shutil.copytree(exported, tmp_path / "copy"))
+    edit_json(folder / "tokenizer.json", lambda content: content["model"].update(dropout=dropout))
+    rust = RustTokenizer.from_file(str(folder / "tokenizer.json"))
+    assert dropout == 1 or len({tuple(rust.encode(SAMPLES[0]).ids) for _ in range(20)}) > 1
+    lacks = (
+        rf"^--tokenizer-model \S+tokenizer.json: its model has dropout {dropout:g}, so .* set dropout to null in that"
+    )
+    settings = TokenizerSettings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    with pytest.raises(ConfigError, match=lacks):
+        preprocess(
+            PreprocessSettings(inputs=("in.jsonl",), output_prefix=str(tmp_path / "out"), tokenizer=settings), print
+        )
+    with pytest.raises(ConfigError, match=lacks):
+        load_spelling(folder / "tokenizer.json")
+    for none in (0.0, None):
+        edit_json(folder / "tokenizer.json", lambda content, none=none: content["model"].update(dropout=none))
+        assert HuggingFaceTokenizer(folder).fingerprint == HuggingFaceTokenizer(exported).fingerprint
+
+
+def added_pair(folder: Path, *, normalized: bool) -> Path:
+    """Two added tokens, which the normalizer makes one text of."""
+    tokens = [AddedToken("<A>", normalized=True), AddedToken("<a>", normalized=normalized)]
+    word_level(folder, None, added=tokens)
+    edit_json(folder / "tokenizer.json", lambda content: content.update(normalizer={"type": "Lowercase"}))
+    return folder
+
+
+def test_two_added_tokens_with_one_text_are_refused(tmp_path: Path) -> None:
+    """The library takes one or the other, another one each time it opens the file."""
+    folder = added_pair(tmp_path / "a", normalized=True)
+    opened = (RustTokenizer.from_file(str(folder / "tokenizer.json")) for _ in range(60))
+    assert len({tuple(rust.encode("<a>", add_special_tokens=False).ids) for rust in opened}) == 2
+    with pytest.raises(
+        ConfigError, match=r"one text of the added tokens '<A>' and '<a>', and the library picks .* false"
+    ):
+        HuggingFaceTokenizer(folder)
+    assert HuggingFaceTokenizer(added_pair(tmp_path / "b", normalized=False)).tokenize("<A>") == [5]

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron.data.indexed.record import DataRecord, check_tokenizer
 from megatron.errors import ConfigError
 from megatron.tokenizer.bpe_files import BPE
 from megatron.tokenizer.huggingface import HuggingFaceTokenizer
-from megatron.tokenizer.identity import earlier_fingerprint
+from megatron.tokenizer.identity import _as_read, earlier_fingerprint
 from tests.helpers.chats import byte_alphabet
 
 transformers = pytest.importorskip("transformers")
@@ -100,6 +101,10 @@ def test_saved_by_transformers_it_is_the_same_tokenizer(make: Callable[[], dict[
     assert before.fingerprint == after.fingerprint and ids(before) == ids(after)
 
 
+def sequence(name: str, *steps: Any) -> dict[str, Any]:
+    return {"type": "Sequence", name: list(steps)}
+
+
 REWRITTEN = {
     "defaults": edited(bpe(), "model", dropout=None, continuing_subword_prefix="", fuse_unk=False, ignore_merges=False),
     "older merges": edited(bpe(), "model", merges=["h e", "l l", "he ll", "Ġ t"]),
@@ -111,6 +116,16 @@ REWRITTEN = {
     ),
     "how a special token matches": edited(bpe(), "added_tokens", 1, lstrip=True, normalized=True),
     "an id that the library does not take": edited(bpe(), "added_tokens", 0, id=262),
+    "a sequence of one normalizer": edited(bpe(), normalizer=sequence("normalizers", {"type": "NFC"})),
+    "a sequence of a sequence": edited(
+        bpe(), pre_tokenizer=sequence("pretokenizers", sequence("pretokenizers", SPLIT), BYTES)
+    ),
+    "an empty sequence within one": edited(
+        bpe(), normalizer=sequence("normalizers", sequence("normalizers"), {"type": "NFC"})
+    ),
+    "sequences that do not encode": edited(
+        bpe(), decoder=sequence("decoders", BYTES), post_processor=sequence("processors")
+    ),
     "order": dict(reversed(bpe().items())),
     "no type": without(bpe(), "type"),
 }
@@ -147,6 +162,70 @@ def test_a_unigram_model_written_otherwise(tmp_path: Path) -> None:
     for changed in ({"unk_id": 1}, {"vocab": [*pieces[:-1], ["▁hell", -3.7314]]}):
         other = opened(tmp_path / "b", edited(unigram(), "model", **({"vocab": pieces} | changed)))
         assert one.fingerprint != other.fingerprint
+
+
+@pytest.mark.parametrize("score", [-3.7314250918653786, -1e-5, -123456.78901234567, 1e22])
+def test_the_last_bit_of_a_score_is_as_the_library_reads_it(score: float, tmp_path: Path) -> None:
+    """What it has read and writes anew it reads alike; whoever computes in double precision sees a smaller change."""
+    rng = np.random.default_rng(5)
+    scores = [score, *(score * rng.uniform(0.1, 1, 2000)).tolist()]
+    pieces = [["<unk>", 0], ["▁", -2], *([f"p{number}", each] for number, each in enumerate(scores))]
+    one = opened(tmp_path / "a", edited(unigram(), "model", vocab=pieces))
+    one._rust.save(str(tmp_path / "saved.json"))
+    saved = json.loads((tmp_path / "saved.json").read_text())
+    assert dict(saved["model"]["vocab"]) == {piece: _as_read(float(given)) for piece, given in pieces}
+    assert opened(tmp_path / "b", saved).fingerprint == one.fingerprint
+    pieces[2][1] = score * (1 + 1e-12)
+    assert opened(tmp_path / "c", edited(unigram(), "model", vocab=pieces)).fingerprint != one.fingerprint
+
+
+def test_a_score_below_single_precision_decides_ids(tmp_path: Path) -> None:
+    """Two ways to split a word whose scores differ by less than single precision has digits for."""
+    made = []
+    for number, score in enumerate((-6 * (1 - 1e-10), -6 * (1 + 1e-10))):
+        pieces = [["<unk>", 0], ["▁", -2.0], ["a", -3.0], ["b", -3.0], ["ab", score]]
+        made.append(opened(tmp_path / str(number), edited(unigram(), "model", vocab=pieces)))
+    one, other = made
+    assert one.tokenize("ab") != other.tokenize("ab") and one.fingerprint != other.fingerprint
+
+
+def test_small_scores_of_a_file_written_again_and_again(tmp_path: Path) -> None:
+    """The library changes the last bits of these each time."""
+    content = edited(unigram(), "model", vocab=[["<unk>", 0.0], ["a", -1.0], ["b", -1.2345678901234567e-9]])
+    first = opened(tmp_path / "a", content)
+    for _ in range(3):
+        again = opened(tmp_path / "b", content)
+        assert again.fingerprint == first.fingerprint
+        content = json.loads(again._rust.to_str())
+
+
+@pytest.mark.parametrize(("name", "part"), [("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")])
+def test_an_empty_sequence_is_none(name: str, part: str, tmp_path: Path) -> None:
+    one = opened(tmp_path / "a", {**bpe(), name: None})
+    other = opened(tmp_path / "b", {**bpe(), name: sequence(part)})
+    assert one.fingerprint == other.fingerprint and ids(one) == ids(other)
+
+
+def test_the_file_of_gpt2_with_sequences_of_one(tmp_path: Path) -> None:
+    words = {**BYTES, "use_regex": True}
+    plain = {**bpe(), "added_tokens": [], "normalizer": None, "pre_tokenizer": words}
+    other = {**plain, "normalizer": sequence("normalizers"), "pre_tokenizer": sequence("pretokenizers", words)}
+    one, two = opened(tmp_path / "a", plain, eos_token=None), opened(tmp_path / "b", other, eos_token=None)
+    assert one.fingerprint == two.fingerprint == BPE(plain["model"]["vocab"], plain["model"]["merges"]).fingerprint()
+    assert ids(one) == ids(two)
+
+
+def test_a_unigram_model_without_a_type(tmp_path: Path) -> None:
+    one, other = opened(tmp_path / "a", unigram()), opened(tmp_path / "b", without(unigram(), "type"))
+    assert one.fingerprint == other.fingerprint and ids(one) == ids(other)
+
+
+def test_the_pass_of_the_end_of_document_is_ours(tmp_path: Path) -> None:
+    """Whatever the file says, the run looks for it in the text as it is."""
+    end = {"special": True, "normalized": True}
+    one = opened(tmp_path / "a", added((260, "<|im", {}), LAST))
+    other = opened(tmp_path / "b", added((260, "<|im", {}), (262, LAST[1], end)))
+    assert ids(one) == ids(other) and one.fingerprint == other.fingerprint
 
 
 def test_the_type_that_the_file_of_gpt2_leaves_out(tmp_path: Path) -> None:
@@ -193,11 +272,28 @@ def added(*tokens: tuple[int, str, dict[str, bool]]) -> dict[str, Any]:
 
 LAST = (262, "<|im_end|>", {"special": True})
 PLAIN, STRIPS = (260, "<a>", {}), (260, "<a>", {"lstrip": True})
+PART = (260, "<t", {})
+
+
+def special(normalized: bool) -> tuple[int, str, dict[str, bool]]:
+    return 261, "<t>", {"special": True, "normalized": normalized}
+
+
 PAIRS = {
     # The library numbers added tokens in the file's order, whatever ids the file has.
     "the order of added tokens": (added(PLAIN, (261, "<b>", {}), LAST), added((261, "<b>", {}), PLAIN, LAST)),
     "ids given twice": (added(PLAIN, (260, "<b>", {}), LAST), added((260, "<b>", {}), PLAIN, LAST)),
     "a token listed twice": (added(PLAIN, STRIPS, LAST), added(STRIPS, PLAIN, LAST)),
+    # A special token is text, and hides what it overlaps from the ordinary ones of its pass.
+    "which pass a special token is in": tuple(added(PART, special(late), LAST) for late in (False, True)),
+    "which pass hides an ordinary token": tuple(
+        added((260, "<T", {"normalized": True}), special(late), LAST) | {"normalizer": {"type": "Lowercase"}}
+        for late in (False, True)
+    ),
+    "which pass hides another special token": tuple(
+        added((259, "t>", {}), special(False), (262, "x <", {"special": True, "normalized": late}), LAST)
+        for late in (False, True)
+    ),
     "merges of a model that has none": (
         edited(bpe(), "model", type="WordLevel", unk_token="a"),
         edited(bpe(), "model", unk_token="a"),
@@ -208,7 +304,7 @@ PAIRS = {
 @pytest.mark.parametrize("name", PAIRS)
 def test_two_files_that_differ_where_the_library_decides(name: str, tmp_path: Path) -> None:
     one, other = (opened(tmp_path / str(n), content) for n, content in enumerate(PAIRS[name]))
-    texts = ("x <a> <b> hell", "he")
+    texts = ("x <a> <b> hell", "he", "x <t>", "<t>")
     assert [one.tokenize(text) for text in texts] != [other.tokenize(text) for text in texts]
     assert not set(one.fingerprints) & set(other.fingerprints)
 
