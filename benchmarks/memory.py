@@ -44,11 +44,12 @@ from megatron.engine import Engine
 from megatron.model import GPT, initialise
 from megatron.model.passes import Batch
 from megatron.ops import resolve
-from megatron.planner import StateBytes, activation_bytes, state_bytes
+from megatron.prove.check_layout.check import load_script
+from megatron.prove.check_layout.ranks import run_ranks
+from megatron.training.activation_bytes import activation_bytes
 from megatron.training.assemble import Parts, assemble
-from megatron.training.check_layout.check import load_script
-from megatron.training.check_layout.ranks import run_ranks
 from megatron.training.initialize import build_run
+from megatron.training.state_bytes import StateBytes, state_bytes
 from megatron.utils.cpu import set_allocator
 from megatron.utils.log import RankLog
 from megatron.utils.process import resident_bytes

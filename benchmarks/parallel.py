@@ -28,8 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.pipeline_parallel.pass_recorder import read_timelines
-from megatron.pipeline_parallel.timeline import without_transfers
+from megatron.report.pipeline_timeline import read_timelines, without_transfers
 
 ROOT = Path(__file__).resolve().parent.parent
 PP, VIRTUAL = "--pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage"

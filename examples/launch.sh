@@ -53,7 +53,7 @@ merge_settings() {
 
 # check_settings PROCESSES   before any of them starts, so that each mistake is one line and not a report of every rank.
 check_settings() {
-    "$PYTHON" -m megatron.training.launcher "$1" "${SETTINGS[@]}"
+    "$PYTHON" -m megatron.cli.check_launch "$1" "${SETTINGS[@]}"
 }
 
 # plan PROCESSES PROGRAM...   prints the command, then what it amounts to, or which files are not there yet.

@@ -8,4 +8,4 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 if __name__ == "__main__":
     from megatron.utils.command_line import run_tool_module
 
-    sys.exit(run_tool_module("megatron.pipeline_parallel.draw"))
+    sys.exit(run_tool_module("megatron.cli.draw_pipeline"))

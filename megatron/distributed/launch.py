@@ -31,7 +31,7 @@ from megatron.utils.process import signal_at_parent_death
 
 _TASKS = re.compile(r"(\d{1,7})(?:\(x(\d{1,7})\))?", re.ASCII)
 _WITHOUT_THREADS = ("fake", "recorded")
-"""Backends that do nothing, and record at most what a rank would do: torch's, and that of `megatron.training.order`."""
+"""Backends that do nothing, and record at most what a rank would do: torch's, and that of `megatron.prove.order`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.errors import ConfigError, DataError
 from megatron.pipeline_parallel.schedules import Action
-from megatron.pipeline_parallel.timeline import Span, Timeline
+from megatron.report.pipeline_timeline import Span, Timeline
 from megatron.utils.numerals import INT32
 from megatron.utils.typed import typed
 

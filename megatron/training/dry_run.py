@@ -23,12 +23,12 @@ from megatron.layout import Layout
 from megatron.model.gpt import GPT
 from megatron.optimizer import offloads
 from megatron.parallelize import check_can_be_split, held_parameters
-from megatron.planner import copy_bytes, state_bytes
 from megatron.training.batches import check_validation
 from megatron.training.initialize import Run
 from megatron.training.memory import plan_rows
 from megatron.training.model import count_by_stage, model_flops
 from megatron.training.resume import ResumePoint
+from megatron.training.state_bytes import copy_bytes, state_bytes
 from megatron.utils.device import human_bytes
 from megatron.utils.dtype import refuse_complex
 from megatron.utils.foreign import is_hugging_face

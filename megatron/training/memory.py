@@ -10,9 +10,10 @@ from torch import nn
 from megatron.config import MoEConfig
 from megatron.errors import ConfigError
 from megatron.model.gpt import GPT
-from megatron.planner import activation_bytes, state_bytes
+from megatron.training.activation_bytes import activation_bytes
 from megatron.training.initialize import Run
 from megatron.training.model import ModelProvider, count_by_stage
+from megatron.training.state_bytes import state_bytes
 from megatron.utils.device import human_bytes
 from megatron.utils.memory_limit import memory_limit
 

@@ -10,8 +10,8 @@ from fractions import Fraction
 import torch
 
 from megatron.layout import Layout
-from megatron.training.order.events import Mark, Op, Recording
-from megatron.training.order.record import LATER
+from megatron.prove.order.events import Mark, Op, Recording
+from megatron.prove.order.record import LATER
 
 ACTIVATION, GRADIENT = 2, 4  # bytes: bf16 and fp32
 

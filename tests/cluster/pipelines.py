@@ -14,8 +14,8 @@ from megatron.model.wgrads import WgradQueue
 from megatron.pipeline_parallel.links import Links
 from megatron.pipeline_parallel.pipeline import Pipeline
 from megatron.pipeline_parallel.schedules import schedule_of
-from megatron.training.order.events import Recording
-from megatron.training.order.recorder import Tape, recorded
+from megatron.prove.order.events import Recording
+from megatron.prove.order.recorder import Tape, recorded
 
 WIDTH = 2
 

@@ -1,7 +1,7 @@
 """nccl's rules once more, by another way than the prover's: as a graph of what must happen before what.
 
 Nothing here plays anything. A point is a moment of a rank's host or device; all ranks end if no point is before itself,
-and if whatever two ranks do together is done by both. It shares no code with `megatron/training/order/waits.py` and
+and if whatever two ranks do together is done by both. It shares no code with `megatron/prove/order/waits.py` and
 `agreement.py`; docs/scale.md has the rules.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
-from megatron.training.order.events import Mark, Op, Recording, Wait
+from megatron.prove.order.events import Mark, Op, Recording, Wait
 
 Point = tuple[Any, ...]
 

@@ -22,7 +22,7 @@ from megatron.distributed.meeting import Patience, wait_for_all
 from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError
 from megatron.layout import Layout
-from megatron.training.order.recorder import recorded
+from megatron.prove.order.recorder import recorded
 from tests.helpers.distributed import run_ranks
 
 # (layout, groups that a rank makes below the world, how many of them are links between stages)

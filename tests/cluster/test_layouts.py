@@ -14,15 +14,15 @@ import torch
 
 from megatron.config import RunConfig, parse_args
 from megatron.optimizer import Optimizer
-from megatron.training.order.classes import difference, representative
-from megatron.training.order.cluster import (
+from megatron.prove.order.classes import difference, representative
+from megatron.prove.order.cluster import (
     ClusterRecording,
     by_one_process,
     record_cluster,
     record_runs,
     save_by_one_process,
 )
-from megatron.training.order.waits import play
+from megatron.prove.order.waits import play
 from tests.equivalence import (
     test_context_parallel,
     test_data_parallel,

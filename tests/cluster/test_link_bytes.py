@@ -9,8 +9,8 @@ import torch
 
 from megatron.config import parse_args
 from megatron.layout import padded_vocab_size
+from megatron.prove.order.cluster import ClusterRecording, record_cluster
 from megatron.tensor_parallel import mappings
-from megatron.training.order.cluster import ClusterRecording, record_cluster
 from tests.cluster.link_bytes import Shape, expected, numbers, second_step, seen
 from tests.helpers.runs import flags, pretrain_gpt
 

@@ -12,10 +12,10 @@ import pytest
 from megatron.pipeline_parallel.links import Links
 from megatron.pipeline_parallel.pipeline import _Execution
 from megatron.pipeline_parallel.schedules import SCHEDULES, Action, one_forward_one_backward, schedule_of
-from megatron.pipeline_parallel.timeline import cost_of_kinds, simulate
-from megatron.training.order.agreement import disagreements
-from megatron.training.order.events import Op, Recording, Wait
-from megatron.training.order.waits import INDEPENDENT, LAUNCH_BLOCKS, ONE_QUEUE, STRICTEST, Rules, play
+from megatron.prove.order.agreement import disagreements
+from megatron.prove.order.events import Op, Recording, Wait
+from megatron.prove.order.waits import INDEPENDENT, LAUNCH_BLOCKS, ONE_QUEUE, STRICTEST, Rules, play
+from megatron.report.pipeline_timeline import cost_of_kinds, simulate
 from tests.cluster.pipelines import record_pipeline
 
 TRANSFER = 0.05  # of a stage's forward pass: slow

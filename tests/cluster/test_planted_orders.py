@@ -23,7 +23,7 @@ from megatron.engine import Engine, Evaluation, evaluation
 from megatron.layout import AXES, Layout
 from megatron.optimizer import matrices
 from megatron.optimizer.matrices import WholeMatrices
-from megatron.training.order import recorder
+from megatron.prove.order import recorder
 from tests.cluster.test_layouts import LATE, findings, recorded
 
 SETTINGS = {"num_layers": 4, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "eval_iters": 0}

@@ -10,14 +10,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from megatron.cli.check_layout import main
 from megatron.config import parse_args
 from megatron.errors import ConfigError, ConfigErrors, DataError
 from megatron.pipeline_parallel.links import Links
-from megatron.training.check_layout.cli import main
-from megatron.training.order import record
-from megatron.training.order.cluster import record_runs
-from megatron.training.order.prove import for_order
-from megatron.training.order.record import waves
+from megatron.prove.order import record
+from megatron.prove.order.cluster import record_runs
+from megatron.prove.order.prove import for_order
+from megatron.prove.order.record import waves
 from tests.helpers.runs import flags, pretrain_gpt
 
 LAUNCH = flags(

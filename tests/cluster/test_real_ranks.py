@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 from megatron.config import parse_args
 from megatron.distributed.launch import LaunchInfo
+from megatron.prove.order.agreement import disagreements
+from megatron.prove.order.events import Recording
+from megatron.prove.order.peers import GlooPeers
+from megatron.prove.order.recorder import recorded
+from megatron.prove.order.waits import STRICTEST, play
 from megatron.training.assemble import assemble
 from megatron.training.checkpointing import held_save_directory
 from megatron.training.initialize import build_run
-from megatron.training.order.agreement import disagreements
-from megatron.training.order.events import Recording
-from megatron.training.order.peers import GlooPeers
-from megatron.training.order.recorder import recorded
-from megatron.training.order.waits import STRICTEST, play
 from megatron.training.pretrain import train_and_evaluate
 from megatron.utils.log import RankLog
 from tests.equivalence.test_moe import DEEPSEEK, EP, PP, SP, TP

@@ -14,11 +14,11 @@ import torch
 
 from megatron.config import parse_args
 from megatron.pipeline_parallel.links import Links
-from megatron.training.order.agreement import disagreements
-from megatron.training.order.classes import representative
-from megatron.training.order.cluster import record_cluster
-from megatron.training.order.events import Communicator, Compute, Event, Op, Recording, Wait
-from megatron.training.order.waits import INDEPENDENT, ONE_QUEUE, STRICTEST, Rules, play
+from megatron.prove.order.agreement import disagreements
+from megatron.prove.order.classes import representative
+from megatron.prove.order.cluster import record_cluster
+from megatron.prove.order.events import Communicator, Compute, Event, Op, Recording, Wait
+from megatron.prove.order.waits import INDEPENDENT, ONE_QUEUE, STRICTEST, Rules, play
 from tests.cluster.pipelines import record_pipeline
 from tests.cluster.second_opinion import hangs, refusals
 from tests.helpers.runs import flags, pretrain_gpt

@@ -16,8 +16,8 @@ from megatron.distributed.state import Axis
 from megatron.layout import AXES
 from megatron.pipeline_parallel.links import Links, Message
 from megatron.pipeline_parallel.schedules import SCHEDULES
+from megatron.prove.check_layout.outcome import RankOutcome, join, train_outcome
 from megatron.training.assemble import Parts
-from megatron.training.check_layout.outcome import RankOutcome, join, train_outcome
 from tests.cluster.unforgiving import Order, Unforgiven, order_of_operations, unforgiving
 from tests.equivalence import test_context_parallel, test_moe
 from tests.equivalence.test_model_parallel import EQUAL, GPT2, LLAMA, SP, layout

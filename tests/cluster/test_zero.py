@@ -12,10 +12,10 @@ from megatron.config import parse_args
 from megatron.data_parallel import FullySharded, Unit
 from megatron.distributed.state import ParallelState
 from megatron.layout import Layout
-from megatron.training.order.cluster import record_cluster
-from megatron.training.order.events import Mark, Op, Recording
-from megatron.training.order.record import FIRST_STEP, LATER
-from megatron.training.order.recorder import recorded
+from megatron.prove.order.cluster import record_cluster
+from megatron.prove.order.events import Mark, Op, Recording
+from megatron.prove.order.record import FIRST_STEP, LATER
+from megatron.prove.order.recorder import recorded
 from tests.helpers.runs import LLAMA_SHAPE, flags, pretrain_gpt
 
 RANKS = 4

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.check_layout.cli import FAULT_NAMES, main
+from megatron.cli.check_layout import FAULT_NAMES, main
 from tests.helpers.kernels import backend
 from tests.helpers.runs import LLAMA_SHAPE, REPOSITORY, flags
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.convert_cli import main as convert
+from megatron.cli.convert_checkpoint import main as convert
+from megatron.cli.evaluate import main
 from megatron.data.indexed.builder import IndexedDatasetBuilder
 from megatron.distributed.rng import stream_seed
 from megatron.evaluation import perplexity, scorer
-from megatron.evaluation.cli import main
 from megatron.evaluation.run import TaskOptions, measure
 from megatron.evaluation.scorer import Scorer
 from megatron.evaluation.sequences import Scored

@@ -19,8 +19,8 @@ from megatron.context_parallel.blocks import Pair
 from megatron.context_parallel.ring import _Ringed
 from megatron.model.moe import Router
 from megatron.model.passes import Batch
+from megatron.prove.check_layout import faults
 from megatron.training.assemble import Parts
-from megatron.training.check_layout import faults
 from tests.helpers.distributed import RankFailed
 from tests.helpers.layouts import at_layout, expected, uneven_weights, worst
 from tests.helpers.runs import LLAMA_SHAPE, flags

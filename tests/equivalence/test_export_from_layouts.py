@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.convert_cli import main as convert
+from megatron.cli.convert_checkpoint import main as convert
 from megatron.distributed.rng import stream_seed
 from tests.equivalence.test_model_parallel import GPT2, LLAMA, SP, layout
 from tests.helpers.distributed import run_ranks

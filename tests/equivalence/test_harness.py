@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.cli.harness import main, without_files
 from megatron.errors import ConfigError
-from megatron.evaluation.harness_cli import main, without_files
 from tests.equivalence.test_evaluate import FAMILIES, TEXTS, Saved, make_model
 from tests.unit.tokenizer.support import SAMPLES
 
@@ -30,7 +30,7 @@ def test_without_the_package_it_is_said_once(
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     for name in [name for name in sys.modules if name.startswith(("lm_eval.", "megatron.evaluation.harness"))]:
-        if name != "megatron.evaluation.harness_cli":
+        if name != "megatron.cli.harness":
             monkeypatch.delitem(sys.modules, name)
     with pytest.raises(SystemExit) as ended:
         main(["--model", "megatron"])

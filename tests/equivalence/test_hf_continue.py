@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.convert_cli import main as convert
+from megatron.cli.convert_checkpoint import main as convert
 from megatron.data.indexed.builder import IndexedDatasetBuilder
 from megatron.errors import ConfigError, DataError
 from megatron.training.assemble import assemble

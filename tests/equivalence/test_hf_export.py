@@ -19,11 +19,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint import RunHistory, TrainState, find_checkpoint, save_checkpoint
-from megatron.checkpoint.convert_cli import main as convert_main
 from megatron.checkpoint.hf import Export, check_export, open_folder, plan_export, read_tensors, write_export
 from megatron.checkpoint.hf.check import compare_logits, compare_weights, our_logits
 from megatron.checkpoint.hf.exchange import Exchange
 from megatron.checkpoint.reader import StepReader
+from megatron.cli.convert_checkpoint import main as convert_main
 from megatron.config import ModelConfig
 from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import ParallelState
@@ -506,7 +506,7 @@ def test_what_transformers_saved_is_imported_whole(tmp_path: Path, family: str) 
     """The other direction: a folder that transformers itself wrote, its own defaults included."""
     import transformers
 
-    from megatron.checkpoint.convert_cli import main as convert
+    from megatron.cli.convert_checkpoint import main as convert
 
     shape = {} if family == "GPT2" else SHAPE
     config = getattr(transformers, f"{family}Config")(vocab_size=61, **(shape | FOREIGN[family]))

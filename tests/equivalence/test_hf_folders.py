@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.checkpoint.convert_cli import main as convert
 from megatron.checkpoint.hf import open_folder, read_tensors
+from megatron.cli.convert_checkpoint import main as convert
 from megatron.errors import CheckpointError, ConfigError
 from tests.equivalence.test_hf_continue import FAMILIES, command, make_model, transformers, write_data
 from tests.helpers.runs import generate_here, pretrain_here

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron.checkpoint.convert_cli import main as convert
+from megatron.cli.convert_checkpoint import main as convert
 from megatron.config import ModelConfig
 from tests.docs.blocks import ROOT, blocks_of
 from tests.equivalence.test_hf_export import LLAMA

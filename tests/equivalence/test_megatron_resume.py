@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import convert_cli
+from megatron.cli import convert_checkpoint as convert_cli
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import LLAMA_SHAPE, Recorder, flags, make_parts, same_numbers, train_here
 

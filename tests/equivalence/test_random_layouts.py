@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.training.check_layout.cli import main
+from megatron.cli.check_layout import main
 from tests.helpers.random_layouts import random_settings, words
 
 Capture = pytest.CaptureFixture[str]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron.model.block import Block
-from megatron.training.check_layout.outcome import train_outcome
+from megatron.prove.check_layout.outcome import train_outcome
 from tests.equivalence.test_model_parallel import GPT2, LLAMA, SP, layout
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import whole_tensors

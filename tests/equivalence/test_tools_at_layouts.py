@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.verify_cli import main as verify
+from megatron.cli.verify_checkpoint import main as verify
 from tests.equivalence.test_export_from_layouts import MOE, ONE_GROUP, save
 from tests.equivalence.test_model_parallel import GPT2, SP, layout
 from tests.helpers.distributed import run_ranks

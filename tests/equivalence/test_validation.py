@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.cli.evaluate import main
 from megatron.data.indexed.builder import IndexedDatasetBuilder
 from megatron.distributed.rng import get_rng_state
-from megatron.evaluation.cli import main
 from megatron.tokenizer import Tokenizer, TokenizerSettings, build_tokenizer
 from megatron.training.batches import BatchMaker
 from megatron.training.hooks import Hook

@@ -15,8 +15,8 @@ from megatron.data_parallel.shard_grads import OnHost
 from megatron.optimizer import build_update as choosing
 from megatron.optimizer.update_rules import DecidedOnHost
 from megatron.parallelize import divide_weights
+from megatron.prove.check_layout.outcome import RankOutcome, join, train_outcome
 from megatron.training import model as modelling
-from megatron.training.check_layout.outcome import RankOutcome, join, train_outcome
 from tests.equivalence.test_zero_stages import FULL, LLAMA, SHAPE, STEPS, plain
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import worst

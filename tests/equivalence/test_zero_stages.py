@@ -14,8 +14,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from megatron.data_parallel import FullySharded
+from megatron.prove.check_layout.outcome import RankOutcome, RunOutcome, join, train_outcome
 from megatron.training.assemble import Parts
-from megatron.training.check_layout.outcome import RankOutcome, RunOutcome, join, train_outcome
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import few_batches, whole_state, worst
 from tests.helpers.runs import LLAMA_SHAPE, flags, make_parts

@@ -21,8 +21,8 @@ from typing import Any
 from megatron.config.sources import canonical_spellings
 from megatron.errors import PeerLostError
 from megatron.ops.library import library
-from megatron.training.check_layout import ranks
-from megatron.training.check_layout.ranks import RankError
+from megatron.prove.check_layout import ranks
+from megatron.prove.check_layout.ranks import RankError
 
 # What torch imports when first needed (recomputation, norms in fp64, profiles): seconds, which every rank of every test
 # would spend again. Ranks are forked, so that what is imported once here is there in all of them.

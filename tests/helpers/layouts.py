@@ -4,7 +4,7 @@ expected = reference(argv)                     # one process, fp64
 got = at_layout(4, argv + ["--tensor-model-parallel-size", "2"])
 assert worst(got, expected) < 1e-10
 
-Training and joining are those of tools/check_layout.py (megatron/training/check_layout/outcome.py); the measure is the
+Training and joining are those of tools/check_layout.py (megatron/prove/check_layout/outcome.py); the measure is the
 tests' own and stricter, and the planted bugs of the tests judge all of it.
 """
 
@@ -20,8 +20,7 @@ import torch
 from megatron.errors import ReplicaError
 from megatron.optimizer import Optimizer
 from megatron.optimizer.rules.base import WHOLE_KINDS
-from megatron.training.assemble import Parts
-from megatron.training.check_layout.outcome import (
+from megatron.prove.check_layout.outcome import (
     RankOutcome,
     RunOutcome,
     join,
@@ -29,6 +28,7 @@ from megatron.training.check_layout.outcome import (
     uneven_weights,
     whole_tensors,
 )
+from megatron.training.assemble import Parts
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import TINY, flags, make_parts
 

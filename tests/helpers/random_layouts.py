@@ -10,7 +10,7 @@ import sys
 from random import Random
 from typing import Any
 
-from megatron.training.check_layout.cli import main
+from megatron.cli.check_layout import main
 from tests.helpers.runs import flags
 
 MOST_RANKS = 8

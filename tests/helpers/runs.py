@@ -120,7 +120,7 @@ def program_here(main: Callable[[], object]) -> int:
 
 def generate_here(*words: Any) -> int:
     """`tools/generate.py` in this process."""
-    from megatron.inference.cli import main
+    from megatron.cli.generate import main
 
     return program_here(lambda: main([str(word) for word in words]))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron.training.curves.read import LoggedRun
+from megatron.report.loss_curves import LoggedRun
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

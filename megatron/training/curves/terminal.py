@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import cycle
 
-from megatron.training.curves.read import LoggedRun
+from megatron.report.loss_curves import LoggedRun
 
 TRAIN, VALIDATION = ("•", "*"), (("◆", "v"), ("▲", "a"), ("■", "b"), ("○", "o"))
 """The second where the terminal has no Unicode; one for each validation set, from the first on again."""

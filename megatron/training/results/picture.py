@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron.training.results.rows import SizeResult
+from megatron.report.results import SizeResult
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

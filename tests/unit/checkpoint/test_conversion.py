@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from megatron.checkpoint import classic, safe_load
-from megatron.checkpoint.convert_cli import main as convert
 from megatron.checkpoint.deferred import Deferred
 from megatron.checkpoint.hf import export
 from megatron.checkpoint.lock import DirectoryLock
 from megatron.checkpoint.torch_file_writer import write_torch_file
 from megatron.checkpoint.torch_files import TorchFile
+from megatron.cli.convert_checkpoint import main as convert
 from megatron.errors import CheckpointError, NonFiniteError
 from megatron.utils import progress
 from tests.helpers.megatron_lm import Layout

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import convert_cli
 from megatron.checkpoint.find import find_candidates
 from megatron.checkpoint.hf import open_folder
 from megatron.checkpoint.hf.families import by_model_type
+from megatron.cli import convert_checkpoint as convert_cli
 from megatron.errors import CheckpointError, ConfigError
 from megatron.training.settings import read_settings
 from megatron.utils.foreign import hub_hint, is_hugging_face

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import convert_cli, lineage, paths, storage, verify_cli
+from megatron.checkpoint import lineage, paths, storage
 from megatron.checkpoint.local import share
 from megatron.checkpoint.local.copies import Copies
 from megatron.checkpoint.local.share import ShareRecord
@@ -15,6 +15,8 @@ from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.parts import Part
 from megatron.checkpoint.storage import FileRecord
 from megatron.checkpoint.verify import DamagedCheckpointError
+from megatron.cli import convert_checkpoint as convert_cli
+from megatron.cli import verify_checkpoint as verify_cli
 from megatron.distributed import streams
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from tests.unit.checkpoint.support import make_state, save

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron.checkpoint import convert_cli
 from megatron.checkpoint.hf import exchange
+from megatron.cli import convert_checkpoint as convert_cli
 from tests.helpers.megatron_lm import Layout, Model, write
 from tests.helpers.torch_dist import write as write_dist
 from tests.unit.checkpoint.test_megatron_lm import LLAMA, make

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint import LoadedState, Sharded, convert_cli, find_checkpoint, load_checkpoint
+from megatron.checkpoint import LoadedState, Sharded, find_checkpoint, load_checkpoint
+from megatron.cli import convert_checkpoint as convert_cli
 from megatron.config import ModelConfig, MoEConfig
 from megatron.distributed.shard import ShardSpec
 from megatron.errors import CheckpointError

@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint import convert_cli, find_checkpoint, safe_load
+from megatron.checkpoint import find_checkpoint, safe_load
 from megatron.checkpoint.architecture import model_config
 from megatron.checkpoint.hf import convert as hf_convert
 from megatron.checkpoint.megatron_lm import names as mapped
 from megatron.checkpoint.megatron_lm.settings import settings_from_args, their_args
 from megatron.checkpoint.megatron_lm.write import TargetLayout, to_megatron
+from megatron.cli import convert_checkpoint as convert_cli
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model import rope

@@ -18,9 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint import convert_cli, find_checkpoint, load_checkpoint, member_checks, verify_cli
+from megatron.checkpoint import find_checkpoint, load_checkpoint, member_checks
 from megatron.checkpoint.hf import open_folder, read_tensors
 from megatron.checkpoint.hf.weights import compare_share, weights_files
+from megatron.cli import convert_checkpoint as convert_cli
+from megatron.cli import verify_checkpoint as verify_cli
 from megatron.errors import CheckpointError
 from tests.helpers import torch_dist
 from tests.helpers.megatron_lm import Layout, with_moments, write

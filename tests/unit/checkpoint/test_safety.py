@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import inspect_step, manifest, safe_load, storage, verify_cli
+from megatron.checkpoint import inspect_step, manifest, safe_load, storage
 from megatron.checkpoint.torch_files import TorchFile
+from megatron.cli import verify_checkpoint as verify_cli
 from megatron.errors import CheckpointError
 from tests.unit.checkpoint.support import load, make_state, save
 

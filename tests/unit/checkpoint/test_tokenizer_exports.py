@@ -15,10 +15,10 @@ import torch
 
 from megatron.checkpoint import find_checkpoint
 from megatron.checkpoint.compare import open_step
-from megatron.checkpoint.convert_cli import main as convert
 from megatron.checkpoint.hf import open_folder, plan_export, write_export
 from megatron.checkpoint.hf.families import FAMILIES
 from megatron.checkpoint.hf.tokenizer_check import PROGRAM, Expected, expected_of, first_misreading
+from megatron.cli.convert_checkpoint import main as convert
 from megatron.config import ModelConfig, MoEConfig
 from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megatron.checkpoint import RunHistory, TrainState, save_checkpoint
-from megatron.checkpoint.convert_cli import main as convert
-from megatron.checkpoint.verify_cli import main as verify
+from megatron.cli.convert_checkpoint import main as convert
+from megatron.cli.verify_checkpoint import main as verify
 from megatron.config import ModelConfig
 from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import ParallelState

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import convert_cli
 from megatron.checkpoint.megatron_lm import open_foreign
+from megatron.cli import convert_checkpoint as convert_cli
 from megatron.errors import CheckpointError, MegatronError
 from tests.helpers.megatron_lm import with_moments
 from tests.helpers.torch_dist import write

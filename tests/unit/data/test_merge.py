@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from megatron.cli.merge_datasets import main
 from megatron.data.indexed.builder import IndexedDatasetBuilder
 from megatron.data.indexed.dataset import IndexedDataset
 from megatron.data.indexed.record import make_record, read_record, record_path, write_record
 from megatron.data.merge import merge
 from megatron.data.parts import find_prefixes, plan_groups
 from megatron.errors import ConfigError, DataError, MegatronError
-from megatron.preprocess.commands.merge_datasets import main
 
 Document = list[list[int]]  # its sequences
 

@@ -19,7 +19,7 @@ from megatron.tokenizer.chat.template import ChatError
 from megatron.tokenizer.export import bpe_file_texts, write_files
 from megatron.tokenizer.train import train_bpe
 from tests.helpers.runs import generate_here
-from tests.unit.evaluation.test_bad_input import assert_said, load  # noqa: F401  (a fixture)
+from tests.unit.cli.test_evaluate import assert_said, load  # noqa: F401  (a fixture)
 from tests.unit.tokenizer.support import SAMPLES
 
 LONG = " ".join(SAMPLES)

@@ -12,7 +12,7 @@ import pytest
 from megatron.checkpoint import placed, storage
 from megatron.model.parameters import WORD_TABLE
 from tests.helpers.runs import generate_here
-from tests.unit.evaluation.test_bad_input import load  # noqa: F401  (a fixture)
+from tests.unit.cli.test_evaluate import load  # noqa: F401  (a fixture)
 
 
 def test_every_byte_is_read_once(load: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

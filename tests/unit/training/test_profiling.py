@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.cli.profile_summary import main
 from megatron.config import ProfileConfig
 from megatron.errors import DataError
 from megatron.training.profiling.profiler import StepProfiler, build_profiler
-from megatron.training.profiling.trace_summary import CATEGORIES, Event, Summary, main, read_trace, summarise
+from megatron.training.profiling.trace_summary import CATEGORIES, Event, Summary, read_trace, summarise
 from megatron.utils.log import RankLog
 from tests.helpers.mutations import only_our_errors, texts
 from tests.helpers.runs import flags, pretrain_here

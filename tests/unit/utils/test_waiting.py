@@ -137,7 +137,7 @@ WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
         ),
         (
             "from megatron.utils.command_line import run_tool_module as tool; import sys; "
-            "sys.argv[1:] = ['/nowhere']; tool('megatron.checkpoint.verify_cli')",
+            "sys.argv[1:] = ['/nowhere']; tool('megatron.cli.verify_checkpoint')",
             {},
             "PASSIVE None False",
         ),

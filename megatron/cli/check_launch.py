@@ -1,0 +1,36 @@
+"""What a launch script asks before any process starts: `python -m megatron.cli.check_launch RANKS FLAGS...`
+
+Each mistake is then one line, and not a report of every rank. With --dry-run among the flags, what is said of files is
+printed and is no mistake: a launch is planned before its data is there. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from megatron.config import check_world
+from megatron.config.refusals import Refusals
+from megatron.errors import MegatronError
+from megatron.training.settings import read_settings
+
+
+def check_launch(ranks: int, flags: Sequence[str]) -> tuple[str, ...]:
+    """The lines about files that are not there yet, of a --dry-run; a ConfigError for what would be refused."""
+    absent = Refusals() if "--dry-run" in flags else None
+    check_world(read_settings(flags, absent=absent), ranks)
+    return () if absent is None else absent.lines
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        for line in check_launch(int(argv[0]), argv[1:]):
+            print(f"before a launch: {line}")
+    except MegatronError as error:
+        print("\n".join(f"error: {line}" for line in error.lines), file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

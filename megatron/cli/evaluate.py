@@ -1,0 +1,87 @@
+"""The command line of tools/evaluate.py."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron.cli.model_flags import add_model_flags
+from megatron.errors import ConfigError
+from megatron.training.exit import StopReason, run_as_program
+from megatron.utils.command_line import Parser, fields_from, integer
+from megatron.utils.loading import loading_torch
+
+if TYPE_CHECKING:
+    from megatron.evaluation.run import TaskOptions
+
+TASKS = ("perplexity", "lambada", "choices")
+
+
+def parser() -> Parser:
+    p = Parser(
+        prog="evaluate.py",
+        description="How good a trained model is: perplexity of a text, LAMBADA, or multiple choice. Under "
+        "torchrun the model is split over the ranks as the flags say, and data-parallel ranks share the work.",
+    )
+    what = p.add_argument_group("what")
+    what.add_argument("--task", choices=TASKS, default="perplexity", help="What is measured (default perplexity).")
+    what.add_argument(
+        "--data", required=True, metavar="FILE", help="A text, JSON lines (.jsonl, .json), or the prefix of .bin/.idx."
+    )
+    what.add_argument("--json-key", default="text", help="Where a line of JSON has its text (default text).")
+    what.add_argument(
+        "--detokenize",
+        choices=("wikitext",),
+        help="Undo the tokenisation of WikiText's files, and count its words as the published perplexities do.",
+    )
+    what.add_argument(
+        "--overlapping-eval",
+        type=integer(1),
+        metavar="N",
+        help="A window begins N tokens after the one before, and scores what is new in it (default: the window).",
+    )
+    what.add_argument(
+        "--score-first-token",
+        action="store_true",
+        help="Predict the first token of a document, from an end of document.",
+    )
+    what.add_argument("--strict-lambada", action="store_true", help="All tokens of the last word, not the last token.")
+    what.add_argument(
+        "--truncate-prompts", action="store_true", help="Drop the beginning of prompts that are longer than the window."
+    )
+    what.add_argument("--output", metavar="FILE", help="Write the results as JSON.")
+    axes = ("tensor-model", "pipeline-model", "context", "expert-model")
+    how = add_model_flags(p, batch="Whole windows per pass", axes=axes)
+    how.add_argument("--seq-length", type=integer(1), metavar="N", help="The window (default: as trained).")
+    return p
+
+
+def task_options(given: argparse.Namespace) -> TaskOptions:
+    from megatron.evaluation.run import TaskOptions
+
+    used = {
+        "perplexity": ("json_key", "detokenize", "overlapping_eval", "score_first_token"),
+        "lambada": ("json_key", "strict_lambada", "truncate_prompts"),
+        "choices": ("truncate_prompts",),
+    }
+    defaults = {field.name: field.default for field in dataclasses.fields(TaskOptions)}
+    for name in set().union(*used.values()) - set(used[given.task]):
+        if getattr(given, name) != defaults[name]:
+            raise ConfigError(f"--{name.replace('_', '-')}: has no effect on --task {given.task}; leave it out")
+    return TaskOptions(**fields_from(given, TaskOptions))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    def body() -> StopReason:
+        given = parser().parse_known_flags(argv)
+        with loading_torch():
+            from megatron.evaluation.run import evaluate
+            from megatron.inference.model import ModelOptions
+
+        evaluate(ModelOptions(**fields_from(given, ModelOptions)), task_options(given))
+        return StopReason("done", f"--task {given.task}")
+
+    run_as_program(body)
+    return 0

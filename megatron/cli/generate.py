@@ -1,0 +1,141 @@
+"""The command line of tools/generate.py."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron.cli.model_flags import add_model_flags
+from megatron.errors import ConfigError
+from megatron.training.exit import StopReason, run_as_program
+from megatron.utils.command_line import Parser, fields_from, integer, number
+from megatron.utils.loading import loading_torch
+from megatron.utils.numerals import INT32
+
+if TYPE_CHECKING:
+    from megatron.inference.sampling import Sampling
+
+
+def parser() -> Parser:
+    p = Parser(
+        prog="generate.py",
+        description="Continue texts with a trained model. Under torchrun the model is split over the ranks as the "
+        "flags say, and data-parallel ranks share the prompts.",
+    )
+    what = p.add_argument_group("what")
+    what.add_argument("--prompt", action="append", default=[], help="Text to continue; may be given several times.")
+    what.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="Texts to continue: JSON lines (.jsonl, .json), or one in each line; - is standard input (the default).",
+    )
+    what.add_argument("--json-key", default="prompt", help="Where a line of JSON has its text (default prompt).")
+    what.add_argument(
+        "--truncate-prompts", action="store_true", help="Drop the beginning of prompts that the model has no room for."
+    )
+    what.add_argument(
+        "--chat",
+        action="store_true",
+        help="Prompts are conversations, put through the model's chat template: a text is what the user says, a JSON "
+        "line has messages. Text in them stays text.",
+    )
+    what.add_argument(
+        "--prompt-with-special-tokens",
+        action="store_true",
+        help="Text in a prompt that spells a special token is that token (default: it is text, as in documents).",
+    )
+    what.add_argument("--output", metavar="FILE", help="Write JSON lines, whole or not at all, and show nothing.")
+    what.add_argument("--logprobs", action="store_true", help="With --output: the log-probability of every token.")
+    end = p.add_argument_group("end")
+    end.add_argument(
+        "--max-new-tokens",
+        type=integer(1, INT32),
+        metavar="N",
+        help="Tokens to add at most (default 64, or what the model has room for).",
+    )
+    end.add_argument("--stop", action="append", default=[], help="Text before which to end; may come several times.")
+    end.add_argument("--ignore-eod", action="store_true", help="Go on after the end of the document.")
+    choice = p.add_argument_group("choice of tokens")
+    choice.add_argument("--greedy", action="store_true", help="Always the likeliest token.")
+    choice.add_argument("--temperature", type=number, default=1.0, help="Below 1: safer; above 1: wilder (default 1).")
+    choice.add_argument(
+        "--top-k", type=integer(0), default=0, help="Draw from the K likeliest tokens only (default 0: all)."
+    )
+    choice.add_argument(
+        "--top-p", type=number, default=0.0, help="Draw from the likeliest tokens that hold this share."
+    )
+    choice.add_argument(
+        "--seed", type=integer(0), default=1234, help="The same seed gives the same text (default 1234)."
+    )
+    choice.add_argument(
+        "--num-beams", type=integer(1, 4096), default=1, metavar="N", help="Search for the likeliest text with N beams."
+    )
+    choice.add_argument(
+        "--length-penalty", type=number, default=1.0, help="Above 0 favours long texts in the search (default 1)."
+    )
+    add_model_flags(p, batch="Prompts at a time", axes=("tensor-model", "pipeline-model", "expert-model"))
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    def body() -> StopReason:
+        given = parser().parse_known_flags(argv)
+        check_sampling_flags(given)
+        with loading_torch():
+            from megatron.inference.model import ModelOptions
+            from megatron.inference.run import GenerateOptions, answer_prompts
+
+        answer_prompts(
+            GenerateOptions(**fields_from(given, GenerateOptions)),
+            ModelOptions(**fields_from(given, ModelOptions)),
+            sampling(given),
+        )
+        return StopReason("done", "the texts")
+
+    run_as_program(body)
+    return 0
+
+
+def sampling(given: argparse.Namespace) -> Sampling:
+    from megatron.inference.sampling import Sampling
+
+    return Sampling(**fields_from(given, Sampling))
+
+
+_NOT_WITH_CHAT = {
+    "json_key": "the JSON lines of --chat have messages, as those of --sft",
+    "truncate_prompts": "a conversation without its beginning is none that the chat template writes",
+    "prompt_with_special_tokens": "the chat template writes the special tokens, and the text of messages stays text",
+}
+
+
+def check_sampling_flags(given: argparse.Namespace) -> None:
+    """What can be said without torch."""
+    if given.greedy and (given.top_k or given.top_p or given.temperature != 1.0):
+        raise ConfigError(
+            "--greedy: nothing is drawn, so --temperature, --top-k and --top-p do nothing; leave them out"
+        )
+    if given.num_beams > 1 and (given.greedy or given.top_k or given.top_p or given.temperature != 1.0):
+        raise ConfigError(
+            f"--num-beams {given.num_beams}: the search draws nothing; leave --greedy, --temperature, --top-k and "
+            "--top-p out"
+        )
+    if given.num_beams > 1 and given.stop:
+        raise ConfigError(f"--num-beams {given.num_beams}: the search knows no --stop; leave one of them out")
+    if given.num_beams == 1 and given.length_penalty != 1.0:
+        raise ConfigError(f"--length-penalty {given.length_penalty}: is for the search; give --num-beams 2 or more")
+    if not -10 <= given.length_penalty <= 10:
+        raise ConfigError(f"--length-penalty {given.length_penalty}: must be from -10 to 10")
+    if given.prompt and given.prompts is not None:
+        raise ConfigError("--prompt: --prompts is given, too; give one of them")
+    if given.json_key != "prompt" and not str(given.prompts).endswith((".jsonl", ".json")):
+        raise ConfigError("--json-key: --prompts is no file of JSON lines (.jsonl, .json); leave it out")
+    if given.chat:
+        for flag, why in _NOT_WITH_CHAT.items():
+            if getattr(given, flag) not in (False, "prompt"):
+                raise ConfigError(f"--{flag.replace('_', '-')}: {why}; leave it or --chat out")
+    if given.logprobs and given.output is None:
+        raise ConfigError("--logprobs: they are written to --output FILE; give one")
+    if "" in given.stop:
+        raise ConfigError("--stop: an empty text stands before every token; give a text")

@@ -1,1 +1,0 @@
-"""The command lines of tools/. Importing it loads nothing."""
