@@ -1,14 +1,20 @@
-"""Reads the curves of a run from its metrics file (`--metrics-jsonl`) or from its log, ours or Megatron-LM's."""
+"""Loss curves of runs: read from a metrics file (`--metrics-jsonl`) or a log, ours or Megatron-LM's, and drawn."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Points = dict[int, float]  # iteration -> value; a resumed run repeats iterations, and the later one counts
 
@@ -82,3 +88,71 @@ def _with_points(flag: str, path: Path, value: str, run: LoggedRun) -> LoggedRun
 def _unusable(flag: str, path: Path, reason: str) -> ConfigError:
     made_by = "a run with --metrics-jsonl wrote" if flag == "--metrics-jsonl" else "a run's output went to"
     return ConfigError(f"{flag} {path}: {reason}; give the file that {made_by}")
+
+
+# ---------------------------------------------------------------- in the terminal
+
+TRAIN, VALIDATION = ("•", "*"), (("◆", "v"), ("▲", "a"), ("■", "b"), ("○", "o"))
+"""The second where the terminal has no Unicode; one for each validation set, from the first on again."""
+
+
+def draw_in_terminal(run: LoggedRun, *, width: int, height: int, plain: bool, title: str) -> str:
+    """A grid of characters: iterations to the right, the value upwards, both axes labelled."""
+    sets = [split for split in run.curves if split != "train"]
+    marks = {"train": TRAIN[plain]} | {name: pair[plain] for name, pair in zip(sets, cycle(VALIDATION), strict=False)}
+    points = [(i, y) for curve in run.curves.values() for i, y in curve.items()]
+    first, last = min(i for i, _ in points), max(i for i, _ in points)
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    grid = [[" "] * width for _ in range(height)]
+    for split, curve in run.curves.items():
+        for iteration, y in curve.items():
+            column = round((iteration - first) / max(1, last - first) * (width - 1))
+            row = round((high - y) / ((high - low) or 1.0) * (height - 1))
+            grid[row][column] = marks[split]
+    lines = [f"{'':9}{title}"]
+    for row, cells in enumerate(grid):
+        label = f"{high - (high - low) * row / (height - 1):8.3f} " if row % 3 == 0 or row == height - 1 else " " * 9
+        lines.append(f"{label}|{''.join(cells).rstrip()}")
+    lines.append(" " * 9 + "+" + "-" * width)
+    lines.append(f"{'':9} {first:<{width // 2}}{'iteration ' + str(last):>{width - width // 2}}")
+    legend = "   ".join(f"{marks[split]} {split}" for split in run.curves)
+    lines.append(f"{'':10}{legend}")
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------- with matplotlib
+
+_MARKERS = "os^Dv"
+"""Of the validation sets of a run, from the first on again."""
+
+
+def draw_curves(runs: Sequence[LoggedRun], value: str) -> Figure:
+    """A colour per run, training as a line, validation dashed with marks."""
+    from matplotlib.figure import Figure  # no pyplot: nothing is shown, so no screen is asked for
+
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    axes = figure.add_subplot()
+    for number, run in enumerate(runs):
+        sets = [split for split in run.curves if split != "train"]
+        for split, points in run.curves.items():
+            iterations = sorted(points)
+            place = sets.index(split) if split in sets else None
+            axes.plot(
+                iterations,
+                [points[i] for i in iterations],
+                color=f"C{number % 10}",
+                label=split if len(runs) == 1 else f"{run.name}: {split}",
+                **_style(place),
+            )
+    axes.set_xlabel("iteration")
+    axes.set_ylabel(value.replace("_", " "))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+def _style(place: int | None) -> dict[str, Any]:
+    """Of the validation set in this place, or of training."""
+    if place is None:
+        return {"linestyle": "-"}
+    return {"linestyle": "--", "marker": _MARKERS[place % len(_MARKERS)], "markersize": 4}

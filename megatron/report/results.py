@@ -1,18 +1,21 @@
-"""A row of the table: from a run's metrics file (`--metrics-jsonl`), or from a file of published ones."""
+"""What runs came to, samples/s and perplexity: read from metrics files (`--metrics-jsonl`) or published, and drawn."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.errors import ConfigError
 from megatron.utils.typed import typed
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,3 +106,43 @@ def _text(flag: str, path: Path) -> str:
 def _unusable(flag: str, path: Path, reason: str) -> ConfigError:
     wanted = "the file that a run with --metrics-jsonl wrote" if flag == "--run" else "a file like the recipe's own"
     return ConfigError(f"{flag} {path}: {reason}; give {wanted}")
+
+
+# ---------------------------------------------------------------- the picture
+
+_OURS, _PUBLISHED = "C0", "0.65"
+
+
+def draw_bars(rows: Sequence[SizeResult], source: str) -> Figure:
+    """A bar of samples/s and one of perplexity for each row, published ones in grey."""
+    from matplotlib.figure import Figure  # no pyplot: nothing is shown, so no screen is asked for
+
+    figure = Figure(figsize=(11, 1.6 + 0.34 * len(rows)), layout="constrained")
+    speed, quality = figure.subplots(1, 2, sharey=True)
+    _bars(speed, rows, [row.samples_per_second for row in rows])
+    speed.set_xscale("log")
+    speed.set_xlabel("samples/s")
+    speed.set_yticks(range(len(rows)), [_label(row) for row in rows])
+    speed.invert_yaxis()
+    _bars(quality, rows, [row.perplexity for row in rows])
+    quality.set_xlabel("perplexity (PPL)")
+    quality.set_xlim(left=0)
+    for color, label in ((_OURS, "measured here"), (_PUBLISHED, f"published {source}")):
+        quality.bar([0], [0], color=color, label=label)
+    figure.legend(*quality.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    return figure
+
+
+def _bars(axes: Any, rows: Sequence[SizeResult], values: Sequence[float | None]) -> None:
+    """Rows without the value have no bar."""
+    for place, (row, value) in enumerate(zip(rows, values, strict=True)):
+        if value is not None:
+            bar = axes.barh(place, value, color=_PUBLISHED if row.published else _OURS)
+            axes.bar_label(bar, fmt="{:.5g}", padding=3, fontsize=8)
+    axes.margins(x=0.15)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _label(row: SizeResult) -> str:
+    steps = "" if row.steps is None else f", {row.steps} steps"
+    return f"{row.size}, {row.devices}{steps}"

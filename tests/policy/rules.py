@@ -22,10 +22,13 @@ LEVELS = {
         3,
     ),
     **dict.fromkeys(["parallelize", "optimizer", "checkpoint"], 4),
-    **dict.fromkeys(["engine", "planner"], 5),
+    "engine": 5,
     "training": 6,
     "inference": 7,
     "evaluation": 8,
+    # Around the core: each uses the core, and the core none of them.
+    **dict.fromkeys(["prove", "report"], 9),
+    "cli": 10,
 }
 ABOVE_THE_PACKAGE = {"tools", "tests", "benchmarks", "examples", "pretrain_gpt"}
 # What stands above the package, in its own order: each may import what comes before it.

@@ -15,12 +15,12 @@ Levels = Mapping[str, int]
 
 
 def in_table(text: str) -> dict[str, int]:
-    rows = re.findall(r"^\| (-?\d) \| `megatron/(\w+)(?:/|\.py)` \|", text, re.M)
+    rows = re.findall(r"^\| (-?\d+) \| `megatron/(\w+)(?:/|\.py)` \|", text, re.M)
     return {package: int(level) for level, package in rows}
 
 
 def in_picture(text: str) -> dict[str, int]:
-    lines = re.findall(r"^level +(-?\d)((?: +\w+)+)", text, re.M)
+    lines = re.findall(r"^level +(-?\d+)((?: +\w+)+)", text, re.M)
     return {package: int(level) for level, packages in lines for package in packages.split()}
 
 

@@ -1,0 +1,81 @@
+"""tools/draw_pipeline.py: a recorded or simulated step of a pipeline as a picture."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.config.stages import fills_groups
+from megatron.errors import ConfigError
+from megatron.pipeline_parallel.schedules import SCHEDULES, schedule_of
+from megatron.report.pipeline_picture import draw_step
+from megatron.report.pipeline_timeline import Timeline, cost_of_kinds, read_timelines, simulate
+from megatron.utils.command_line import Parser, integer, run_tool
+
+NAME = "draw_pipeline.py"
+_MOST_PASSES = 100_000
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_tool(NAME, lambda: _draw(build_parser().parse_known_flags(argv)))
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog=NAME, description="Draws when each pass of a pipelined step ran, with the bubble.")
+    parser.add_argument("--trace", metavar="DIR", help="what a run with --pipeline-trace DIR wrote")
+    parser.add_argument("--schedule", choices=tuple(SCHEDULES), help="simulate this schedule instead")
+    parser.add_argument("--stages", type=integer(1, 1024), default=4, metavar="N", help="simulated ranks (4)")
+    parser.add_argument("--micro-batches", type=integer(1, 4096), default=8, metavar="N", help="simulated (8)")
+    parser.add_argument("--chunks", type=integer(1, 64), default=1, metavar="N", help="simulated stages a rank (1)")
+    parser.add_argument(
+        "--group", type=integer(1, 4096), metavar="N", help="simulated micro-batches a group (--stages)"
+    )
+    parser.add_argument("--output", required=True, metavar="FILE.png", help="the picture")
+    return parser
+
+
+def _draw(arguments: argparse.Namespace) -> None:
+    if (arguments.trace is None) == (arguments.schedule is None):
+        raise ConfigError("--trace and --schedule: give one of them, a run's times or what to simulate")
+    if arguments.trace is not None:
+        step = read_timelines(Path(arguments.trace))[-1]
+        source = f"measured, {step.end:.3f} s"
+    else:
+        step = _simulated(arguments)
+        source = f"simulated, {arguments.schedule}, equal stages"
+    title = (
+        f"{source}; {step.ranks} stages, {step.micro_batches} micro-batches, {step.chunks} chunks a rank; bubble "
+        f"{step.bubble:.1%} of the work, {'(p-1)/(3 m)' if step.defers_wgrads else '(p-1)/(m v)'} is "
+        f"{step.theoretical_bubble:.1%}"
+    )
+    try:
+        draw_step(step, title, arguments.output, measured=arguments.trace is not None)
+    except ImportError:
+        raise ConfigError(
+            f"--output {arguments.output}: drawing needs pillow, which is not installed for {sys.executable}; "
+            f"{sys.executable} -m pip install pillow (the extra 'plot')"
+        ) from None
+    print(f"{arguments.output}: {title}")
+
+
+def _simulated(arguments: argparse.Namespace) -> Timeline:
+    schedule, ranks, micro_batches = arguments.schedule, arguments.stages, arguments.micro_batches
+    chunks, group = arguments.chunks, arguments.group
+    if (chunks > 1) != (schedule == "interleaved"):
+        raise ConfigError(f"--chunks {chunks}: --schedule interleaved, and it alone, has several chunks a rank")
+    if group is not None and schedule != "interleaved":
+        raise ConfigError(f"--group {group}: --schedule interleaved alone has groups; leave it out")
+    if schedule == "interleaved" and not fills_groups(micro_batches, group or ranks, ranks):
+        raise ConfigError(
+            f"--micro-batches {micro_batches}: --schedule interleaved takes groups of {group or ranks} micro-batches, "
+            f"and no group of fewer than --stages {ranks}; give a multiple of {max(group or ranks, ranks)}"
+        )
+    if 2 * ranks * micro_batches * chunks > _MOST_PASSES:
+        raise ConfigError(
+            f"--stages {ranks} --micro-batches {micro_batches} --chunks {chunks}: no picture shows more than "
+            f"{_MOST_PASSES} passes; give fewer"
+        )
+    backward = 1 if schedule == "zero-bubble" else 2  # without the weight gradients, or with them
+    return simulate(schedule_of(schedule, group), ranks, micro_batches, chunks, cost=cost_of_kinds(1, backward, 1))
