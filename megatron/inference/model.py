@@ -14,12 +14,12 @@ from torch import Tensor
 
 from megatron.checkpoint import DamagedCheckpointError, RunHistory, find_checkpoint
 from megatron.checkpoint.build import saved_tokenizer
-from megatron.checkpoint.hf import DTYPES, open_folder
-from megatron.checkpoint.hf.weights import read_finite_json
 from megatron.config import RunConfig, TokenizerConfig
 from megatron.distributed.state import ParallelState
 from megatron.engine import Evaluation
 from megatron.errors import CheckpointError, ConfigError
+from megatron.interop.hf import DTYPES, open_folder
+from megatron.interop.hf.weights import read_finite_json
 from megatron.layout import Layout
 from megatron.model.gpt import GPT
 from megatron.model.parameters import WORD_TABLE

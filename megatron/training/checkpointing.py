@@ -29,12 +29,12 @@ from megatron.checkpoint import (
     writes,
 )
 from megatron.checkpoint.all_ranks import do_on_first, run_on_all
-from megatron.checkpoint.hf import load_hugging_face
-from megatron.checkpoint.hf.origin import read_origin
 from megatron.config import to_dict
 from megatron.distributed.rng import get_rng_state, set_rng_state
 from megatron.distributed.shard import ShardSpec
 from megatron.engine import Engine, Evaluation
+from megatron.interop.hf import load_hugging_face
+from megatron.interop.hf.origin import read_origin
 from megatron.model.gpt import GPT
 from megatron.optimizer import Optimizer, Schedule, state_spec
 from megatron.parallelize import persistent_buffers

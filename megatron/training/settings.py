@@ -97,7 +97,7 @@ def _with_checkpoint_args(config: RunConfig) -> RunConfig:
 
 def _with_settings_of_folder(config: RunConfig, needs_data: bool) -> RunConfig:
     """--load of a Hugging Face model: a start from its weights, in the shape and with the tokenizer that it has."""
-    from megatron.checkpoint.hf import open_folder
+    from megatron.interop.hf import open_folder
 
     checkpoint = config.checkpoint
     assert checkpoint.load is not None

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.build import restore_model
-from megatron.checkpoint.hf import write_export
 from megatron.errors import ConfigError, MegatronError
 from megatron.inference import decoder as decoders
 from megatron.inference import packed
@@ -25,6 +24,7 @@ from megatron.inference.decoder import Decoder
 from megatron.inference.generate import generate
 from megatron.inference.model import ModelOptions, subject_of
 from megatron.inference.sampling import Sampling
+from megatron.interop.hf import write_export
 from megatron.model import GPT
 from megatron.model.kv_cache import SPARE, KVCache
 from megatron.model.linear import Linear

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint import paths
-from megatron.checkpoint.hf import direct, open_folder
 from megatron.checkpoint.manifest import read as read_manifest
 from megatron.checkpoint.reader import StepReader
 from megatron.cli.convert_checkpoint import main as convert
 from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError
+from megatron.interop.hf import direct, open_folder
 from megatron.layout import Layout
 from megatron.model.parameters import parameters
 from megatron.parallelize.specs import Cut

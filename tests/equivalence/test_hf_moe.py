@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from megatron.checkpoint import RunHistory, TrainState, find_checkpoint, save_checkpoint
-from megatron.checkpoint.hf import check_export, open_folder, plan_export, read_tensors, write_export
-from megatron.checkpoint.hf.check import compare_logits
-from megatron.checkpoint.hf.export import Export
-from megatron.checkpoint.hf.families import by_model_type
 from megatron.config import ModelConfig, MoEConfig
 from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError, ConfigError
+from megatron.interop.hf import check_export, open_folder, plan_export, read_tensors, write_export
+from megatron.interop.hf.check import compare_logits
+from megatron.interop.hf.export import Export
+from megatron.interop.hf.families import by_model_type
 from megatron.layout import Layout
 from megatron.model.moe_losses import balance_loss
 from megatron.model.parameters import parameters

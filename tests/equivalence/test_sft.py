@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.hf import open_folder
 from megatron.data import loader
 from megatron.data.masks import MaskConfig, document_ids, loss_mask
 from megatron.engine import StepResult
 from megatron.errors import ConfigError, DataError
+from megatron.interop.hf import open_folder
 from megatron.optimizer import Rates
 from megatron.training.assemble import assemble
 from megatron.training.settings import read_settings

@@ -38,7 +38,7 @@ ENVIRONMENT_READERS = ("megatron/distributed/launch.py", "csrc/build.py", "megat
 # A closed list: libraries that listen to nothing but a variable, set for this process. Nothing of ours reads it.
 ENVIRONMENT_WRITERS = {
     "benchmarks/train_step.py": "ONEDNN_MAX_CPU_ISA",  # for the processes of the contenders
-    "megatron/checkpoint/hf/auto_tokenizer.py": "HF_HUB_OFFLINE",
+    "megatron/interop/hf/auto_tokenizer.py": "HF_HUB_OFFLINE",
     "megatron/utils/loading.py": "TORCH_CPP_LOG_LEVEL",
     "megatron/utils/pool.py": "TOKENIZERS_PARALLELISM",
     "megatron/distributed/rendezvous.py": "GLOO_SOCKET_IFNAME",
