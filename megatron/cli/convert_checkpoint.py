@@ -218,10 +218,11 @@ def _ours(arguments: argparse.Namespace, target: TargetLayout) -> Iterator[Found
 def _step_in(directory: Path, step: int | None) -> FoundStep:
     from megatron.checkpoint import find_checkpoint
     from megatron.distributed.state import ParallelState
+    from megatron.interop.source import OTHER_PROGRAMS
     from megatron.layout import Layout
 
     alone = ParallelState.build(Layout(1), 0)
-    found = find_checkpoint(directory, parallel=alone, step=step, strict=True)
+    found = find_checkpoint(directory, parallel=alone, step=step, strict=True, source=OTHER_PROGRAMS)
     assert found is not None, "without a save directory there is no fresh start"
     return found
 

@@ -12,7 +12,7 @@ from megatron.errors import CheckpointError, ConfigError, printable
 from megatron.utils.command_line import Parser, run_tool
 
 if TYPE_CHECKING:
-    from megatron.interop.megatron_lm import ForeignStep
+    from megatron.checkpoint.step_source import ForeignStep
 
 EXIT = {"corrupt": 1, "extra": 1, "unsafe": 3, "incomplete": 4}
 

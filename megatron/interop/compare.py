@@ -12,6 +12,7 @@ from megatron.checkpoint.found_step import FoundStep, find_checkpoint
 from megatron.checkpoint.manifest import TensorRecord
 from megatron.checkpoint.paths import MANIFEST, step_of
 from megatron.distributed.state import ParallelState
+from megatron.interop.source import OTHER_PROGRAMS
 from megatron.layout import Layout
 from megatron.model.parameters import WORD_TABLE
 
@@ -22,7 +23,12 @@ def open_step(directory: Path) -> FoundStep:
     step = number if number is not None and not (directory / MANIFEST).is_dir() else None
     place = directory.parent if step is not None else directory
     found = find_checkpoint(
-        place, parallel=ParallelState.build(Layout(1), 0), step=step, strict=True, log=lambda text: None
+        place,
+        parallel=ParallelState.build(Layout(1), 0),
+        step=step,
+        strict=True,
+        log=lambda text: None,
+        source=OTHER_PROGRAMS,
     )
     assert found is not None, "without a save directory there is no fresh start"
     return found

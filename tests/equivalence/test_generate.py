@@ -22,7 +22,7 @@ from megatron.inference.answers import Answers, Prompt, Wanted
 from megatron.inference.beams import beam_search
 from megatron.inference.decoder import Decoder
 from megatron.inference.generate import generate
-from megatron.inference.model import ModelOptions, subject_of
+from megatron.inference.model import ModelOptions
 from megatron.inference.sampling import Sampling
 from megatron.interop.hf import write_export
 from megatron.model import GPT
@@ -31,6 +31,7 @@ from megatron.model.linear import Linear
 from tests.equivalence.test_evaluate import FAMILIES, Saved, make_model
 from tests.equivalence.test_hf_export import CASES, model, plan, save_random
 from tests.helpers.distributed import run_ranks
+from tests.helpers.other_programs import subject_of
 from tests.helpers.runs import generate_here, make_run
 
 transformers = pytest.importorskip("transformers")

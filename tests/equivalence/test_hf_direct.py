@@ -24,10 +24,10 @@ from megatron.layout import Layout
 from megatron.model.parameters import parameters
 from megatron.parallelize.specs import Cut
 from megatron.training.assemble import assemble
-from megatron.training.settings import read_settings
 from tests.equivalence.test_hf_continue import FAMILIES, ROWS, WORDS, command, make_model, write_data
 from tests.equivalence.test_hf_folders import FORMS
 from tests.helpers.distributed import run_ranks
+from tests.helpers.other_programs import read_settings
 from tests.helpers.runs import Recorder, make_run, pretrain_gpt, pretrain_here, read_metrics
 
 PLAIN = {"use_checkpoint_args": None}  # no flag is needed for what the folder says

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.checkpoint import RunHistory, TrainState, find_checkpoint, save_checkpoint
+from megatron.checkpoint import RunHistory, TrainState, save_checkpoint
 from megatron.checkpoint.reader import StepReader
 from megatron.cli.convert_checkpoint import main as convert_main
 from megatron.config import ModelConfig
@@ -30,6 +30,7 @@ from megatron.interop.hf.check import compare_logits, compare_weights, our_logit
 from megatron.interop.hf.exchange import Exchange
 from megatron.layout import Layout
 from megatron.model.parameters import parameters
+from tests.helpers.other_programs import find_checkpoint
 
 transformers = pytest.importorskip("transformers")
 

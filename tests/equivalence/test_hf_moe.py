@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import RunHistory, TrainState, find_checkpoint, save_checkpoint
+from megatron.checkpoint import RunHistory, TrainState, save_checkpoint
 from megatron.config import ModelConfig, MoEConfig
 from megatron.distributed.shard import ShardSpec
 from megatron.distributed.state import ParallelState
@@ -24,6 +24,7 @@ from megatron.interop.hf.families import by_model_type
 from megatron.layout import Layout
 from megatron.model.moe_losses import balance_loss
 from megatron.model.parameters import parameters
+from tests.helpers.other_programs import find_checkpoint
 
 pytest.importorskip("transformers")
 

@@ -27,8 +27,9 @@ LEVELS = {
     "inference": 7,
     "evaluation": 8,
     # Around the core: each uses the core, and the core none of them.
-    **dict.fromkeys(["prove", "report"], 9),
+    **dict.fromkeys(["interop", "prove", "report"], 9),
     "cli": 10,
+    "pretrain": 11,
 }
 ABOVE_THE_PACKAGE = {"tools", "tests", "benchmarks", "examples", "pretrain_gpt"}
 # What stands above the package, in its own order: each may import what comes before it.

@@ -2,12 +2,11 @@
 
 from megatron.interop.hf.check import check_export
 from megatron.interop.hf.direct import load_hugging_face
-from megatron.interop.hf.export import DTYPES, Export, plan_export, write_export
+from megatron.interop.hf.export import Export, plan_export, write_export
 from megatron.interop.hf.importer import HuggingFaceFolder, open_folder, read_tensors
 from megatron.interop.hf.tokenizer_check import check_folder
 
 __all__ = [
-    "DTYPES",
     "Export",
     "HuggingFaceFolder",
     "check_export",

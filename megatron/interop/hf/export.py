@@ -29,9 +29,9 @@ from megatron.interop.hf.safetensors_file import Shape, write_safetensors
 from megatron.interop.hf.weights import BIN, BIN_INDEX, INDEX, WEIGHTS
 from megatron.model.parameters import WORD_TABLE
 from megatron.tokenizer.for_transformers import JSON, TokenizerFiles
+from megatron.utils.dtype import DTYPES
 
 SHARD_BYTES = 5 * 10**9
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from megatron.checkpoint.member_checks import MemberChecks, Say
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.interop.hf.exchange import Exchange
-from megatron.interop.hf.export import DTYPES
 from megatron.interop.hf.families import by_model_type
 from megatron.interop.hf.family import Family
-from megatron.interop.hf.weights import BIN, BIN_INDEX, INDEX, WEIGHTS, WeightsFile, read_finite_json, weights_files
+from megatron.interop.hf.weights import BIN, BIN_INDEX, INDEX, WEIGHTS, WeightsFile, weights_files
 from megatron.model.parameters import HEAD_TABLE, WORD_TABLE
 from megatron.tokenizer.huggingface import kept_files
-from megatron.utils.foreign import ADAPTER, is_not_a_directory
+from megatron.utils.dtype import DTYPES
+from megatron.utils.foreign import ADAPTER, is_not_a_directory, read_finite_json
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,10 @@ class HuggingFaceFolder:
     vocab_size: int
     dtype: str
     files: Mapping[str, Stored]  # by the name that transformers gives the tensor
+
+    @property
+    def model_type(self) -> str:
+        return self.family.model_type
 
     @property
     def tokenizer_files(self) -> list[Path]:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import CheckpointError
-from megatron.interop.hf.weights import read_finite_json
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.huggingface import refuse_outside
+from megatron.utils.foreign import read_finite_json
 
 GENERATION = "generation_config.json"
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -5,7 +5,6 @@ A `.bin` file is a pickle: it is opened as our own checkpoints are, scanned firs
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import cached_property, partial
@@ -21,6 +20,7 @@ from megatron.checkpoint.safe_load import UnsafeFileError
 from megatron.checkpoint.torch_files import TorchFile
 from megatron.errors import CheckpointError, ConfigError
 from megatron.tokenizer.huggingface import refuse_outside
+from megatron.utils.foreign import read_finite_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -154,19 +154,3 @@ def _member(folder: Path, name: str) -> Path:
     path = folder / name
     refuse_outside(folder, path)
     return path
-
-
-def read_finite_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path} does not exist: not a Hugging Face model folder") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON ({error})") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return values
-
-
-def _refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is not JSON")

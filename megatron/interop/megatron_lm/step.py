@@ -29,7 +29,7 @@ _MOST_LAYERS = 100_000
 
 
 @dataclass(frozen=True)
-class ForeignStep:
+class MegatronStep:
     """`manifest` without files and checksums; what it calls slices is read by `reader`."""
 
     manifest: Manifest
@@ -37,7 +37,7 @@ class ForeignStep:
     optimizer_problem: str | None = None
     """Why the optimizer's state, which is there, cannot be read."""
 
-    def with_vocabulary(self, rows: int) -> ForeignStep:
+    def with_vocabulary(self, rows: int) -> MegatronStep:
         """Its tables have padding rows, and its args do not say from which row on."""
         tables = {name: self.manifest.model[name] for name in VOCABULARY_TABLES if name in self.manifest.model}
         if any(held_rows(record) < rows for record in tables.values()):
@@ -100,7 +100,7 @@ def is_classic(directory: Path) -> bool:
     return any(entry.name.startswith("mp_rank_") for entry in directory.iterdir())
 
 
-def open_classic(directory: Path, checks: MemberChecks | None) -> ForeignStep | None:
+def open_classic(directory: Path, checks: MemberChecks | None) -> MegatronStep | None:
     """None: a step of ours."""
     tree = classic_tree.open_tree(directory, checks)
     if "has_manifest" in tree.first.content:
@@ -125,7 +125,7 @@ def open_classic(directory: Path, checks: MemberChecks | None) -> ForeignStep | 
         problem = str(error)
     manifest = foreign_manifest(directory, tree.first.content, tree.args, settings, records, optimizer)
     main = main_content(tree.first, tree.first.content, manifest)
-    return ForeignStep(manifest, ClassicReader(directory, manifest, main, sources), problem)
+    return MegatronStep(manifest, ClassicReader(directory, manifest, main, sources), problem)
 
 
 def check_size(directory: Path, config: ModelConfig, moe: MoEConfig, held: int) -> None:

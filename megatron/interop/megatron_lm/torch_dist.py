@@ -30,7 +30,7 @@ from megatron.interop.megatron_lm.names import layer_pattern
 from megatron.interop.megatron_lm.settings import settings_from_args, true_vocabulary
 from megatron.interop.megatron_lm.step import (
     ClassicReader,
-    ForeignStep,
+    MegatronStep,
     check_size,
     foreign_manifest,
     main_content,
@@ -60,7 +60,7 @@ def is_torch_dist(directory: Path) -> bool:
     return any((directory / name).exists() for name in (METADATA, BACKEND))
 
 
-def open_torch_dist(directory: Path, checks: MemberChecks | None) -> ForeignStep:
+def open_torch_dist(directory: Path, checks: MemberChecks | None) -> MegatronStep:
     _check_backend(directory)
     found = open_directory(directory, checks)
     content, file = common_content(found)
@@ -82,7 +82,7 @@ def open_torch_dist(directory: Path, checks: MemberChecks | None) -> ForeignStep
     optimizer, problem = _optimizer(found, wanted, places, sources)
     manifest = foreign_manifest(directory, content, args, settings, records, optimizer)
     main = main_content(file, content, manifest)
-    return ForeignStep(manifest, ClassicReader(directory, manifest, main, sources), problem)
+    return MegatronStep(manifest, ClassicReader(directory, manifest, main, sources), problem)
 
 
 def _check_backend(directory: Path) -> None:

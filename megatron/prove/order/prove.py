@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from megatron.checkpoint.step_source import OWN_STEPS, StepSource
 from megatron.config import (
     BatchPlan,
     DataConfig,
@@ -41,11 +42,13 @@ _SHOWN = 6
 """Operations of a first step that are listed one by one."""
 
 
-def prove(world_size: int, script: str | None, argv: Sequence[str], *, workers: int) -> int:
+def prove(
+    world_size: int, script: str | None, argv: Sequence[str], *, workers: int, source: StepSource = OWN_STEPS
+) -> int:
     """Prints what is proved, what every class of ranks does in its first step, and the verdict; the exit code.
-    `workers`: processes that record at a time."""
+    `workers`: processes that record at a time. `source`: reads what other programs saved."""
     module = load_script(script)
-    given = read_settings(argv, needs_data=script is None, opens_files=False)
+    given = read_settings(argv, needs_data=script is None, opens_files=False, source=source)
     check_world(given, world_size)
     started, threads = time.monotonic(), torch.get_num_threads()
     torch.set_num_threads(1)  # the model is tiny

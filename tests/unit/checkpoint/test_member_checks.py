@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint import find_checkpoint, load_checkpoint, member_checks
+from megatron.checkpoint import load_checkpoint, member_checks
 from megatron.cli import convert_checkpoint as convert_cli
 from megatron.cli import verify_checkpoint as verify_cli
 from megatron.errors import CheckpointError
@@ -26,6 +26,7 @@ from megatron.interop.hf import open_folder, read_tensors
 from megatron.interop.hf.weights import compare_share, weights_files
 from tests.helpers import torch_dist
 from tests.helpers.megatron_lm import Layout, with_moments, write
+from tests.helpers.other_programs import find_checkpoint
 from tests.unit.checkpoint.support import make_params, make_state, one_process, save
 from tests.unit.checkpoint.test_strange_files import hugging_face_folder
 from tests.unit.interop.megatron_lm.test_step import GPT2, LLAMA, make, params_of

@@ -45,9 +45,9 @@ def test_greedy_equals_transformers_token_for_token(tmp_path: Path, case: str) -
 
 
 def _found(directory: Path) -> Any:
-    from megatron.checkpoint import find_checkpoint
     from megatron.distributed.state import ParallelState
     from megatron.layout import Layout
+    from tests.helpers.other_programs import find_checkpoint
 
     return find_checkpoint(directory, parallel=ParallelState.build(Layout(1), 0))
 

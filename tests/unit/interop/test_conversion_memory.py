@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import find_checkpoint
 from megatron.config import ModelConfig
 from megatron.interop.hf import plan_export, write_export
 from megatron.model.parameters import parameters
 from tests.helpers.megatron_lm import Layout, Model, with_moments
 from tests.helpers.megatron_lm import write as write_megatron
+from tests.helpers.other_programs import find_checkpoint
 from tests.helpers.torch_dist import write as write_torch_dist
 from tests.unit.checkpoint.support import one_process
 from tests.unit.interop.megatron_lm.test_step import LLAMA

@@ -13,8 +13,8 @@ from megatron.cli import convert_checkpoint as convert_cli
 from megatron.errors import CheckpointError, ConfigError
 from megatron.interop.hf import open_folder
 from megatron.interop.hf.families import by_model_type
-from megatron.training.settings import read_settings
 from megatron.utils.foreign import hub_hint, is_hugging_face
+from tests.helpers.other_programs import read_settings
 from tests.helpers.runs import flags
 
 CONFIG = json.dumps(

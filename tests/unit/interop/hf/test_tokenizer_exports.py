@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import find_checkpoint
 from megatron.cli.convert_checkpoint import main as convert
 from megatron.config import ModelConfig, MoEConfig
 from megatron.distributed.state import ParallelState
@@ -24,6 +23,7 @@ from megatron.interop.hf.families import FAMILIES
 from megatron.interop.hf.tokenizer_check import PROGRAM, Expected, expected_of, first_misreading
 from megatron.layout import Layout
 from megatron.tokenizer.for_transformers import CONFIG, JSON, TokenizerFiles
+from tests.helpers.other_programs import find_checkpoint
 from tests.helpers.warm import warm_python
 from tests.unit.checkpoint.test_tools import save_model
 from tests.unit.tokenizer.kinds import KINDS

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import FoundStep, find_checkpoint
+from megatron.checkpoint import FoundStep
 from tests.helpers.golden_megatron import GOLDEN, ROWS, model, weights, write_all
 from tests.helpers.megatron_lm import with_moments
+from tests.helpers.other_programs import find_checkpoint
 from tests.unit.checkpoint.support import one_process
 
 KINDS = ("23.06", "core", "torch_dist")

@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint import LoadedState, Sharded, find_checkpoint, load_checkpoint
+from megatron.checkpoint import LoadedState, Sharded, load_checkpoint
 from megatron.cli import convert_checkpoint as convert_cli
 from megatron.config import ModelConfig, MoEConfig
 from megatron.distributed.shard import ShardSpec
 from megatron.errors import CheckpointError
 from megatron.model.parameters import parameters
 from tests.helpers.megatron_lm import Layout, Model, with_moments, write
+from tests.helpers.other_programs import find_checkpoint
 from tests.unit.checkpoint.support import load as load_own
 from tests.unit.checkpoint.support import make_state, one_process, save
 

@@ -1,4 +1,4 @@
-"""`pretrain`: flags -> RunConfig -> parts -> `Trainer.fit()`. The public entry of every `pretrain_*.py`.
+"""One training as a program: flags -> RunConfig -> parts -> `Trainer.fit()`. `megatron.pretrain` is its public entry.
 
 torch is imported after the command line has been read, so `--help` and a mistyped flag answer at once.
 """
@@ -12,6 +12,7 @@ from megatron.training.exit import StopReason, run_as_program
 from megatron.utils.loading import loading_torch
 
 if TYPE_CHECKING:
+    from megatron.checkpoint.step_source import StepSource
     from megatron.model.passes import ForwardStep
     from megatron.training.assemble import Parts
     from megatron.training.batches import DatasetsProvider
@@ -20,28 +21,24 @@ if TYPE_CHECKING:
     from megatron.training.model import ModelProvider
 
 
-def pretrain(
+def run_training(
     datasets_provider: DatasetsProvider,
     model_provider: ModelProvider,
     forward_step: ForwardStep,
-    argv: Sequence[str] | None = None,
+    argv: Sequence[str] | None,
     *,
-    needs_data: bool = True,
-    hooks: Sequence[Hook] = (),
+    needs_data: bool,
+    hooks: Sequence[Hook],
+    source: StepSource,
 ) -> StopReason:
-    """Train as the command line says. Errors end the process with one line and their exit code.
-
-    `needs_data=False`: the datasets are the script's own, so neither --data-path nor a tokenizer is asked for. Each is
-    anything with `len` and `[i]` whose samples are dicts; `forward_step` gets them stacked, with their `sample_ids`,
-    and casts what it feeds to a model in half precision. `hooks` are called at moments of the run: see `megatron.Hook`.
-    """
+    """See `megatron.pretrain.pretrain`. `source`: reads what other programs saved."""
 
     def body() -> StopReason:
         from megatron.config import describe
         from megatron.training.settings import read_settings
         from megatron.training.signals import noted_while_starting
 
-        config = read_settings(argv, needs_data=needs_data)
+        config = read_settings(argv, needs_data=needs_data, source=source)
         signals = noted_while_starting(config.training)
 
         with loading_torch():
@@ -55,7 +52,7 @@ def pretrain(
             from megatron.training.watchdog import watched
             from megatron.utils.waiting import spinning_while_idle
 
-        run = start(config, needs_data=needs_data)
+        run = start(config, needs_data=needs_data, source=source)
         if config.runtime.plans:
             check_launch_files(run, needs_data=needs_data)
             plan = render_plan(run, model_provider)
