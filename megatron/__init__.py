@@ -33,12 +33,12 @@ __all__ = [
 ]
 
 _LAZY = {
-    "DistributedDataParallel": "megatron.data_parallel.ddp",
-    "OSS": "megatron.data_parallel.oss",
-    "ShardedDataParallel": "megatron.data_parallel.sharded_ddp",
-    "add_config_arguments": "megatron.engine.any_model",
-    "init_distributed": "megatron.engine.any_model",
-    "initialize": "megatron.engine.any_model",
+    "DistributedDataParallel": "megatron.compat.ddp",
+    "OSS": "megatron.compat.fairscale.oss",
+    "ShardedDataParallel": "megatron.compat.fairscale.sharded_ddp",
+    "add_config_arguments": "megatron.compat.any_model",
+    "init_distributed": "megatron.compat.any_model",
+    "initialize": "megatron.compat.any_model",
 }
 
 

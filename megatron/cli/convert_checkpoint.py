@@ -11,12 +11,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from megatron.compat.renamed_tools import converting
 from megatron.errors import ConfigError
 from megatron.utils.command_line import Parser, integer, run_tool
 from megatron.utils.foreign import hub_hint, is_hugging_face
 from megatron.utils.numerals import INT32, LARGEST_WORLD
 from megatron.utils.progress import ByteProgress
-from megatron.utils.renamed_tools import converting
 
 if TYPE_CHECKING:
     from megatron.checkpoint.found_step import FoundStep

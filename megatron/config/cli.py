@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from megatron.compat.deepspeed_file.source import deepspeed_assignments
 from megatron.config.checks import check_settings
-from megatron.config.deepspeed.source import deepspeed_assignments
 from megatron.config.flag import Setting
 from megatron.config.notices import notices_of
 from megatron.config.presets import PRESETS

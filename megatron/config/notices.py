@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.deepspeed.table import keys_by_path
+from megatron.compat.deepspeed_file.table import keys_by_path
 from megatron.config.flag import Need, Setting
 from megatron.config.run import RunConfig, all_settings, settings_by_name
 from megatron.config.values import show

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.compat.client_update import ClientUpdate
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.data_parallel import Gradients
@@ -29,7 +30,6 @@ from megatron.distributed.state import Axis
 from megatron.errors import CheckpointError
 from megatron.ops import Kernels
 from megatron.optimizer.build_update import build_update
-from megatron.optimizer.client_update import ClientUpdate
 from megatron.optimizer.counted import CountedParts
 from megatron.optimizer.decision import decide, decide_on_host
 from megatron.optimizer.groups import GroupRule, Rates
