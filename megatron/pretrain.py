@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megatron.compat.deepspeed_file.source import deepspeed_assignments
 from megatron.interop.source import OTHER_PROGRAMS
 from megatron.training.exit import StopReason
 from megatron.training.hooks import Hook
@@ -46,8 +47,16 @@ def pretrain(
     anything with `len` and `[i]` whose samples are dicts; `forward_step` gets them stacked, with their `sample_ids`,
     and casts what it feeds to a model in half precision. `hooks` are called at moments of the run: see `Hook`.
     """
-    providers = datasets_provider, model_provider, forward_step
-    return run_training(*providers, argv, needs_data=needs_data, hooks=hooks, source=OTHER_PROGRAMS)
+    return run_training(
+        datasets_provider,
+        model_provider,
+        forward_step,
+        argv,
+        needs_data=needs_data,
+        hooks=hooks,
+        source=OTHER_PROGRAMS,
+        other_file=deepspeed_assignments,
+    )
 
 
 def setup(argv: Sequence[str] | None = None, *, needs_data: bool = True) -> Run:
@@ -59,7 +68,7 @@ def setup(argv: Sequence[str] | None = None, *, needs_data: bool = True) -> Run:
     from megatron.training.initialize import start
     from megatron.training.settings import read_settings
 
-    config = read_settings(argv, needs_data=needs_data, source=OTHER_PROGRAMS)
+    config = read_settings(argv, needs_data=needs_data, source=OTHER_PROGRAMS, other_file=deepspeed_assignments)
     run = start(config, needs_data=needs_data, source=OTHER_PROGRAMS)
     if run.config.runtime.print_config:
         run.log.info(describe(run.config))

@@ -13,6 +13,7 @@ from megatron.utils.loading import loading_torch
 
 if TYPE_CHECKING:
     from megatron.checkpoint.step_source import StepSource
+    from megatron.config.sources import SettingsSource
     from megatron.model.passes import ForwardStep
     from megatron.training.assemble import Parts
     from megatron.training.batches import DatasetsProvider
@@ -30,15 +31,17 @@ def run_training(
     needs_data: bool,
     hooks: Sequence[Hook],
     source: StepSource,
+    other_file: SettingsSource,
 ) -> StopReason:
-    """See `megatron.pretrain.pretrain`. `source`: reads what other programs saved."""
+    """See `megatron.pretrain.pretrain`. `source` reads the steps and models of other programs, `other_file` their
+    settings."""
 
     def body() -> StopReason:
         from megatron.config import describe
         from megatron.training.settings import read_settings
         from megatron.training.signals import noted_while_starting
 
-        config = read_settings(argv, needs_data=needs_data, source=source)
+        config = read_settings(argv, needs_data=needs_data, source=source, other_file=other_file)
         signals = noted_while_starting(config.training)
 
         with loading_torch():

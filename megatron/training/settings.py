@@ -16,6 +16,7 @@ from megatron.config import RunConfig, adopt_checkpoint_args, check_paths, check
 from megatron.config.cli import merge_sources
 from megatron.config.notices import given, spelled
 from megatron.config.refusals import Refusals
+from megatron.config.sources import SettingsSource, no_other_file
 from megatron.errors import ConfigError
 from megatron.tokenizer.build import HUGGING_FACE
 from megatron.training.exit import rank_of_process
@@ -32,14 +33,16 @@ def read_settings(
     opens_files: bool = True,
     absent: Refusals | None = None,
     source: StepSource = OWN_STEPS,
+    other_file: SettingsSource = no_other_file,
 ) -> RunConfig:
     """`needs_data=False`: the script brings its own datasets. `opens_files=False`: the files of the data and of the
     tokenizer need not be there, because nothing is read from them. If `absent` is given, missing files and folders are
     listed there instead of being refused: they may be made before the launch. (Without the model that --load names, its
-    shape is unknown and the settings go unchecked.) `source`: reads what other programs wrote."""
+    shape is unknown and the settings go unchecked.) `source` reads the steps and models of other programs,
+    `other_file` their settings."""
     refusals = Refusals()
     files = refusals if absent is None else absent
-    config = merge_sources(argv, refusals)
+    config = merge_sources(argv, refusals, other_file)
     _check_load_is_there(config, files)
     if absent is not None and absent.lines:
         refusals.end()

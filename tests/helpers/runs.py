@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron.config import RunConfig, parse_args
+from megatron.config import RunConfig
 from megatron.distributed.launch import LaunchInfo
 from megatron.interop.source import OTHER_PROGRAMS
 from megatron.pretrain import pretrain
@@ -23,6 +23,7 @@ from megatron.training.assemble import Parts, assemble
 from megatron.training.hooks import Hook
 from megatron.training.initialize import Run, build_run
 from megatron.training.metrics import TrainRecord
+from tests.helpers.other_programs import parse_args
 from tests.helpers.scripts import load_script
 from tests.helpers.warm import warm_python
 

@@ -28,8 +28,9 @@ LEVELS = {
     "evaluation": 8,
     # Around the core: each uses the core, and the core none of them.
     **dict.fromkeys(["interop", "prove", "report"], 9),
-    "cli": 10,
-    "pretrain": 11,
+    "compat": 10,
+    "cli": 11,
+    "pretrain": 12,
 }
 ABOVE_THE_PACKAGE = {"tools", "tests", "benchmarks", "examples", "pretrain_gpt"}
 # What stands above the package, in its own order: each may import what comes before it.

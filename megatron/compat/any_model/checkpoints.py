@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from megatron.distributed.messages import all_gather_json, broadcast_json
 from megatron.distributed.rng import get_rng_state, set_rng_state
 from megatron.distributed.shard import Range, ShardSpec
 from megatron.errors import CheckpointError, ConfigError, StorageError
+from megatron.interop.source import OTHER_PROGRAMS
 from megatron.optimizer import Optimizer
 from megatron.parallelize import persistent_buffers
 from megatron.utils import durable
@@ -110,7 +112,9 @@ class EngineCheckpoints:
         self._check_boundary()
         with _in_words_of_the_engine():
             directory = Path(run_on_first(lambda: str(_chosen(load_dir, tag)), parallel.world, str))
-            found = find_checkpoint(directory, parallel=parallel, history=self.history, log=engine.log.info)
+            found = find_checkpoint(
+                directory, parallel=parallel, history=self.history, log=engine.log.info, source=OTHER_PROGRAMS
+            )
             assert found is not None, "a fresh start is for a directory that is saved to"
             loaded = self._read(found, optimizer=optimizer, weights_only=weights_only)
             extra = restore_types(loaded.extra)
@@ -275,3 +279,9 @@ def _in_words_of_the_engine() -> Iterator[None]:
         for flag, here in _IN_A_RUN_OF_FLAGS.items():
             text = text.replace(flag, here)
         raise type(error)(text) from error
+
+
+def directory_of(what: str, value: Any) -> Path:
+    if isinstance(value, (str, os.PathLike)):
+        return Path(value)
+    raise ConfigError(f"{what} is {value!r}, no path; give a directory")

@@ -12,7 +12,6 @@ clip, skip), the loss scaler and the checkpoints that train our GPT.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.all_ranks import do_on_first
-from megatron.compat.any_model.checkpoints import EngineCheckpoints, write_weights
+from megatron.compat.any_model.checkpoints import EngineCheckpoints, directory_of, write_weights
 from megatron.compat.any_model.deepspeed_members import ATTRIBUTES, METHODS, check_assignment, deepspeed_member
 from megatron.compat.any_model.facts import Calls, EngineFacts
 from megatron.compat.any_model.loss_scale_lines import SEVERAL, line_after_skips
@@ -248,7 +247,7 @@ class ModelEngine(EngineFacts):
             )
         self._usage.check_writes()
         self._checkpoints.save(
-            _directory("save_checkpoint: save_dir", save_dir),
+            directory_of("save_checkpoint: save_dir", save_dir),
             None if tag is None else str(tag),
             client_state or {},
             save_latest=save_latest,
@@ -272,7 +271,7 @@ class ModelEngine(EngineFacts):
                 "the model that saved it; leave them out, or use engine.module.load_state_dict(state, strict=False)"
             )
         path, client_state = self._checkpoints.load(
-            _directory("load_checkpoint: load_dir", load_dir),
+            directory_of("load_checkpoint: load_dir", load_dir),
             None if tag is None else str(tag),
             optimizer=load_optimizer_states,
             scheduler=load_lr_scheduler_states,
@@ -303,7 +302,7 @@ class ModelEngine(EngineFacts):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Writes the model's whole state dict, in the type that it trains in, for torch.load. All ranks call it."""
-        path = _directory("save_16bit_model: save_dir", save_dir) / save_filename
+        path = directory_of("save_16bit_model: save_dir", save_dir) / save_filename
         state = self._without_frozen(self.whole_state_dict(), exclude_frozen_parameters)
         do_on_first(lambda: write_weights(path, state), self.place.parallel.world)
         return True
@@ -395,9 +394,3 @@ class ModelEngine(EngineFacts):
     def __setattr__(self, name: str, value: Any) -> None:
         check_assignment(name)
         super().__setattr__(name, value)
-
-
-def _directory(what: str, value: Any) -> Path:
-    if isinstance(value, (str, os.PathLike)):
-        return Path(value)
-    raise ConfigError(f"{what} is {value!r}, no path; give a directory")

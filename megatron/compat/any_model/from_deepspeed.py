@@ -11,6 +11,7 @@ import torch
 from megatron.compat.any_model.schedule import ConfiguredSchedule
 from megatron.compat.any_model.settings import BatchSizes, EngineSettings
 from megatron.compat.deepspeed_file import DeepSpeedSettings, read_deepspeed
+from megatron.compat.deepspeed_file.table import keys_by_field
 from megatron.config.checks.model import check_precision
 from megatron.config.checks.training import check_deepspeed_scheduler
 from megatron.config.checks.zero import check_place_of_parameters
@@ -44,7 +45,7 @@ class EngineConfig:
             self._read: DeepSpeedSettings = read_deepspeed(source)
         except ConfigError as error:  # of a file, which another program names in a flag
             raise ConfigError(str(error).replace("--deepspeed_config ", "config ")) from None
-        self.run: RunConfig = build(self._read.values, origins=self._read.origins, flagless=True)
+        self.run: RunConfig = build(self._read.values, origins=self._read.origins, keys=keys_by_field())
         for check in (check_precision, check_deepspeed_scheduler, check_place_of_parameters):
             with refusals.of_checking():
                 check(self.run)

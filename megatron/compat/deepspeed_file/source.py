@@ -8,15 +8,15 @@ from typing import Any
 from megatron.compat.deepspeed_file.read import read_deepspeed
 from megatron.config.refusals import Refusals
 from megatron.config.run import settings_by_name
-from megatron.config.sources import Assignments
+from megatron.config.sources import Assignments, value_of
 from megatron.config.values import show
 from megatron.errors import ConfigError
 
 
 def deepspeed_assignments(others: Sequence[Assignments], refusals: Refusals) -> Assignments | None:
     """The values of the DeepSpeed file that the other sources name: the command line, and a file of --config."""
-    path = _value(others, "deepspeed_config")
-    if path is None or not _value(others, "deepspeed"):
+    path = value_of(others, "deepspeed_config")
+    if path is None or not value_of(others, "deepspeed"):
         return None
     stronger = {name: value for source in others for name, value in source.values.items()}
     read = read_deepspeed(path, refusals=refusals, stronger=stronger)
@@ -27,11 +27,6 @@ def deepspeed_assignments(others: Sequence[Assignments], refusals: Refusals) -> 
     for other in others:
         _compare(assignments, other, refusals)
     return assignments
-
-
-def _value(sources: Sequence[Assignments], name: str) -> Any:
-    """The value from the source with the highest precedence, which is the last."""
-    return next((source.values[name] for source in reversed(sources) if name in source.values), None)
 
 
 def _complete_schedule(assignments: Assignments, stronger: Mapping[str, Any]) -> None:

@@ -39,6 +39,16 @@ def keys_by_path() -> Mapping[str, Key]:
     return MappingProxyType(table)
 
 
+@cache
+def keys_by_field() -> Mapping[str, str]:
+    """The first key of the table that fills a setting, by the setting's name."""
+    found: dict[str, str] = {}
+    for path, row in keys_by_path().items():
+        if row.field is not None:
+            found.setdefault(row.field, path)
+    return MappingProxyType(found)
+
+
 def children(path: str) -> list[str]:
     """The names that the table has under a block."""
     start = f"{path}." if path else ""

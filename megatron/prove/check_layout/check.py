@@ -17,6 +17,7 @@ import torch
 
 from megatron.checkpoint.step_source import StepSource
 from megatron.config import DataConfig, RunConfig
+from megatron.config.sources import SettingsSource
 from megatron.distributed.launch import LaunchInfo
 from megatron.errors import ConfigError, ReplicaError
 from megatron.ops.select import resolve
@@ -47,12 +48,14 @@ _NEAREST_CAUSE = ("counted tokens", "gradient", "weight")
 """Kinds of differences, those first that are nearest to what is wrong."""
 
 
-def compare_with_one_process(options: argparse.Namespace, argv: Sequence[str], source: StepSource) -> int:
+def compare_with_one_process(
+    options: argparse.Namespace, argv: Sequence[str], source: StepSource, other_file: SettingsSource
+) -> int:
     """Prints what is compared, how far the layout is from one process, and the verdict; returns the exit code.
-    `source`: reads what other programs saved."""
+    `source` reads steps and models of other programs, `other_file` their settings."""
     script = load_script(options.script)
     with tempfile.TemporaryDirectory(prefix="check-layout-") as cache:
-        config, ranks, introduction = _settings(options, argv, Path(cache), source)
+        config, ranks, introduction = _settings(options, argv, Path(cache), source, other_file)
         for line in introduction:
             print(line, flush=True)
         got = _train(options, script, config, ranks, source, fault=options.plant)
@@ -71,10 +74,10 @@ def compare_with_one_process(options: argparse.Namespace, argv: Sequence[str], s
 
 
 def _settings(
-    options: argparse.Namespace, argv: Sequence[str], cache: Path, source: StepSource
+    options: argparse.Namespace, argv: Sequence[str], cache: Path, source: StepSource, other_file: SettingsSource
 ) -> tuple[RunConfig, int, list[str]]:
     """What is trained at the layout, the number of its ranks, and lines that say so."""
-    given = read_settings(argv, needs_data=options.script is None, source=source)
+    given = read_settings(argv, needs_data=options.script is None, source=source, other_file=other_file)
     ranks = ranks_of(given, options.ranks)
     config = reproducible(given, ranks, options.steps, cache)
     tokenizer = tokenizer_of(config, required=options.script is None)

@@ -10,8 +10,9 @@ from typing import Any
 
 from megatron.compat.deepspeed_file import read_deepspeed
 from megatron.compat.deepspeed_file.table import keys_by_path
-from megatron.config import RunConfig, check_world, parse_args
+from megatron.config import RunConfig, check_world
 from megatron.errors import ConfigError
+from tests.helpers.other_programs import parse_args
 from tests.unit.config.commands import SMALL, argv, without
 
 PATHS = list(keys_by_path())

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from megatron.config import BatchPlan, RunConfig, check_world, describe, parse_args
+from megatron.config import BatchPlan, RunConfig, check_world, describe
 from megatron.errors import ConfigError
 from megatron.optimizer.deepspeed_schedules import DeepSpeedCurve
+from tests.helpers.other_programs import parse_args
 from tests.unit.config.commands import SMALL, argv, without
 
 SHAPE = without(SMALL, "--micro-batch-size", "--lr", "--train-iters")
