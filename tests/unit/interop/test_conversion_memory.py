@@ -29,7 +29,8 @@ ROWS = 512
 CONSTANT = 8 * 2**20  # and two copies of the largest: of one that is put together, and of its parts
 SCRIPT = """
 import contextlib, io, json, sys
-from megatron.checkpoint import conversion, convert_cli
+from megatron.cli import convert_checkpoint as convert_cli
+from megatron.interop import conversion
 
 made = conversion.Reading.tensor
 kept = []
