@@ -1,13 +1,13 @@
 """Pretrain a GPT: `torchrun pretrain_gpt.py --num-layers 12 ...` (all flags: docs/flags.md).
 
-Three functions handed to `megatron.pretrain`; a script for a model of your own is a copy of this file.
+Three functions handed to `megatron.pretrain.pretrain`; a script for a model of your own is a copy of this file.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron import pretrain
+from megatron.pretrain import pretrain
 
 if TYPE_CHECKING:  # `--help` loads no torch
     from torch import Tensor, nn

@@ -102,8 +102,8 @@ class Contender:
 def our_block(task: Task, extra: str = "") -> Ready:
     """The trainer of pretrain_gpt.py, an iteration at a time; and which kernels it takes."""
     from megatron.engine import GraphedPasses
+    from megatron.pretrain import setup
     from megatron.training.assemble import assemble
-    from megatron.training.initialize import setup
     from pretrain_gpt import datasets_provider, forward_step, model_provider
 
     flags = run_flags(task.size, task.device, ENDLESS, log_interval=ENDLESS)

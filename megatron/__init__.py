@@ -1,8 +1,6 @@
 """A Megatron-style pretraining framework. Importing it loads nothing heavy: `--help` needs no torch.
 
-`megatron.pretrain(datasets_provider, model_provider, forward_step)` is the training loop for your own script
-(pretrain_gpt.py is one of them), and `megatron.Hook` adds to it; `megatron.setup(argv)` gives the ranks, device and
-settings without the loop.
+`megatron.pretrain` has the training loop for your own script.
 
 For a model and a loop of your own: `megatron.initialize(model=..., optimizer=..., config=...)` is DeepSpeed's call
 (`add_config_arguments` and `init_distributed` may come before it), `OSS` and `ShardedDataParallel` are FairScale's
@@ -27,32 +25,26 @@ __version__ = "0.1.0"
 __all__ = [
     "OSS",
     "DistributedDataParallel",
-    "Hook",
     "ShardedDataParallel",
     "__version__",
     "add_config_arguments",
     "init_distributed",
     "initialize",
-    "pretrain",
-    "setup",
 ]
 
 _LAZY = {
-    "DistributedDataParallel": "megatron.data_parallel.ddp",
-    "Hook": "megatron.training.hooks",
-    "OSS": "megatron.data_parallel.oss",
-    "ShardedDataParallel": "megatron.data_parallel.sharded_ddp",
-    "add_config_arguments": "megatron.engine.any_model",
-    "init_distributed": "megatron.engine.any_model",
-    "initialize": "megatron.training.initialize",
-    "pretrain": "megatron.training.pretrain",
-    "setup": "megatron.training.initialize",
+    "DistributedDataParallel": "megatron.compat.ddp",
+    "OSS": "megatron.compat.fairscale.oss",
+    "ShardedDataParallel": "megatron.compat.fairscale.sharded_ddp",
+    "add_config_arguments": "megatron.compat.any_model",
+    "init_distributed": "megatron.compat.any_model",
+    "initialize": "megatron.compat.any_model",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         import_module("megatron.utils.one_line_errors").install()
-        import_module("megatron.utils.loading").before_torch(trains=name == "pretrain")
+        import_module("megatron.utils.loading").before_torch()
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'megatron' has no attribute '{name}'")

@@ -13,9 +13,9 @@ from megatron.checkpoint import paths
 from megatron.checkpoint.all_ranks import run_on_all, run_on_first, share
 from megatron.checkpoint.find import Candidates, find_candidates
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.megatron_lm import ForeignStep, open_foreign
 from megatron.checkpoint.reader import StepReader
 from megatron.checkpoint.state import RunHistory
+from megatron.checkpoint.step_source import OWN_STEPS, ForeignStep, StepSource
 from megatron.checkpoint.storage import Plan
 from megatron.checkpoint.verify import DamagedCheckpointError, identity, unlisted, verified_manifest, verify_share
 from megatron.distributed.state import Axis, ParallelState
@@ -102,10 +102,11 @@ def find_checkpoint(
     history: RunHistory | None = None,
     log: Log = print,
     newer: Newer | None = None,
+    source: StepSource = OWN_STEPS,
 ) -> FoundStep | None:
     """The step that --load takes, verified on every rank; None is a fresh start, which is logged. A `newer` one is
     taken instead if it goes on from that step. `hash_later`: the load verifies the checksums, which reads the files
-    once; then what it raises takes the place of an older step.
+    once; then what it raises takes the place of an older step. `source`: opens what other programs wrote.
 
     All ranks call it; `log` is called on the first one only.
     """
@@ -122,7 +123,8 @@ def find_checkpoint(
         say(f"warning: {candidates.warning}")
     for candidate in candidates.directories:
         try:
-            opened = partial(open_foreign, candidate, lambda text: say(f"warning: {text}"), check_hashes=check_hashes)
+            warn = partial(_warn, say)
+            opened = partial(source.open_step, candidate, warn, check_hashes=check_hashes)
             foreign = run_on_all(opened, parallel.world)
             if foreign is not None:
                 say(f"{candidate} was written by Megatron-LM: {_checked(check_hashes)}")
@@ -145,6 +147,10 @@ def find_checkpoint(
             say(f"warning: --skip-hash: the checksums of {candidate} were not verified")
         return FoundStep(candidate, record, candidates.release, unhashed=check_hashes and hash_later)
     raise AssertionError("find_candidates gave no candidate and no fresh start")
+
+
+def _warn(say: Log, text: str) -> None:
+    say(f"warning: {text}")
 
 
 def warn_of_unlisted(directory: Path, record: Manifest, say: Log) -> None:

@@ -9,16 +9,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from megatron.compat.deepspeed_file.source import deepspeed_assignments
 from megatron.config import check_world
 from megatron.config.refusals import Refusals
 from megatron.errors import MegatronError
+from megatron.interop.source import OTHER_PROGRAMS
 from megatron.training.settings import read_settings
 
 
 def check_launch(ranks: int, flags: Sequence[str]) -> tuple[str, ...]:
     """The lines about files that are not there yet, of a --dry-run; a ConfigError for what would be refused."""
     absent = Refusals() if "--dry-run" in flags else None
-    check_world(read_settings(flags, absent=absent), ranks)
+    config = read_settings(flags, absent=absent, source=OTHER_PROGRAMS, other_file=deepspeed_assignments)
+    check_world(config, ranks)
     return () if absent is None else absent.lines
 
 

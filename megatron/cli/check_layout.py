@@ -108,15 +108,25 @@ def _run(argv: list[str]) -> int:
     if options.cluster is None and options.workers is not None:
         raise ConfigError(f"--workers {options.workers}: is for --cluster N; remove it")
     try:  # imports not above: `--help` loads no torch
+        from megatron.compat.deepspeed_file.source import deepspeed_assignments
+        from megatron.interop.source import OTHER_PROGRAMS
+
         if options.cluster is not None:
             from megatron.prove.order.prove import prove
 
             # A worker is a forked process, which macOS cannot have safely.
             cpus = usable_cpus() if sys.platform == "linux" else 1
-            return prove(options.cluster, options.script, argv[cut + 1 :], workers=options.workers or cpus)
+            return prove(
+                options.cluster,
+                options.script,
+                argv[cut + 1 :],
+                workers=options.workers or cpus,
+                source=OTHER_PROGRAMS,
+                other_file=deepspeed_assignments,
+            )
         from megatron.prove.check_layout.check import compare_with_one_process
 
-        return compare_with_one_process(options, argv[cut + 1 :])
+        return compare_with_one_process(options, argv[cut + 1 :], OTHER_PROGRAMS, deepspeed_assignments)
     except BrokenPipeError:
         raise
     except Exception as error:

@@ -11,16 +11,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from megatron.compat.renamed_tools import converting
 from megatron.errors import ConfigError
 from megatron.utils.command_line import Parser, integer, run_tool
 from megatron.utils.foreign import hub_hint, is_hugging_face
 from megatron.utils.numerals import INT32, LARGEST_WORLD
 from megatron.utils.progress import ByteProgress
-from megatron.utils.renamed_tools import converting
 
 if TYPE_CHECKING:
     from megatron.checkpoint.found_step import FoundStep
-    from megatron.checkpoint.megatron_lm.write import TargetLayout
+    from megatron.interop.megatron_lm.write import TargetLayout
 
 
 def parser(*, check: bool = False) -> Parser:
@@ -99,7 +99,7 @@ def _refuse_theirs(words: Sequence[str]) -> None:
 
 
 def check_exported_folder(arguments: argparse.Namespace) -> None:
-    from megatron.checkpoint.hf import check_folder
+    from megatron.interop.hf import check_folder
 
     given = [name for name, value in vars(arguments).items() if value and name not in ("check", "load", "ckpt_step")]
     if others := [f"--{name.replace('_', '-')}" for name in given if not name.startswith("_")]:
@@ -124,7 +124,7 @@ def convert_checkpoint(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"{given}: applies to --from megatron alone; leave it out")
     _refuse_targets(arguments)
     if arguments.overwrite:
-        from megatron.checkpoint.conversion import refuse_what_must_stay
+        from megatron.interop.conversion import refuse_what_must_stay
 
         refuse_what_must_stay(arguments.load, arguments.save)
     if arguments.to == "hf":
@@ -142,7 +142,7 @@ def _format(directory: Path, step: int | None) -> str:
     if is_hugging_face(directory):
         return "hf"
     from megatron.checkpoint.find import find_candidates
-    from megatron.checkpoint.megatron_lm import open_foreign
+    from megatron.interop.megatron_lm import open_foreign
 
     candidates = find_candidates(directory, step=step, strict=True).directories
     return "megatron" if open_foreign(candidates[0]) is not None else "native"
@@ -164,7 +164,7 @@ def _refuse_targets(arguments: argparse.Namespace) -> None:
 
 
 def save_for_megatron(arguments: argparse.Namespace) -> None:
-    from megatron.checkpoint.megatron_lm.write import TargetLayout, to_megatron
+    from megatron.interop.megatron_lm.write import TargetLayout, to_megatron
 
     taken = arguments.save.exists() and (not arguments.save.is_dir() or any(arguments.save.iterdir()))
     if taken and not arguments.overwrite:
@@ -183,7 +183,7 @@ def save_for_megatron(arguments: argparse.Namespace) -> None:
 
 
 def from_megatron(arguments: argparse.Namespace) -> None:
-    from megatron.checkpoint.megatron_lm.convert import import_step
+    from megatron.interop.megatron_lm.convert import import_step
 
     _refuse_occupied(arguments)
     found = _found(arguments)
@@ -202,9 +202,9 @@ def _ours(arguments: argparse.Namespace, target: TargetLayout) -> Iterator[Found
     if arguments.source != "hf":
         yield _found(arguments)
         return
-    from megatron.checkpoint.hf import open_folder
-    from megatron.checkpoint.hf.convert import import_weights
     from megatron.checkpoint.paths import TEMPORARY
+    from megatron.interop.hf import open_folder
+    from megatron.interop.hf.convert import import_weights
 
     source = open_folder(arguments.load, _warn)
     target.check(source.config, source.moe, source.vocab_size)
@@ -218,16 +218,17 @@ def _ours(arguments: argparse.Namespace, target: TargetLayout) -> Iterator[Found
 def _step_in(directory: Path, step: int | None) -> FoundStep:
     from megatron.checkpoint import find_checkpoint
     from megatron.distributed.state import ParallelState
+    from megatron.interop.source import OTHER_PROGRAMS
     from megatron.layout import Layout
 
     alone = ParallelState.build(Layout(1), 0)
-    found = find_checkpoint(directory, parallel=alone, step=step, strict=True)
+    found = find_checkpoint(directory, parallel=alone, step=step, strict=True, source=OTHER_PROGRAMS)
     assert found is not None, "without a save directory there is no fresh start"
     return found
 
 
 def _found(arguments: argparse.Namespace) -> FoundStep:
-    from megatron.checkpoint.megatron_lm.convert import with_true_vocabulary
+    from megatron.interop.megatron_lm.convert import with_true_vocabulary
 
     found = _step_in(arguments.load, arguments.ckpt_step)
     if (found.foreign is not None) != (arguments.source == "megatron"):
@@ -236,7 +237,7 @@ def _found(arguments: argparse.Namespace) -> FoundStep:
 
 
 def to_hugging_face(arguments: argparse.Namespace) -> None:
-    from megatron.checkpoint.hf import check_export, plan_export, write_export
+    from megatron.interop.hf import check_export, plan_export, write_export
 
     if arguments.save.exists() and not arguments.overwrite:
         raise ConfigError(f"--save {arguments.save}: exists already; give another folder, or --overwrite")
@@ -273,8 +274,8 @@ def _shard_bytes(given: str | None) -> int:
 
 
 def from_hugging_face(arguments: argparse.Namespace) -> None:
-    from megatron.checkpoint.hf import open_folder
-    from megatron.checkpoint.hf.convert import import_weights
+    from megatron.interop.hf import open_folder
+    from megatron.interop.hf.convert import import_weights
 
     _refuse_occupied(arguments)
     source = open_folder(arguments.load, _warn)
@@ -299,8 +300,8 @@ def _refuse_occupied(arguments: argparse.Namespace) -> None:
 def _target(arguments: argparse.Namespace) -> Iterator[Path]:
     """Where a native checkpoint is written. A step appears in a directory when it is complete; --overwrite replaces
     the directory."""
-    from megatron.checkpoint.conversion import written_aside
     from megatron.checkpoint.paths import holds_nothing
+    from megatron.interop.conversion import written_aside
 
     if holds_nothing(arguments.save):
         yield arguments.save

@@ -79,8 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with loading_torch():
             from megatron.evaluation.run import evaluate
             from megatron.inference.model import ModelOptions
+            from megatron.interop.source import OTHER_PROGRAMS
 
-        evaluate(ModelOptions(**fields_from(given, ModelOptions)), task_options(given))
+        evaluate(ModelOptions(**fields_from(given, ModelOptions)), task_options(given), OTHER_PROGRAMS)
         return StopReason("done", f"--task {given.task}")
 
     run_as_program(body)

@@ -85,11 +85,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         with loading_torch():
             from megatron.inference.model import ModelOptions
             from megatron.inference.run import GenerateOptions, answer_prompts
+            from megatron.interop.source import OTHER_PROGRAMS
 
         answer_prompts(
             GenerateOptions(**fields_from(given, GenerateOptions)),
             ModelOptions(**fields_from(given, ModelOptions)),
             sampling(given),
+            OTHER_PROGRAMS,
         )
         return StopReason("done", "the texts")
 

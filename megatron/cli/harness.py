@@ -29,13 +29,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def body() -> StopReason:
         with loading_torch():
-            from megatron.evaluation.harness import cli_evaluate
+            from megatron.evaluation.harness import cli_evaluate, offer_model
+            from megatron.interop.source import OTHER_PROGRAMS
 
         with ExitStack() as closing:
             main_rank = rank_of_process() == 0
             if not main_rank:  # every rank gets every request, and the first one tells the results
                 closing.enter_context(redirect_stdout(closing.enter_context(open(os.devnull, "w"))))
             sys.argv = ["lm_eval", *(words if main_rank else without_files(words))]
+            offer_model(OTHER_PROGRAMS)
             cli_evaluate()
         return StopReason("done", "the harness")
 

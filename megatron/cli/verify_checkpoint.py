@@ -12,7 +12,7 @@ from megatron.errors import CheckpointError, ConfigError, printable
 from megatron.utils.command_line import Parser, run_tool
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.megatron_lm import ForeignStep
+    from megatron.checkpoint.step_source import ForeignStep
 
 EXIT = {"corrupt": 1, "extra": 1, "unsafe": 3, "incomplete": 4}
 
@@ -52,9 +52,9 @@ def verify(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{directory}: {what}; give the directory that a run's --save names, or an iter_* in it")
     from megatron.checkpoint import summary
     from megatron.checkpoint.find import refuse_shares
-    from megatron.checkpoint.megatron_lm import open_foreign
     from megatron.checkpoint.member_checks import DamagedMemberError
     from megatron.checkpoint.verify import inspect_step
+    from megatron.interop.megatron_lm import open_foreign
 
     refuse_shares(directory, str(directory))
     chosen, codes = _steps(directory, everything=arguments.all)
@@ -117,7 +117,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     """Exit code 0: equal; 1: not."""
     if arguments.directory is not None or arguments.load is not None:
         raise ConfigError("--compare A B: takes the two directories alone; leave the other one out")
-    from megatron.checkpoint.compare import first_difference, open_step
+    from megatron.interop.compare import first_difference, open_step
 
     one, other = (open_step(directory) for directory in arguments.compare)
     difference = first_difference(one, other)

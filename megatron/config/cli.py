@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any
 
 from megatron.config.checks import check_settings
-from megatron.config.deepspeed.source import deepspeed_assignments
 from megatron.config.flag import Setting
 from megatron.config.notices import notices_of
 from megatron.config.presets import PRESETS
@@ -19,9 +18,11 @@ from megatron.config.run import SECTIONS, RunConfig, all_settings, build
 from megatron.config.sources import (
     Assignments,
     Given,
+    SettingsSource,
     Target,
     canonical_spellings,
     file_assignments,
+    no_other_file,
     spelling_table,
     unknown_setting,
 )
@@ -29,20 +30,24 @@ from megatron.config.values import nearest, show
 from megatron.errors import ConfigError
 
 
-def parse_args(argv: Sequence[str] | None = None, *, needs_data: bool = True) -> RunConfig:
+def parse_args(
+    argv: Sequence[str] | None = None, *, needs_data: bool = True, other_file: SettingsSource = no_other_file
+) -> RunConfig:
     """The checked settings of a training run; every mistake is one line of a ConfigError.
 
     `needs_data=False`: the script brings its own datasets, so neither data path nor tokenizer is required. `.notices`
-    are lines to print once, `.origins` tells where each value came from.
+    are lines to print once, `.origins` tells where each value came from. `other_file`: reads another program's file.
     """
     refusals = Refusals()
-    config = merge_sources(argv, refusals)
+    config = merge_sources(argv, refusals, other_file)
     check_settings(config, needs_data=needs_data, complete=not config.checkpoint.use_checkpoint_args, refusals=refusals)
     refusals.end()
     return config
 
 
-def merge_sources(argv: Sequence[str] | None, refusals: Refusals) -> RunConfig:
+def merge_sources(
+    argv: Sequence[str] | None, refusals: Refusals, other_file: SettingsSource = no_other_file
+) -> RunConfig:
     """Merges the sources (default < preset < files < flag) without the checks across settings. A value that is refused
     stays at its default."""
     flags = Assignments(origin="flag")
@@ -52,9 +57,9 @@ def merge_sources(argv: Sequence[str] | None, refusals: Refusals) -> RunConfig:
     sources = [flags]
     if flags.values.get("config") is not None:
         sources.insert(0, file_assignments(flags.values["config"], refusals))
-    deepspeed = deepspeed_assignments(sources, refusals)
-    if deepspeed is not None:
-        sources.insert(0, deepspeed)
+    others = other_file(sources, refusals)
+    if others is not None:
+        sources.insert(0, others)
     name = next((source.values["model"] for source in reversed(sources) if "model" in source.values), None)
     if name is not None:
         with refusals.of_reading():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.deepspeed.table import keys_by_path
 from megatron.config.flag import Need, Setting
 from megatron.config.run import RunConfig, all_settings, settings_by_name
 from megatron.config.values import show
@@ -21,7 +20,7 @@ def spelled(config: RunConfig, name: str) -> str:
     setting = settings_by_name()[name]
     value = config.value(setting)
     origin = config.origins.get(name, "")
-    if config.flagless and origin.startswith("key "):
+    if config.keys is not None and origin.startswith("key "):
         return origin.removeprefix("key ")
     key = f" ({origin.removeprefix('key ')})" if origin.startswith("key ") else ""
     if setting.is_switch:
@@ -31,9 +30,9 @@ def spelled(config: RunConfig, name: str) -> str:
 
 def to_add(config: RunConfig, name: str) -> str:
     """How the user would give a setting that is missing."""
-    if not config.flagless:
+    if config.keys is None:
         return settings_by_name()[name].spelling
-    block, _, key = next(path for path, row in keys_by_path().items() if row.field == name).rpartition(".")
+    block, _, key = config.keys[name].rpartition(".")
     return f'"{key}" to {block or "the file"}'
 
 

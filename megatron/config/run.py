@@ -49,8 +49,8 @@ class RunConfig:
     # Where the values came from. Neither compared nor saved.
     notices: tuple[str, ...] = field(default=(), compare=False)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
-    flagless: bool = field(default=False, compare=False)
-    """Whether there is no command line: values come from keys, and messages speak of these alone."""
+    keys: Mapping[str, str] | None = field(default=None, compare=False)
+    """Where there is no command line: the key of each setting's name, for messages, which speak of keys alone."""
 
     def value(self, setting: Setting) -> Any:
         return getattr(getattr(self, setting.section), setting.name)

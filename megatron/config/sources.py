@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from megatron.config.compat import CompatFlag, RetiredFlag, apply_compat, compat_flags, refused_family, retired_flags
 from megatron.config.flag import Setting
@@ -127,6 +127,25 @@ class Assignments:
             if given.spelling in target.flag.aliases and given.spelling != target.spelling:
                 self.notices.append(f"{given.spelling}: taken as {target.spelling}")
             self.set(target, value, spelled)
+
+
+class SettingsSource(Protocol):
+    """A file of another program that the command line, or a file of --config, names."""
+
+    def __call__(self, others: Sequence[Assignments], refusals: Refusals) -> Assignments | None:
+        """Its values; None if none is named. `others` take precedence over it, the last one most."""
+
+
+def value_of(sources: Sequence[Assignments], name: str) -> Any:
+    """The value from the source with the highest precedence, which is the last."""
+    return next((source.values[name] for source in reversed(sources) if name in source.values), None)
+
+
+def no_other_file(others: Sequence[Assignments], refusals: Refusals) -> None:
+    """The source of an entry that reads no other program's settings: one that is named is refused."""
+    path = value_of(others, "deepspeed_config")
+    if path is not None and value_of(others, "deepspeed"):
+        refusals.refuse(ConfigError(f"--deepspeed_config {path}: is read by megatron.pretrain and by the tools"))
 
 
 def _interpret_retired(given: Given, setting: Setting, spelled: str) -> Any:

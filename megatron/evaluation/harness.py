@@ -11,10 +11,11 @@ import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from megatron.checkpoint.step_source import OWN_STEPS, StepSource
 from megatron.errors import ConfigError
 from megatron.evaluation.scorer import Scorer, scorer_of
 from megatron.evaluation.sequences import Scored, continuation
@@ -36,7 +37,7 @@ except ModuleNotFoundError as missing:
         raise
     raise ConfigError("lm_eval: the package is not installed; run `pip install lm_eval`") from None
 
-__all__ = ["MegatronLM", "cli_evaluate"]
+__all__ = ["MegatronLM", "cli_evaluate", "offer_model"]
 
 NAME = "megatron"
 NEW_TOKENS = 256
@@ -45,13 +46,15 @@ _OF_THE_HARNESS = ("max_batch_size",)
 """Arguments that the harness adds to those of the user."""
 
 
-@register_model(NAME)
 class MegatronLM(TemplateLM):
     """`model_args` are the fields of ModelOptions; `max_length`, as the harness calls it, is `seq_length`."""
 
+    source: ClassVar[StepSource] = OWN_STEPS
+    """Reads what other programs saved."""
+
     def __init__(self, **arguments: Any) -> None:
         super().__init__()
-        self.subject = open_subject(model_options(arguments))
+        self.subject = open_subject(model_options(arguments), self.source)
 
     @classmethod
     def of(cls, subject: Subject) -> MegatronLM:
@@ -157,6 +160,11 @@ def _by_settings(requests: Sequence[Instance]) -> list[list[int]]:
     for number, request in enumerate(requests):
         found.setdefault(json.dumps(request.args[1], sort_keys=True, default=repr), []).append(number)
     return list(found.values())
+
+
+def offer_model(source: StepSource) -> None:
+    """Registers our model with the harness. `source`: reads what other programs saved."""
+    register_model(NAME)(type(MegatronLM.__name__, (MegatronLM,), {"source": source}))
 
 
 def model_options(arguments: dict[str, Any]) -> ModelOptions:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.checkpoint.all_ranks import run_on_all
+from megatron.checkpoint.step_source import OWN_STEPS, StepSource
 from megatron.distributed.messages import all_gather_json
 from megatron.errors import DataError
 from megatron.evaluation import choices, lambada, perplexity, report
@@ -45,11 +46,12 @@ class ScoringTask(Protocol):
     def result(self, scores: Scores) -> dict[str, Any]: ...
 
 
-def evaluate(options: ModelOptions, task_options: TaskOptions) -> dict[str, Any]:
-    """Files are read before any weight, and results are written when all of them are there."""
+def evaluate(options: ModelOptions, task_options: TaskOptions, source: StepSource = OWN_STEPS) -> dict[str, Any]:
+    """Files are read before any weight, and results are written when all of them are there. `source`: reads what other
+    programs saved."""
     if task_options.output is not None:
         check_output(Path(task_options.output))
-    subject = open_subject(options)
+    subject = open_subject(options, source)
     found = measure(subject, task_options)
     if subject.run.log.main:
         print(report.table(found), flush=True)

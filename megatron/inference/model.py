@@ -14,8 +14,7 @@ from torch import Tensor
 
 from megatron.checkpoint import DamagedCheckpointError, RunHistory, find_checkpoint
 from megatron.checkpoint.build import saved_tokenizer
-from megatron.checkpoint.hf import DTYPES, open_folder
-from megatron.checkpoint.hf.weights import read_finite_json
+from megatron.checkpoint.step_source import OWN_STEPS, StepSource
 from megatron.config import RunConfig, TokenizerConfig
 from megatron.distributed.state import ParallelState
 from megatron.engine import Evaluation
@@ -31,7 +30,8 @@ from megatron.training.initialize import Run, start
 from megatron.training.model import build_model
 from megatron.training.resume import Progress, ResumePoint
 from megatron.training.settings import read_settings
-from megatron.utils.foreign import is_hugging_face
+from megatron.utils.dtype import DTYPES
+from megatron.utils.foreign import is_hugging_face, read_finite_json
 
 LONGEST_WINDOW = 4096
 """The window of a model that does not say how long its training samples were."""
@@ -170,16 +170,18 @@ class Subject:
         return self.built.passes
 
 
-def open_subject(options: ModelOptions) -> Subject:
-    """Reads what the checkpoint says, joins the ranks and builds the tokenizer; no weight is read."""
-    return subject_of(options, lambda config: start(config, needs_data=False, stream=sys.stderr))
+def open_subject(options: ModelOptions, source: StepSource = OWN_STEPS) -> Subject:
+    """Reads what the checkpoint says, joins the ranks and builds the tokenizer; no weight is read. `source`: reads what
+    other programs saved."""
+    connect = partial(start, needs_data=False, stream=sys.stderr, source=source)
+    return subject_of(options, connect, source)
 
 
-def subject_of(options: ModelOptions, connect: Callable[[RunConfig], Run]) -> Subject:
+def subject_of(options: ModelOptions, connect: Callable[[RunConfig], Run], source: StepSource = OWN_STEPS) -> Subject:
     """`connect`: starts the run of the settings on this rank."""
-    described = _describe(options)
+    described = _describe(options, source)
     doubt = _doubt_of_size(options, described)
-    run = connect(read_settings(_command_line(options, described), needs_data=False))
+    run = connect(read_settings(_command_line(options, described), needs_data=False, source=source))
     _check_tokenizer(options, described, run.tokenizer)
     if doubt is not None:
         run.log.warn(doubt)
@@ -202,10 +204,10 @@ def named_ends(folder: Path) -> frozenset[int]:
     return frozenset()
 
 
-def _describe(options: ModelOptions) -> _Described:
+def _describe(options: ModelOptions, source: StepSource) -> _Described:
     load = Path(options.load)
     if is_hugging_face(load):
-        folder = open_folder(load)
+        folder = source.open_model(load)
         own = load if (load / "tokenizer.json").is_file() else None
         return _Described(
             str(load),
@@ -223,6 +225,7 @@ def _describe(options: ModelOptions) -> _Described:
         strict=True,
         check_hashes=False,  # the load itself checks them
         log=lambda _: None,
+        source=source,
     )
     assert found is not None, "without a save directory there is no fresh start"
     saved = found.saved_settings()

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron.checkpoint.all_ranks import run_on_all, run_on_first
+from megatron.checkpoint.step_source import OWN_STEPS, StepSource
 from megatron.inference.answers import Answer, Answers, Prompt, Wanted
 from megatron.inference.model import ModelOptions, Subject, open_subject
 from megatron.inference.prompts import Text, encode_prompts, encoded_chats, read_chats, read_prompts
@@ -36,11 +37,13 @@ class GenerateOptions:
     output: str | None = None
 
 
-def answer_prompts(options: GenerateOptions, model: ModelOptions, sampling: Sampling) -> list[Answer]:
-    """Prompts are read and measured before any weight is."""
+def answer_prompts(
+    options: GenerateOptions, model: ModelOptions, sampling: Sampling, source: StepSource = OWN_STEPS
+) -> list[Answer]:
+    """Prompts are read and measured before any weight is. `source`: reads what other programs saved."""
     if options.output is not None:
         check_output(Path(options.output))
-    subject = open_subject(model)
+    subject = open_subject(model, source)
     answers = continued(subject, options, sampling)
     if options.output is not None and subject.run.log.main:
         write_output(Path(options.output), map(_line, answers))

@@ -27,7 +27,6 @@ from megatron.distributed.state import Axis
 from megatron.errors import CheckpointError
 from megatron.ops import Kernels
 from megatron.optimizer.build_update import build_update
-from megatron.optimizer.client_update import ClientUpdate
 from megatron.optimizer.counted import CountedParts
 from megatron.optimizer.decision import decide, decide_on_host
 from megatron.optimizer.groups import GroupRule, Rates
@@ -42,7 +41,7 @@ from megatron.optimizer.norms import (
     sum_on_device,
 )
 from megatron.optimizer.rules.base import WHOLE_KINDS
-from megatron.optimizer.update_rules import OptimizerState, Update
+from megatron.optimizer.update_rules import OptimizerState, Update, UserUpdate
 from megatron.state.ranges import Range
 from megatron.state.shard import Shard
 
@@ -87,7 +86,7 @@ class Optimizer:
         specs: Mapping[str, Shard] | None = None,
         kernels: Kernels | None = None,
         asynchronous: bool = False,
-        client: ClientUpdate | None = None,
+        client: UserUpdate | None = None,
     ) -> None:
         """`rule` groups the parameters. `split_over`: the axes that a parameter is split over, () if it is not named.
         `norm_axes`: all its values on any rank, with the axes of ZeRO: all ranks must sum over the same. `specs` say
@@ -103,15 +102,21 @@ class Optimizer:
         self._device = grads.device
         rules = {name: rule(name, grads.parameter(name)) for name in grads.names}
         self._client = client
-        self._update: Update | ClientUpdate = client or build_update(
-            grads, config, rules, specs, kernels, self._device, asynchronous
-        )
+        self._rules: Update | None = None
+        if client is None:
+            self._rules = build_update(grads, config, rules, specs, kernels, self._device, asynchronous)
         # Of tensors that may be on the host.
         self._square_sum: SquareSum = partial(sum_on_device, square_sum_for(kernels, asynchronous), grads.device)
         self._scale_on_device: ScaleOnDevice | None = None
         if asynchronous and isinstance(self.scaler, DynamicLossScaler):
             self._scale_on_device = ScaleOnDevice(self.scaler, self._device)
         self._steps = 0
+
+    @property
+    def _update(self) -> Update | UserUpdate:
+        update = self._client if self._rules is None else self._rules
+        assert update is not None
+        return update
 
     @property
     def loss_scale(self) -> float:
@@ -160,8 +165,8 @@ class Optimizer:
         copies = self._by_axes(grads, counted=False)
         norm = self._norm(self._by_axes(grads), copies)
         decision = decide(norm, self.next_loss_scale if grad_scale is None else grad_scale, self._clip_grad, finite)
-        assert not isinstance(self._update, ClientUpdate)
-        self._update.step(decision, rates)
+        assert self._rules is not None
+        self._rules.step(decision, rates)
         self.grads.publish()
         if self._scale_on_device is not None:
             self._scale_on_device.update(decision.applied == 0)
@@ -210,7 +215,7 @@ class Optimizer:
 
     def loadable_in_place(self) -> OptimizerState:
         """Those tensors of `state()` into which a checkpoint may be read; `load_state` is given the same ones then."""
-        return {} if isinstance(self._update, ClientUpdate) else self._update.loadable_in_place()
+        return {} if self._rules is None else self._rules.loadable_in_place()
 
     def shards(self, specs: Mapping[str, Shard]) -> dict[str, Shard]:
         """The shards of `state()`: those of the weights, as far as this rank updates them."""
@@ -245,9 +250,9 @@ class Optimizer:
         if self._client is not None:
             self._client.load(state, extra["client"])
         else:
-            assert not isinstance(self._update, ClientUpdate)
+            assert self._rules is not None
             self._check_tensors(own, state)
-            self._update.load(state, self._steps)
+            self._rules.load(state, self._steps)
         self.grads.publish()
         self.skipped_in_a_row = int(extra["skipped_in_a_row"])
         self.scaler.load_state(extra["loss_scaler"])

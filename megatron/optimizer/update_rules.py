@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.data_parallel import Gradients
-from megatron.optimizer.decision import Decision
+from megatron.optimizer.decision import Decision, HostDecision
 from megatron.optimizer.groups import GroupRule, Rates
 from megatron.optimizer.rules import LiveState, Slot, UpdateRule
 
@@ -34,6 +34,28 @@ class Update(Protocol):
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
         """Restores `state()` and the number of updates; half-precision parameters are rounded from their masters."""
+        ...
+
+    def refresh_masters(self) -> None:
+        """After the weights were changed."""
+        ...
+
+
+class UserUpdate(Protocol):
+    """The update of an optimizer that the user brought, which keeps its own rates."""
+
+    def step(self, decision: HostDecision) -> None:
+        """Makes one update. Called with autograd off."""
+        ...
+
+    def state(self) -> OptimizerState: ...
+
+    def extra(self) -> dict[str, Any]:
+        """What `state` leaves out, as plain values."""
+        ...
+
+    def load(self, state: Mapping[str, Mapping[str, Tensor]], extra: Mapping[str, Any]) -> None:
+        """Restores `state()` and `extra()`; half-precision parameters are rounded from their masters."""
         ...
 
     def refresh_masters(self) -> None:

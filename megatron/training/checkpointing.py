@@ -29,8 +29,6 @@ from megatron.checkpoint import (
     writes,
 )
 from megatron.checkpoint.all_ranks import do_on_first, run_on_all
-from megatron.checkpoint.hf import load_hugging_face
-from megatron.checkpoint.hf.origin import read_origin
 from megatron.config import to_dict
 from megatron.distributed.rng import get_rng_state, set_rng_state
 from megatron.engine import Engine, Evaluation
@@ -186,7 +184,7 @@ class RunCheckpoints:
         if config.finetune:
             assert config.load is not None
             if is_hugging_face(Path(config.load)):
-                return self._load_hugging_face(Path(config.load))
+                return self._load_model(Path(config.load))
             found = find_step(run, self.history, hash_later=hash_later)
         if found is None:
             return None  # announced when it was looked for
@@ -209,10 +207,11 @@ class RunCheckpoints:
             log=run.log.info,
         )
 
-    def _load_hugging_face(self, folder: Path) -> LoadedState:
+    def _load_model(self, folder: Path) -> LoadedState:
+        """Fills the model with the weights of another program."""
         config, parallel = self.run.config, self.run.parallel
-        self.origin = run_on_all(lambda: read_origin(folder).plain(), parallel.world)
-        return load_hugging_face(
+        self.origin = run_on_all(lambda: self.run.source.origin(folder), parallel.world)
+        return self.run.source.load_model(
             folder,
             parallel=parallel,
             params=self._params(),

@@ -86,6 +86,7 @@ def _check_checkpoint(run: Run, directory: Path) -> None:
         strict=settings.strict_load,
         check_hashes=False,
         log=lambda _: None,
+        source=run.source,
     )
     point = ResumePoint(found)
     point.check_architecture(run.config)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """Override the moments you need and hand the hook to `megatron.pretrain(..., hooks=[...])`.
+    """Override the moments you need and hand the hook to `pretrain(..., hooks=[...])`.
 
     Every rank has the hooks and calls them at the same moments, the built-in ones first, then yours in the order given.
     So a hook may use collectives, and one that writes or prints does so on one rank: `if run.log.main`. The records

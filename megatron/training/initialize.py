@@ -5,15 +5,16 @@ from __future__ import annotations
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 import torch.distributed as dist
 
-from megatron.config import BatchPlan, RunConfig, check_world, describe
+from megatron.checkpoint.step_source import OWN_STEPS, StepSource
+from megatron.config import BatchPlan, RunConfig, check_world
 from megatron.config.refusals import Refusals
 from megatron.distributed.device import resolve_backend, resolve_device
 from megatron.distributed.launch import LaunchInfo, die_with_parent
@@ -34,7 +35,6 @@ from megatron.training.devices import prepare_accelerator, prepare_cpu
 from megatron.training.identity import started_with
 from megatron.training.kernels import check_same_kernels, resolve_kernels, verified_by_all
 from megatron.training.log_lines import LOG_FORMS
-from megatron.training.settings import read_settings
 from megatron.utils.device_kind import kind_of
 from megatron.utils.log import RankLog
 
@@ -59,6 +59,8 @@ class Run:
     """When, on `time.monotonic`'s clock: --exit-duration-in-mins counts from then."""
     store: dist.Store | None = None
     """Where its ranks meet; None for a single one, and where somebody else has connected them."""
+    source: StepSource = OWN_STEPS
+    """Reads what other programs saved."""
 
     @property
     def batch_plan(self) -> BatchPlan:
@@ -106,38 +108,11 @@ Connect = Callable[[timedelta, Tokenizer | None], dist.Store | None]
 """(how long to wait for the other ranks, this rank's tokenizer) -> the ranks' store, if there are several."""
 
 
-def initialize(*given: Any, **named: Any) -> Any:
-    """The engine, optimizer, loader and scheduler of a model that is not ours: `megatron.engine.any_model.initialize`.
-
-    Without a model it is the older name of `setup`, and says so.
-    """
-    if not _is_older_call(given, named):
-        from megatron.engine.any_model import initialize as initialize_engine  # a training run needs none of it
-
-        return initialize_engine(*given, **named)
-    run = setup(*given, **named)
-    run.log.info("megatron.initialize(argv) is called megatron.setup(argv) now; the older name keeps working")
-    return run
-
-
-def _is_older_call(given: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    arguments = not given or (len(given) == 1 and (given[0] is None or isinstance(given[0], (list, tuple))))
-    return arguments and named.keys() <= {"argv", "needs_data"}
-
-
-def setup(argv: Sequence[str] | None = None, *, needs_data: bool = True) -> Run:
-    """The start of a script without the training loop: settings read, ranks connected, random streams seeded. Errors of
-    usage come before any process waits for another. Such a script leaves with `megatron.distributed.launch.shutdown()`.
-    """
-    run = start(read_settings(argv, needs_data=needs_data), needs_data=needs_data)
-    if run.config.runtime.print_config:
-        run.log.info(describe(run.config))
-        sys.exit(0)
-    return run
-
-
-def start(config: RunConfig, *, needs_data: bool = True, stream: TextIO | None = None) -> Run:
-    """The run of these settings on the ranks that the launcher started. `stream`: of the log; stdout if not given."""
+def start(
+    config: RunConfig, *, needs_data: bool = True, stream: TextIO | None = None, source: StepSource = OWN_STEPS
+) -> Run:
+    """The run of these settings on the ranks that the launcher started. `stream`: of the log; stdout if not given.
+    `source`: reads what other programs saved."""
     started = time.monotonic()
     launch = _for_dry_run(config, LaunchInfo.detect(config.runtime.local_rank))
     refusals = Refusals()
@@ -185,6 +160,7 @@ def start(config: RunConfig, *, needs_data: bool = True, stream: TextIO | None =
             connect=connect,
             started=started,
             refusals=refusals,
+            source=source,
         )
     if config.training.deterministic_mode:
         torch.use_deterministic_algorithms(True)
@@ -225,6 +201,7 @@ def build_run(
     connect: Connect = lambda timeout, tokenizer: None,
     started: float | None = None,
     refusals: Refusals | None = None,
+    source: StepSource = OWN_STEPS,
 ) -> Run:
     """The run of these settings on one rank, with its groups made and its random streams seeded.
 
@@ -275,6 +252,7 @@ def build_run(
         run_id=run_id,
         store=store,
         started=time.monotonic() if started is None else started,
+        source=source,
     )
 
 

@@ -217,6 +217,7 @@ def find_step(run: Run, history: RunHistory, *, hash_later: bool) -> FoundStep |
         hash_later=hash_later,
         history=history,
         log=run.log.info,
+        source=run.source,
         newer=None if non_persistent is None else partial(non_persistent.newer, check_hashes=not config.skip_hash),
     )
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.checkpoint.find import find_candidates
+from megatron.checkpoint.step_source import OWN_STEPS, StepSource
 from megatron.config import RunConfig, adopt_checkpoint_args, check_paths, check_settings
 from megatron.config.cli import merge_sources
 from megatron.config.notices import given, spelled
 from megatron.config.refusals import Refusals
+from megatron.config.sources import SettingsSource, no_other_file
 from megatron.errors import ConfigError
 from megatron.tokenizer.build import HUGGING_FACE
 from megatron.training.exit import rank_of_process
@@ -24,15 +27,22 @@ if TYPE_CHECKING:
 
 
 def read_settings(
-    argv: Sequence[str] | None, *, needs_data: bool = True, opens_files: bool = True, absent: Refusals | None = None
+    argv: Sequence[str] | None,
+    *,
+    needs_data: bool = True,
+    opens_files: bool = True,
+    absent: Refusals | None = None,
+    source: StepSource = OWN_STEPS,
+    other_file: SettingsSource = no_other_file,
 ) -> RunConfig:
     """`needs_data=False`: the script brings its own datasets. `opens_files=False`: the files of the data and of the
     tokenizer need not be there, because nothing is read from them. If `absent` is given, missing files and folders are
     listed there instead of being refused: they may be made before the launch. (Without the model that --load names, its
-    shape is unknown and the settings go unchecked.)"""
+    shape is unknown and the settings go unchecked.) `source` reads the steps and models of other programs,
+    `other_file` their settings."""
     refusals = Refusals()
     files = refusals if absent is None else absent
-    config = merge_sources(argv, refusals)
+    config = merge_sources(argv, refusals, other_file)
     _check_load_is_there(config, files)
     if absent is not None and absent.lines:
         refusals.end()
@@ -40,7 +50,8 @@ def read_settings(
     theirs = config.checkpoint.load is not None and is_hugging_face(Path(config.checkpoint.load))
     if theirs or config.checkpoint.use_checkpoint_args:
         refusals.end()  # without the model's shape there is little to check
-        config = _with_settings_of_folder(config, needs_data) if theirs else _with_checkpoint_args(config)
+        adopt = partial(_with_settings_of_folder, needs_data=needs_data) if theirs else _with_checkpoint_args
+        config = adopt(config, source)
     check_settings(config, needs_data=needs_data, refusals=refusals)
     if opens_files:
         check_paths(config, files)
@@ -75,7 +86,7 @@ def wandb_missing(project: str) -> ConfigError:
     )
 
 
-def _with_checkpoint_args(config: RunConfig) -> RunConfig:
+def _with_checkpoint_args(config: RunConfig, source: StepSource) -> RunConfig:
     from megatron.checkpoint.found_step import find_checkpoint
     from megatron.distributed.state import ParallelState
     from megatron.layout import Layout
@@ -89,16 +100,15 @@ def _with_checkpoint_args(config: RunConfig) -> RunConfig:
         save_dir=Path(config.checkpoint.save) if config.checkpoint.save else None,
         check_hashes=False,  # the load itself checks them
         log=lambda _: None,
+        source=source,
     )
     if found is None:
         return config
     return _with_its_own_tokenizer(adopt_checkpoint_args(config, found.saved_settings()), found)
 
 
-def _with_settings_of_folder(config: RunConfig, needs_data: bool) -> RunConfig:
+def _with_settings_of_folder(config: RunConfig, source: StepSource, *, needs_data: bool) -> RunConfig:
     """--load of a Hugging Face model: a start from its weights, in the shape and with the tokenizer that it has."""
-    from megatron.checkpoint.hf import open_folder
-
     checkpoint = config.checkpoint
     assert checkpoint.load is not None
     folder = Path(checkpoint.load)
@@ -110,15 +120,15 @@ def _with_settings_of_folder(config: RunConfig, needs_data: bool) -> RunConfig:
             raise ConfigError(f"{spelled(config, name)}: {here}, without steps and a manifest; remove it")
     if checkpoint.save is not None and Path(checkpoint.save).resolve() == folder.resolve():
         raise ConfigError(f"--save {checkpoint.save}: {here}; save to another directory")
-    source = open_folder(folder)
+    model = source.open_model(folder)
     has_tokenizer = (folder / "tokenizer.json").is_file()
     if needs_data and not (has_tokenizer or config.data.mock_data or _names_a_tokenizer(config)):
         raise ConfigError(
             f"{here} without tokenizer.json; copy the model's own there, or give its tokenizer with --tokenizer-type"
         )
-    adopted = adopt_checkpoint_args(config, source.settings(), way_out="remove it")
+    adopted = adopt_checkpoint_args(config, model.settings(), way_out="remove it")
     theirs = "shape, vocabulary and tokenizer" if has_tokenizer else "shape and vocabulary"
-    line = f"{here} ({source.family.model_type}): the model's {theirs} are the folder's"
+    line = f"{here} ({model.model_type}): the model's {theirs} are the folder's"
     return replace(adopted, notices=(*adopted.notices, line))
 
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from megatron.errors import ConfigError
 
 HALF = (torch.bfloat16, torch.float16)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""What weights are saved and exported in."""
 
 
 @contextmanager

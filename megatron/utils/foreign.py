@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
-from megatron.errors import ConfigError
+from megatron.errors import CheckpointError, ConfigError
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 ADAPTER = "adapter_config.json"
@@ -51,3 +53,20 @@ def hub_hint(path: Path) -> str:
         "pretrain_gpt.py --load DIR --finetune trains on from it and tools/convert_checkpoint.py --load DIR --from hf "
         "imports it"
     )
+
+
+def read_finite_json(path: Path) -> dict[str, Any]:
+    """The object in a file of a Hugging Face model."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} does not exist: not a Hugging Face model folder") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return values
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")

@@ -45,6 +45,13 @@ def wait_passively(*, spin: bool = False) -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", str(_SPINS))
 
 
+def sleep_at_once() -> None:
+    """Takes back the spinning of `wait_passively(spin=True)`, for a program that does not watch the machine. Does
+    nothing once torch is loaded."""
+    if "torch" not in sys.modules and _may_spin():
+        del os.environ["GOMP_SPINCOUNT"]
+
+
 def _may_spin() -> bool:
     """Whether threads of this process spin for as long as `wait_passively(spin=True)` says."""
     return os.environ.get("OMP_WAIT_POLICY") == "PASSIVE" and os.environ.get("GOMP_SPINCOUNT") == str(_SPINS)

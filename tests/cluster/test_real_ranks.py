@@ -20,7 +20,7 @@ from megatron.prove.order.waits import STRICTEST, play
 from megatron.training.assemble import assemble
 from megatron.training.checkpointing import held_save_directory
 from megatron.training.initialize import build_run
-from megatron.training.pretrain import train_and_evaluate
+from megatron.training.program import train_and_evaluate
 from megatron.utils.log import RankLog
 from tests.equivalence.test_moe import DEEPSEEK, EP, PP, SP, TP
 from tests.helpers.distributed import run_ranks

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import Recorder, flags, make_parts
-from tests.unit.config.deepspeed.test_source import ARTICLE
+from tests.unit.compat.deepspeed_file.test_source import ARTICLE
 
 SCHEDULE = {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 2, "warmup_type": "linear"}}
 FILE: dict[str, Any] = {

@@ -16,8 +16,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import megatron
 from megatron import OSS, DistributedDataParallel, ShardedDataParallel
-from megatron.data_parallel import oss
-from megatron.engine.any_model import ModelEngine
+from megatron.compat.any_model import ModelEngine
+from megatron.compat.fairscale import oss
 from megatron.errors import ConfigError
 from tests.helpers.any_model import Tiny, batch_of, largest_difference, make_model, weights_of
 from tests.helpers.distributed import run_ranks

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.compat.any_model import ModelEngine, initialize
 from megatron.data_parallel import GradBuffers
-from megatron.engine.any_model import ModelEngine, initialize
 from megatron.optimizer import Optimizer
 from tests.helpers.any_model import Tiny, batch_of, largest_difference, make_model, plain_loop, weights_of
 from tests.helpers.distributed import run_ranks

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.engine.any_model import initialize
+from megatron.compat.any_model import initialize
 from megatron.errors import ConfigError
 from megatron.training.model import _provided
 from tests.helpers.distributed import run_ranks
@@ -94,7 +94,7 @@ def test_complex_and_other_buffers_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_planted_bug_complex_numbers_are_cast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("megatron.engine.any_model.initialize")
+    module = importlib.import_module("megatron.compat.any_model.initialize")
     monkeypatch.setattr(module, "cast_floats", lambda model, dtype: model.to(dtype))
     monkeypatch.setattr(f"{__name__}.STAGES", (1,))
     with pytest.raises(AssertionError):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.engine.any_model import initialize
+from megatron.compat.any_model import initialize
 from megatron.errors import ConfigError
 from tests.helpers.any_model import largest_difference
 from tests.helpers.distributed import run_ranks

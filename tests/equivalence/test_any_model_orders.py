@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.compat.any_model import initialize
 from megatron.data_parallel.gathered_writes import GatheredWrites
-from megatron.engine.any_model import initialize
 from megatron.errors import ConfigError
 from tests.helpers.any_model import largest_difference
 from tests.helpers.distributed import RankFailed, run_ranks

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.compat.any_model import initialize
+from megatron.compat.any_model.usage import Usage
 from megatron.data_parallel import FullySharded
 from megatron.data_parallel.buckets import Bucket
-from megatron.engine.any_model import initialize
-from megatron.engine.any_model.usage import Usage
 from megatron.errors import ConfigError
 from tests.helpers.any_model import largest_difference
 from tests.helpers.distributed import RankFailed, run_ranks

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.checkpoint import StepReader, manifest
-from megatron.engine.any_model import ModelEngine, initialize
+from megatron.compat.any_model import ModelEngine, initialize
 from tests.helpers.any_model import batch_of, make_model
 from tests.helpers.distributed import run_ranks
 

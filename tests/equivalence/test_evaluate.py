@@ -23,12 +23,13 @@ from megatron.evaluation import perplexity, scorer
 from megatron.evaluation.run import TaskOptions, measure
 from megatron.evaluation.scorer import Scorer
 from megatron.evaluation.sequences import Scored
-from megatron.inference.model import ModelOptions, subject_of
+from megatron.inference.model import ModelOptions
 from megatron.tokenizer.export import bpe_file_texts, write_files
 from megatron.tokenizer.train import train_bpe
 from tests.equivalence.test_export_from_layouts import MOE
 from tests.equivalence.test_model_parallel import GPT2, LLAMA
 from tests.helpers.distributed import run_ranks
+from tests.helpers.other_programs import subject_of
 from tests.helpers.runs import flags, make_parts, make_run
 from tests.unit.tokenizer.support import SAMPLES, write_small_bpe
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.build import restore_model
-from megatron.checkpoint.hf import write_export
 from megatron.errors import ConfigError, MegatronError
 from megatron.inference import decoder as decoders
 from megatron.inference import packed
@@ -23,14 +22,16 @@ from megatron.inference.answers import Answers, Prompt, Wanted
 from megatron.inference.beams import beam_search
 from megatron.inference.decoder import Decoder
 from megatron.inference.generate import generate
-from megatron.inference.model import ModelOptions, subject_of
+from megatron.inference.model import ModelOptions
 from megatron.inference.sampling import Sampling
+from megatron.interop.hf import write_export
 from megatron.model import GPT
 from megatron.model.kv_cache import SPARE, KVCache
 from megatron.model.linear import Linear
 from tests.equivalence.test_evaluate import FAMILIES, Saved, make_model
 from tests.equivalence.test_hf_export import CASES, model, plan, save_random
 from tests.helpers.distributed import run_ranks
+from tests.helpers.other_programs import subject_of
 from tests.helpers.runs import generate_here, make_run
 
 transformers = pytest.importorskip("transformers")

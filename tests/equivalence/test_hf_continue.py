@@ -15,7 +15,7 @@ from megatron.data.indexed.builder import IndexedDatasetBuilder
 from megatron.errors import ConfigError, DataError
 from megatron.training.assemble import assemble
 from megatron.training.initialize import Run
-from megatron.training.settings import read_settings
+from tests.helpers.other_programs import read_settings
 from tests.helpers.runs import flags, make_run, pretrain_gpt, pretrain_here
 from tests.unit.checkpoint.test_tools import WORDS, write_tokenizer
 from tests.unit.tokenizer.kinds import QWEN2

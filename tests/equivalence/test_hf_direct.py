@@ -13,21 +13,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint import paths
-from megatron.checkpoint.hf import direct, open_folder
 from megatron.checkpoint.manifest import read as read_manifest
 from megatron.checkpoint.reader import StepReader
 from megatron.cli.convert_checkpoint import main as convert
 from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError
+from megatron.interop.hf import direct, open_folder
 from megatron.layout import Layout
 from megatron.model.parameters import parameters
 from megatron.parallelize.specs import Cut
 from megatron.state.shard import Shard
 from megatron.training.assemble import assemble
-from megatron.training.settings import read_settings
 from tests.equivalence.test_hf_continue import FAMILIES, ROWS, WORDS, command, make_model, write_data
 from tests.equivalence.test_hf_folders import FORMS
 from tests.helpers.distributed import run_ranks
+from tests.helpers.other_programs import read_settings
 from tests.helpers.runs import Recorder, make_run, pretrain_gpt, pretrain_here, read_metrics
 
 PLAIN = {"use_checkpoint_args": None}  # no flag is needed for what the folder says

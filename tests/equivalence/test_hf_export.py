@@ -18,18 +18,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.checkpoint import RunHistory, TrainState, find_checkpoint, save_checkpoint
-from megatron.checkpoint.hf import Export, check_export, open_folder, plan_export, read_tensors, write_export
-from megatron.checkpoint.hf.check import compare_logits, compare_weights, our_logits
-from megatron.checkpoint.hf.exchange import Exchange
+from megatron.checkpoint import RunHistory, TrainState, save_checkpoint
 from megatron.checkpoint.reader import StepReader
 from megatron.cli.convert_checkpoint import main as convert_main
 from megatron.config import ModelConfig
 from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError, ConfigError
+from megatron.interop.hf import Export, check_export, open_folder, plan_export, read_tensors, write_export
+from megatron.interop.hf.check import compare_logits, compare_weights, our_logits
+from megatron.interop.hf.exchange import Exchange
 from megatron.layout import Layout
 from megatron.model.parameters import parameters
 from megatron.state.shard import Shard
+from tests.helpers.other_programs import find_checkpoint
 
 transformers = pytest.importorskip("transformers")
 
@@ -425,7 +426,7 @@ def test_an_export_that_keeps_its_tensors_is_seen(tmp_path: Path, monkeypatch: p
 
 def test_logits_are_compared_or_nothing_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_random(tmp_path / "native", model(**LLAMA))
-    monkeypatch.setattr("megatron.checkpoint.hf.check.available_memory", lambda: 1000)
+    monkeypatch.setattr("megatron.interop.hf.check.available_memory", lambda: 1000)
     command = ["--load", str(tmp_path / "native"), "--to", "hf", "--save", str(tmp_path / "hf")]
     assert convert_main([*command, "--verify"]) == 2 and not (tmp_path / "hf").exists()
     assert convert_main(command) == 0 and (tmp_path / "hf").exists()

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.hf.check import TOLERANCE
-from megatron.checkpoint.hf.exchange import Exchange, TensorLayout
-from megatron.checkpoint.hf.families import FAMILIES, by_model_type
-from megatron.checkpoint.hf.family import Facts, Family
 from megatron.config import ModelConfig, MoEConfig
+from megatron.interop.hf.check import TOLERANCE
+from megatron.interop.hf.exchange import Exchange, TensorLayout
+from megatron.interop.hf.families import FAMILIES, by_model_type
+from megatron.interop.hf.family import Facts, Family
 from megatron.model.parameters import parameters
 from tests.equivalence.test_hf_export import GPT2, LLAMA, NEOX, OLMO
 from tests.equivalence.test_hf_moe import QWEN, SHAPE

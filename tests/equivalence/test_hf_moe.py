@@ -12,18 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import RunHistory, TrainState, find_checkpoint, save_checkpoint
-from megatron.checkpoint.hf import check_export, open_folder, plan_export, read_tensors, write_export
-from megatron.checkpoint.hf.check import compare_logits
-from megatron.checkpoint.hf.export import Export
-from megatron.checkpoint.hf.families import by_model_type
+from megatron.checkpoint import RunHistory, TrainState, save_checkpoint
 from megatron.config import ModelConfig, MoEConfig
 from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError, ConfigError
+from megatron.interop.hf import check_export, open_folder, plan_export, read_tensors, write_export
+from megatron.interop.hf.check import compare_logits
+from megatron.interop.hf.export import Export
+from megatron.interop.hf.families import by_model_type
 from megatron.layout import Layout
 from megatron.model.moe_losses import balance_loss
 from megatron.model.parameters import parameters
 from megatron.state.shard import Shard
+from tests.helpers.other_programs import find_checkpoint
 
 pytest.importorskip("transformers")
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron.training.assemble import assemble
-from megatron.training.settings import read_settings
 from tests.equivalence.test_hf_continue import FAMILIES, command, make_model, write_data
 from tests.equivalence.test_transformers_parity import norms_in_fp64
+from tests.helpers.other_programs import read_settings
 from tests.helpers.runs import Recorder, make_run, pretrain_gpt
 
 STEPS, RATE, DECAY = 10, 3e-3, 0.1

@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.hf import open_folder
 from megatron.data import loader
 from megatron.data.masks import MaskConfig, document_ids, loss_mask
 from megatron.engine import StepResult
 from megatron.errors import ConfigError, DataError
+from megatron.interop.hf import open_folder
 from megatron.optimizer import Rates
 from megatron.training.assemble import assemble
-from megatron.training.settings import read_settings
 from tests.equivalence.test_resume import assert_same, run_in_pieces
 from tests.equivalence.test_transformers_parity import norms_in_fp64
 from tests.helpers.chats import MARKED, some_chats, write_chat_tokenizer, write_chats
 from tests.helpers.layouts import unequal
+from tests.helpers.other_programs import read_settings
 from tests.helpers.runs import LLAMA_SHAPE, TINY, flags, make_run, pretrain_gpt, train_here
 
 transformers = pytest.importorskip("transformers")

@@ -27,7 +27,7 @@ import os, signal, sys, time
 sys.path.insert(0, {str(REPOSITORY)!r})
 import pretrain_gpt
 import torch
-from megatron import pretrain
+from megatron.pretrain import pretrain
 from megatron.distributed import collectives
 
 how, whom = sys.argv.pop(1), sys.argv.pop(1)

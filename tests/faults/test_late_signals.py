@@ -16,7 +16,7 @@ SCRIPT = f"""
 import atexit, os, signal, sys
 sys.path.insert(0, {str(REPOSITORY)!r})
 import pretrain_gpt
-import megatron
+from megatron.pretrain import Hook, pretrain
 from megatron.training import exit
 
 moments, number = sys.argv.pop(1).split(","), signal.Signals[sys.argv.pop(1)]
@@ -26,7 +26,7 @@ def now(moment):
     if moment in moments:
         os.kill(os.getpid(), number)
 
-class Moments(megatron.Hook):
+class Moments(Hook):
     def on_end(self):
         now("hooks")
 
@@ -44,7 +44,7 @@ def after(name, function):
 atexit.register(now, "atexit")
 exit.ExitRecord.ended = after("record", exit.ExitRecord.ended)
 exit._leave = after("left", exit._leave)
-megatron.pretrain(datasets_provider, pretrain_gpt.model_provider, pretrain_gpt.forward_step, hooks=[Moments()])
+pretrain(datasets_provider, pretrain_gpt.model_provider, pretrain_gpt.forward_step, hooks=[Moments()])
 now("returned")
 """
 END = ("hooks", "record", "left", "returned", "atexit")

@@ -25,7 +25,7 @@ SCRIPT = f"""
 import os, signal, sys, time
 sys.path.insert(0, {str(REPOSITORY)!r})
 import pretrain_gpt
-from megatron import pretrain
+from megatron.pretrain import pretrain
 from megatron.errors import DataError
 
 how = sys.argv.pop(1)
@@ -191,7 +191,7 @@ SLOW = f"""
 import sys, time
 sys.path.insert(0, {str(REPOSITORY)!r})
 import pretrain_gpt
-from megatron import pretrain
+from megatron.pretrain import pretrain
 
 calls = iter(range(10**9))
 

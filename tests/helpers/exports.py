@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.checkpoint.hf import tokenizer_check
+from megatron.interop.hf import tokenizer_check
 from tests.helpers.warm import warm_python
 
 _fresh = tokenizer_check.ask_fresh

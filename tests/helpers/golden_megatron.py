@@ -17,7 +17,7 @@ from megatron.model.parameters import parameters
 from tests.helpers.megatron_lm import Layout, Model, with_moments
 from tests.helpers.megatron_lm import write as write_classic
 from tests.helpers.torch_dist import write as write_torch_dist
-from tests.unit.checkpoint.test_megatron_lm import LLAMA
+from tests.unit.interop.megatron_lm.test_step import LLAMA
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "megatron_lm"
 ROWS, SHAPE = 61, {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}

@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 
-import megatron
-from megatron.config import RunConfig, parse_args
+from megatron.config import RunConfig
 from megatron.distributed.launch import LaunchInfo
+from megatron.interop.source import OTHER_PROGRAMS
+from megatron.pretrain import pretrain
 from megatron.training.assemble import Parts, assemble
 from megatron.training.hooks import Hook
 from megatron.training.initialize import Run, build_run
 from megatron.training.metrics import TrainRecord
+from tests.helpers.other_programs import parse_args
 from tests.helpers.scripts import load_script
 from tests.helpers.warm import warm_python
 
@@ -75,7 +77,7 @@ def pretrain_gpt() -> ModuleType:
 def make_run(config: RunConfig, *, rank: int = 0, world_size: int = 1, dtype: torch.dtype | None = None) -> Run:
     """A run in the process group that the test has; `dtype` float64 is for tests alone."""
     launch = LaunchInfo(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
-    return build_run(config, launch, device=torch.device("cpu"), dtype=dtype)
+    return build_run(config, launch, device=torch.device("cpu"), dtype=dtype, source=OTHER_PROGRAMS)
 
 
 def make_parts(argv: Sequence[str], hooks: Sequence[Hook] = (), **where: Any) -> tuple[Run, Parts]:
@@ -96,9 +98,7 @@ def train_here(argv: Sequence[str]) -> dict[str, Any]:
 def pretrain_here(argv: Sequence[str]) -> int:
     """`pretrain_gpt.py` in this process, from its command line to its exit code."""
     script = pretrain_gpt()
-    return program_here(
-        lambda: megatron.pretrain(script.datasets_provider, script.model_provider, script.forward_step, argv)
-    )
+    return program_here(lambda: pretrain(script.datasets_provider, script.model_provider, script.forward_step, argv))
 
 
 def program_here(main: Callable[[], object]) -> int:

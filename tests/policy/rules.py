@@ -27,8 +27,10 @@ LEVELS = {
     "inference": 7,
     "evaluation": 8,
     # Around the core: each uses the core, and the core none of them.
-    **dict.fromkeys(["prove", "report"], 9),
-    "cli": 10,
+    **dict.fromkeys(["interop", "prove", "report"], 9),
+    "compat": 10,
+    "cli": 11,
+    "pretrain": 12,
 }
 ABOVE_THE_PACKAGE = {"tools", "tests", "benchmarks", "examples", "pretrain_gpt"}
 # What stands above the package, in its own order: each may import what comes before it.
@@ -38,7 +40,7 @@ ENVIRONMENT_READERS = ("megatron/distributed/launch.py", "csrc/build.py", "megat
 # A closed list: libraries that listen to nothing but a variable, set for this process. Nothing of ours reads it.
 ENVIRONMENT_WRITERS = {
     "benchmarks/train_step.py": "ONEDNN_MAX_CPU_ISA",  # for the processes of the contenders
-    "megatron/checkpoint/hf/auto_tokenizer.py": "HF_HUB_OFFLINE",
+    "megatron/interop/hf/auto_tokenizer.py": "HF_HUB_OFFLINE",
     "megatron/utils/loading.py": "TORCH_CPP_LOG_LEVEL",
     "megatron/utils/pool.py": "TOKENIZERS_PARALLELISM",
     "megatron/distributed/rendezvous.py": "GLOO_SOCKET_IFNAME",

@@ -197,7 +197,6 @@ SHARED_NAMES = {
     "read": "always read with its module: manifest.read, share.read",
     "encode": "always read with its module: manifest.encode, share.encode",
     "decode": "always read with its module: manifest.decode, share.decode",
-    "initialize": "the public megatron.initialize hands over to the engine's, which users may also import themselves",
 }
 # A closed list: nothing is added; whoever renames one takes it out.
 NAMES_TO_GO = {"Arrivals", "Seen", "Slot", "units_of"}

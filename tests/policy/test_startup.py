@@ -44,7 +44,7 @@ def test_importing_loads_no_torch(module: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("module", ["megatron.training.assemble", "megatron.engine.any_model"])
+@pytest.mark.parametrize("module", ["megatron.training.assemble", "megatron.compat.any_model"])
 def test_a_training_loads_what_divides_weights_only_for_it(module: str) -> None:
     """torch's fully_shard takes a third of a second to import."""
     done = python(f"import sys, {module}; print([name for name in sys.modules if 'fsdp' in name or 'sympy' == name])")

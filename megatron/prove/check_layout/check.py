@@ -15,7 +15,9 @@ from types import ModuleType
 
 import torch
 
+from megatron.checkpoint.step_source import StepSource
 from megatron.config import DataConfig, RunConfig
+from megatron.config.sources import SettingsSource
 from megatron.distributed.launch import LaunchInfo
 from megatron.errors import ConfigError, ReplicaError
 from megatron.ops.select import resolve
@@ -46,15 +48,18 @@ _NEAREST_CAUSE = ("counted tokens", "gradient", "weight")
 """Kinds of differences, those first that are nearest to what is wrong."""
 
 
-def compare_with_one_process(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Prints what is compared, how far the layout is from one process, and the verdict; returns the exit code."""
+def compare_with_one_process(
+    options: argparse.Namespace, argv: Sequence[str], source: StepSource, other_file: SettingsSource
+) -> int:
+    """Prints what is compared, how far the layout is from one process, and the verdict; returns the exit code.
+    `source` reads steps and models of other programs, `other_file` their settings."""
     script = load_script(options.script)
     with tempfile.TemporaryDirectory(prefix="check-layout-") as cache:
-        config, ranks, introduction = _settings(options, argv, Path(cache))
+        config, ranks, introduction = _settings(options, argv, Path(cache), source, other_file)
         for line in introduction:
             print(line, flush=True)
-        got = _train(options, script, config, ranks, fault=options.plant)
-        expected = _train(options, script, alone(config), 1)
+        got = _train(options, script, config, ranks, source, fault=options.plant)
+        expected = _train(options, script, alone(config), 1, source)
     if isinstance(expected, ReplicaError):
         raise expected
     cause = str(got) if isinstance(got, ReplicaError) else _other_samples(got, expected, config.data)
@@ -68,9 +73,11 @@ def compare_with_one_process(options: argparse.Namespace, argv: Sequence[str]) -
     return 0 if equal else 1
 
 
-def _settings(options: argparse.Namespace, argv: Sequence[str], cache: Path) -> tuple[RunConfig, int, list[str]]:
+def _settings(
+    options: argparse.Namespace, argv: Sequence[str], cache: Path, source: StepSource, other_file: SettingsSource
+) -> tuple[RunConfig, int, list[str]]:
     """What is trained at the layout, the number of its ranks, and lines that say so."""
-    given = read_settings(argv, needs_data=options.script is None)
+    given = read_settings(argv, needs_data=options.script is None, source=source, other_file=other_file)
     ranks = ranks_of(given, options.ranks)
     config = reproducible(given, ranks, options.steps, cache)
     tokenizer = tokenizer_of(config, required=options.script is None)
@@ -120,14 +127,21 @@ def _with_kernels_of_a_cpu(config: RunConfig, introduction: list[str]) -> RunCon
 
 
 def _train(
-    options: argparse.Namespace, script: ModuleType, config: RunConfig, ranks: int, *, fault: str | None = None
+    options: argparse.Namespace,
+    script: ModuleType,
+    config: RunConfig,
+    ranks: int,
+    source: StepSource,
+    *,
+    fault: str | None = None,
 ) -> RunOutcome | ReplicaError:
     """A few steps in fp64 and silently, with a planted fault if one is named. The error: replicas that differ."""
 
     def body(rank: int) -> bytes:
         launch = LaunchInfo(rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks)
         log = RankLog(rank, io.StringIO())
-        run = build_run(config, launch, device=torch.device("cpu"), dtype=torch.float64, log=log, needs_data=False)
+        cpu = torch.device("cpu")
+        run = build_run(config, launch, device=cpu, dtype=torch.float64, log=log, needs_data=False, source=source)
         with assemble(run, script.datasets_provider, script.model_provider, script.forward_step) as parts:
             if fault is not None:
                 getattr(faults, fault.replace("-", "_"))(parts)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from megatron.checkpoint.step_source import OWN_STEPS, StepSource
 from megatron.config import (
     BatchPlan,
     DataConfig,
@@ -24,6 +25,7 @@ from megatron.config import (
     TokenizerConfig,
     check_world,
 )
+from megatron.config.sources import SettingsSource, no_other_file
 from megatron.config.stages import stage_layers
 from megatron.prove.check_layout.check import load_script
 from megatron.prove.check_layout.settings import changed_settings, shrink
@@ -41,11 +43,20 @@ _SHOWN = 6
 """Operations of a first step that are listed one by one."""
 
 
-def prove(world_size: int, script: str | None, argv: Sequence[str], *, workers: int) -> int:
+def prove(
+    world_size: int,
+    script: str | None,
+    argv: Sequence[str],
+    *,
+    workers: int,
+    source: StepSource = OWN_STEPS,
+    other_file: SettingsSource = no_other_file,
+) -> int:
     """Prints what is proved, what every class of ranks does in its first step, and the verdict; the exit code.
-    `workers`: processes that record at a time."""
+    `workers`: processes that record at a time. `source` reads steps and models of other programs,
+    `other_file` their settings."""
     module = load_script(script)
-    given = read_settings(argv, needs_data=script is None, opens_files=False)
+    given = read_settings(argv, needs_data=script is None, opens_files=False, source=source, other_file=other_file)
     check_world(given, world_size)
     started, threads = time.monotonic(), torch.get_num_threads()
     torch.set_num_threads(1)  # the model is tiny

@@ -26,7 +26,7 @@ from megatron.training.checkpointing import held_save_directory
 from megatron.training.exit import as_megatron_error, in_one_line
 from megatron.training.hooks import Hook
 from megatron.training.initialize import build_run
-from megatron.training.pretrain import train_and_evaluate
+from megatron.training.program import train_and_evaluate
 from megatron.utils.log import RankLog
 from megatron.utils.pool import WorkerDiedError, WorkerPool
 

@@ -18,17 +18,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint import find_checkpoint, load_checkpoint, member_checks
-from megatron.checkpoint.hf import open_folder, read_tensors
-from megatron.checkpoint.hf.weights import compare_share, weights_files
+from megatron.checkpoint import load_checkpoint, member_checks
 from megatron.cli import convert_checkpoint as convert_cli
 from megatron.cli import verify_checkpoint as verify_cli
 from megatron.errors import CheckpointError
+from megatron.interop.hf import open_folder, read_tensors
+from megatron.interop.hf.weights import compare_share, weights_files
 from tests.helpers import torch_dist
 from tests.helpers.megatron_lm import Layout, with_moments, write
+from tests.helpers.other_programs import find_checkpoint
 from tests.unit.checkpoint.support import make_params, make_state, one_process, save
-from tests.unit.checkpoint.test_megatron_lm import GPT2, LLAMA, make, params_of
 from tests.unit.checkpoint.test_strange_files import hugging_face_folder
+from tests.unit.interop.megatron_lm.test_step import GPT2, LLAMA, make, params_of
 
 DAMAGED = r"is damaged \(CRC-32 [0-9a-f]{8}, when it was written [0-9a-f]{8}\); copy or download"
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint import manifest
-from megatron.checkpoint.megatron_lm import open_foreign
-from megatron.checkpoint.megatron_lm.step import ClassicReader
 from megatron.checkpoint.placed import PlacedReader, Placing
 from megatron.checkpoint.reader import PlannedReader, StepReader
+from megatron.interop.megatron_lm import open_foreign
+from megatron.interop.megatron_lm.step import ClassicReader
 from tests.helpers.golden_megatron import GOLDEN
 from tests.unit.checkpoint.support import make_params, make_state, save
 

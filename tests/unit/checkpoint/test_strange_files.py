@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 
 from megatron.checkpoint import inspect_step, manifest, saved_values, storage
 from megatron.checkpoint.architecture import model_config, moe_config
-from megatron.checkpoint.hf import open_folder, read_tensors
-from megatron.checkpoint.hf.families import FAMILIES
-from megatron.checkpoint.hf.family import Facts, Family
 from megatron.config import ModelConfig, MoEConfig, adopt_checkpoint_args, parse_args, to_dict
 from megatron.data.indexed.record import read_record
 from megatron.errors import CheckpointError, ConfigError
+from megatron.interop.hf import open_folder, read_tensors
+from megatron.interop.hf.families import FAMILIES
+from megatron.interop.hf.family import Facts, Family
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
 from megatron.tokenizer.huggingface import HuggingFaceTokenizer
 from tests.helpers.mutations import mutated, only_our_errors, texts

@@ -19,10 +19,10 @@ from megatron.cli.verify_checkpoint import main as verify_checkpoint
 from megatron.errors import CheckpointError, DataError
 from tests.helpers.megatron_lm import Layout, with_moments, write
 from tests.helpers.mutations import only_our_errors, texts
-from tests.unit.checkpoint.test_megatron_lm import GPT2, make
-from tests.unit.checkpoint.test_megatron_write import convert
 from tests.unit.data.test_merge import some_documents
 from tests.unit.data.test_merge import write as write_dataset
+from tests.unit.interop.megatron_lm.test_step import GPT2, make
+from tests.unit.interop.megatron_lm.test_write import convert
 
 COUNT = 100
 REFUSED = {1, 2, 3, 4, DataError.exit_code, CheckpointError.exit_code}  # an exception would end the test

@@ -17,8 +17,8 @@ from megatron.checkpoint.manifest import Manifest
 from megatron.cli.verify_checkpoint import main as verify
 from tests.helpers import torch_dist
 from tests.helpers.megatron_lm import Layout, with_moments, write
-from tests.unit.checkpoint.test_megatron_lm import GPT2, LLAMA, make
-from tests.unit.checkpoint.test_megatron_write import convert
+from tests.unit.interop.megatron_lm.test_step import GPT2, LLAMA, make
+from tests.unit.interop.megatron_lm.test_write import convert
 
 
 @pytest.fixture

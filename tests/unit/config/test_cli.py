@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from megatron.config import parse_args
 from megatron.errors import ConfigError
+from tests.helpers.other_programs import parse_args
 from tests.unit.config.commands import CLASSIC, LLAMA3, SMALL, TUTORIAL, WITH_MODEL_PARALLELISM, argv
 
 

@@ -21,7 +21,7 @@ import torch
 from megatron.errors import ConfigError
 from megatron.training.dry_run import check_launch_files, render_plan
 from megatron.training.initialize import start
-from megatron.training.settings import read_settings
+from tests.helpers.other_programs import read_settings
 from tests.helpers.runs import pretrain_gpt
 from tests.unit.tokenizer.support import write_small_bpe
 

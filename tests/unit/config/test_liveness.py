@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[3]
 ACTS_IN_CONFIG = {
     "model": "names the preset that fills the other fields (cli.py)",
     "config": "names the file that fills the other fields (cli.py)",
-    "deepspeed": "says that the file of --deepspeed_config is meant (deepspeed/source.py)",
-    "deepspeed_config": "names the file that fills the other fields (deepspeed/source.py)",
+    "deepspeed": "says that the file of --deepspeed_config is meant (deepspeed_file/source.py)",
+    "deepspeed_config": "names the file that fills the other fields (deepspeed_file/source.py)",
     "ckpt_format": "torch, its only value, is what is written (checks on the choices)",
     "full_validation": "makes the plan of what each evaluation reads (validation.py)",
     "group_query_attention": "needs --num-query-groups, which is what acts (checks/model.py)",

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from megatron.config import RunConfig, check_world, parse_args
+from megatron.config import RunConfig, check_world
 from megatron.config.run import settings_by_name
 from megatron.errors import ConfigError
+from tests.helpers.other_programs import parse_args
 from tests.unit.config.commands import SMALL, argv
 
 EXPERTS = "--num-experts 4 --disable-bias-linear"

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import check_paths, check_settings, check_world, parse_args
+from megatron.config import check_paths, check_settings, check_world
 from megatron.config.sources import _ELSEWHERE, spelling_table
 from megatron.errors import ConfigError
+from tests.helpers.other_programs import parse_args
 from tests.unit.config.commands import SMALL, argv, without
 
 NULL = "--tokenizer-type NullTokenizer"

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config import compat_deepspeed, compat_table, parse_args
+from megatron.config import compat_deepspeed, compat_table
 from megatron.config.compat import compat_flags, retired_flags
 from megatron.config.flag import Setting
 from megatron.config.run import all_settings
 from megatron.config.sources import canonical_spellings, spelling_table
 from megatron.errors import ConfigError
 from tests.helpers.distributed import run_ranks
+from tests.helpers.other_programs import parse_args
 from tests.helpers.runs import Recorder, flags, make_parts, train_here
 
 DENSE = """--transformer-impl transformer_engine --use-mcore-models --position-embedding-type rope --rotary-percent 1.0

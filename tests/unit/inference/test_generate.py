@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.hf import plan_export, write_export
 from megatron.errors import ConfigError
 from megatron.inference.beams import beam_search
 from megatron.inference.generate import generate
 from megatron.inference.sampling import Sampling, keep_top_k, keep_top_p
+from megatron.interop.hf import plan_export, write_export
 from megatron.model import GPT
 from tests.equivalence.test_hf_export import CASES, model, plan, save_random
 
@@ -45,9 +45,9 @@ def test_greedy_equals_transformers_token_for_token(tmp_path: Path, case: str) -
 
 
 def _found(directory: Path) -> Any:
-    from megatron.checkpoint import find_checkpoint
     from megatron.distributed.state import ParallelState
     from megatron.layout import Layout
+    from tests.helpers.other_programs import find_checkpoint
 
     return find_checkpoint(directory, parallel=ParallelState.build(Layout(1), 0))
 

@@ -32,7 +32,7 @@ from megatron.training.assemble import assemble
 from megatron.training.hooks import Hook
 from megatron.training.initialize import build_run
 from megatron.training.metrics import EvalRecord, TrainRecord
-from megatron.training.pretrain import train_and_evaluate
+from megatron.training.program import train_and_evaluate
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import pretrain_gpt, pretrain_here, same_numbers
 

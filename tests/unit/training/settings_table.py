@@ -476,8 +476,8 @@ ELSEWHERE = {
     "memory_snapshot_path": "CUDA writes it; tests/unit/training/test_profiling.py",
     "distributed_timeout_minutes": "of a collective that fails; tests/faults/test_heartbeat.py",
     "heartbeat_timeout_seconds": "of a rank that is lost; tests/faults/test_heartbeat.py",
-    "deepspeed": "fills other settings; tests/unit/config/deepspeed/test_source.py",
-    "deepspeed_config": "fills other settings; tests/unit/config/deepspeed/test_source.py",
+    "deepspeed": "fills other settings; tests/unit/compat/deepspeed_file/test_source.py",
+    "deepspeed_config": "fills other settings; tests/unit/compat/deepspeed_file/test_source.py",
     "local_rank": "of a launcher; tests/distributed/test_launchers.py",
 }
 """Settings whose effect cannot be seen in a small run -> the test file that shows it."""

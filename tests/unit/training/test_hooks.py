@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-import megatron
-from megatron import Hook
 from megatron.distributed.messages import all_gather_json
 from megatron.errors import NonFiniteError
+from megatron.pretrain import Hook, pretrain
 from megatron.training.initialize import Run
 from megatron.training.metrics import EvalRecord, TrainRecord
 from tests.helpers.distributed import run_ranks
@@ -128,9 +127,7 @@ def test_a_hook_can_end_the_run_by_an_error_of_ours(capsys: pytest.CaptureFixtur
 
     script = pretrain_gpt()
     with pytest.raises(SystemExit) as stopped:
-        megatron.pretrain(
-            script.datasets_provider, script.model_provider, script.forward_step, flags(), hooks=[LossLimit()]
-        )
+        pretrain(script.datasets_provider, script.model_provider, script.forward_step, flags(), hooks=[LossLimit()])
     assert stopped.value.code == NonFiniteError.exit_code
     said = capsys.readouterr()
     assert "error: the loss is above the limit" in said.err

@@ -50,6 +50,6 @@ def test_where_torch_is_loaded_nothing_changes() -> None:
 
 
 def test_training_loads_no_engine_for_other_models() -> None:
-    program = "from megatron import pretrain; import megatron.training.assemble, sys; print(*sys.modules)"
+    program = "from megatron.pretrain import pretrain; import megatron.training.assemble, sys; print(*sys.modules)"
     loaded = subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True).split()
     assert "megatron.training.trainer" in loaded and not [name for name in loaded if "any_model" in name]

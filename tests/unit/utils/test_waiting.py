@@ -90,7 +90,7 @@ def test_a_sleeping_team_stops_the_spinning_of_a_run_and_its_end_allows_it() -> 
 
 WATCHED = """
 import threading
-from megatron import pretrain
+from megatron.pretrain import pretrain
 import torch
 from megatron.utils import waiting
 names = lambda: sorted(thread.name for thread in threading.enumerate() if thread.name in ("waiting", "sleeping-team"))
@@ -125,13 +125,14 @@ WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
     ("first", "given", "expected"),
     [
         ("import megatron", {}, "None None False"),  # only what trains is our business
-        ("from megatron import pretrain", {}, "PASSIVE 30000 False"),  # which watches the machine
+        ("from megatron.pretrain import pretrain", {}, "PASSIVE 30000 False"),  # which watches the machine
         ("from megatron import initialize", {}, "PASSIVE None True"),
-        ("from megatron import pretrain", {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE None False"),
-        ("from megatron import pretrain", {"OMP_WAIT_POLICY": "PASSIVE"}, "PASSIVE None False"),
-        ("from megatron import pretrain", {"GOMP_SPINCOUNT": "7"}, "PASSIVE 7 False"),
+        ("from megatron.pretrain import pretrain", {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE None False"),
+        ("from megatron.pretrain import pretrain", {"OMP_WAIT_POLICY": "PASSIVE"}, "PASSIVE None False"),
+        ("from megatron.pretrain import pretrain", {"GOMP_SPINCOUNT": "7"}, "PASSIVE 7 False"),
         (
-            "import types, sys; sys.modules['torch'] = types.ModuleType('torch'); from megatron import pretrain",
+            "import types, sys; sys.modules['torch'] = types.ModuleType('torch'); "
+            "from megatron.pretrain import pretrain",
             {},
             "None None True",
         ),
@@ -152,7 +153,7 @@ def test_threads_wait_passively_unless_the_user_chose(first: str, given: dict[st
 def test_the_library_of_threads_has_taken_it() -> None:
     """OpenMP itself is asked."""
     environment = {name: value for name, value in os.environ.items() if name not in WAITING}
-    command = [sys.executable, "-c", "from megatron import pretrain; import torch"]
+    command = [sys.executable, "-c", "from megatron.pretrain import pretrain; import torch"]
     done = subprocess.run(
         command, env=environment | {"OMP_DISPLAY_ENV": "VERBOSE"}, capture_output=True, text=True, check=True
     )

@@ -1,0 +1,103 @@
+"""What a run reads of other programs, as protocols: the implementations are in `megatron/interop/`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megatron.errors import ConfigError
+
+if TYPE_CHECKING:  # the settings are read without torch
+    from megatron.checkpoint.manifest import Manifest
+    from megatron.checkpoint.reader import StepReader
+    from megatron.checkpoint.state import LoadedState, Sharded, Take
+    from megatron.config import ModelConfig, MoEConfig
+    from megatron.distributed.state import ParallelState
+
+Say = Callable[[str], object]
+
+
+class ForeignStep(Protocol):
+    """A step that another program saved: a manifest made from its files, and a reader of what that calls slices."""
+
+    @property
+    def manifest(self) -> Manifest: ...
+
+    @property
+    def reader(self) -> StepReader: ...
+
+    @property
+    def optimizer_problem(self) -> str | None:
+        """Why the optimizer's state, which is there, cannot be read."""
+
+    def with_vocabulary(self, rows: int) -> ForeignStep:
+        """The step with its vocabulary tables cut to `rows` rows."""
+
+
+class ForeignModel(Protocol):
+    """The description of a model in another program's folder; no tensor has been read."""
+
+    @property
+    def model_type(self) -> str: ...
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """The settings that a checkpoint of ours with this model would have."""
+
+
+class StepSource(Protocol):
+    """Reads steps and models that other programs saved."""
+
+    def open_step(self, directory: Path, say: Say, *, check_hashes: bool = True) -> ForeignStep | None:
+        """The step in this directory if another program wrote it; None: ours, or no step. What is read of it is
+        compared with the checksums of its files; `say` is told if they have none."""
+
+    def open_model(self, folder: Path) -> ForeignModel: ...
+
+    def origin(self, folder: Path) -> Mapping[str, Any]:
+        """What an export of a run that goes on from this model gives back as it was."""
+
+    def load_model(
+        self,
+        folder: Path,
+        *,
+        parallel: ParallelState,
+        params: Mapping[str, Sharded],
+        take: Take | None = None,
+        model_config: ModelConfig | None,
+        moe_config: MoEConfig | None,
+        log: Say,
+    ) -> LoadedState:
+        """Fills `params` in place, cast to what they hold. All ranks call it; `log` is called on the first one."""
+
+
+class OwnSteps:
+    """The source of a run that reads no other program's files."""
+
+    def open_step(self, directory: Path, say: Say, *, check_hashes: bool = True) -> ForeignStep | None:
+        return None
+
+    def open_model(self, folder: Path) -> ForeignModel:
+        raise _not_read(folder)
+
+    def origin(self, folder: Path) -> Mapping[str, Any]:
+        raise _not_read(folder)
+
+    def load_model(self, folder: Path, **_: Any) -> LoadedState:
+        raise _not_read(folder)
+
+
+def _not_read(folder: Path) -> ConfigError:
+    return ConfigError(f"--load {folder}: holds another program's model; megatron.pretrain reads these")
+
+
+OWN_STEPS = OwnSteps()

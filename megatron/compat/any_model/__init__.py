@@ -1,0 +1,8 @@
+"""The engine for any nn.Module: DeepSpeed's calls over the same buckets, optimizer step and checkpoints as our
+GPT's."""
+
+from megatron.compat.any_model.engine import ModelEngine
+from megatron.compat.any_model.initialize import initialize
+from megatron.compat.any_model.preamble import add_config_arguments, init_distributed
+
+__all__ = ["ModelEngine", "add_config_arguments", "init_distributed", "initialize"]

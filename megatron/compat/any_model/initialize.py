@@ -1,0 +1,314 @@
+"""`megatron.initialize(model=...)`: the call of DeepSpeed's users, for any nn.Module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.compat.any_model.engine import ModelEngine
+from megatron.compat.any_model.fit import checked_model
+from megatron.compat.any_model.from_deepspeed import EngineConfig
+from megatron.compat.any_model.loader import EpochLoader
+from megatron.compat.any_model.loss_scale_lines import lines_at_start
+from megatron.compat.any_model.ranks import RankPlacement, find_place
+from megatron.compat.any_model.settings import EngineSettings
+from megatron.compat.any_model.usage import Usage
+from megatron.compat.client_update import ClientUpdate, refuse_whole_matrices
+from megatron.compat.on_pieces import differs_on_pieces
+from megatron.compat.rule_optimizer import RuleOptimizer
+from megatron.config.sections.optimizer import OptimizerConfig
+from megatron.data_parallel import FullySharded, GradBuffers, broadcast_parameters
+from megatron.data_parallel.gradient_hooks import GradientHooks
+from megatron.errors import ConfigError
+from megatron.optimizer import Optimizer
+from megatron.parallelize import is_called, units_of
+from megatron.utils.dtype import cast_floats
+from megatron.utils.log import RankLog
+
+_WITHHELD = (
+    "parameter.grad: the engine keeps the gradients, and sums them over the ranks in engine.step(); instead of torch's "
+    'clip_grad_norm_ give "gradient_clipping" in the config, and read the norm from engine.get_global_grad_norm()'
+)
+Client = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Client = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    *,
+    collate_fn: Callable[..., Any] | None = None,
+    dist_init_required: bool | None = None,
+    mpu: Any = None,
+    mesh_param: Any = None,
+    config: Mapping[str, Any] | str | Path | None = None,
+    config_params: Mapping[str, Any] | str | Path | None = None,
+) -> tuple[ModelEngine, torch.optim.Optimizer, EpochLoader | None, Any]:
+    """The engine of `model`, its optimizer, a loader of `training_data` and the scheduler; what was not asked for is
+    None. Every rank of a run calls it: in a process group of yours, under torchrun, or as a single process.
+
+    `optimizer` is an instance, or is called with the parameters; without one the config names it. `config` is
+    DeepSpeed's JSON as a dict or as the path of a file; `config_params` is its older name, and `args.deepspeed_config`
+    a path."""
+    del dist_init_required  # a group that is open is used; one that torchrun's ranks need is opened
+    for name, value in {"mpu": mpu, "mesh_param": mesh_param}.items():
+        if value is not None:
+            raise ConfigError(
+                f"megatron.initialize(): {name} is not supported: every rank has the whole model; leave it out, or use "
+                "pretrain_gpt.py for tensor and pipeline parallelism"
+            )
+    model = checked_model(model)
+    read = EngineConfig(_one_config(args, config, config_params))
+    place = find_place(model)
+    log = RankLog(place.parallel.rank)
+    settings = read.settings(place.parallel.dp.size)
+    for line in read.lines(own_optimizer=optimizer is not None, own_scheduler=lr_scheduler is not None):
+        log.info(line)
+    for line in lines_at_start(settings.precision):
+        log.info(line)
+    batch = settings.batch
+    if batch.accumulation > 1:
+        log.info(
+            f"train_batch_size {batch.whole} = {batch.micro} samples x {batch.accumulation} accumulation steps x "
+            f"{batch.ranks} rank{'s' if batch.ranks > 1 else ''}: every engine.step() number {batch.accumulation} "
+            "updates"
+        )
+    if place.device.type == "cpu":
+        if settings.offloads:
+            log.info("offload_optimizer: no effect on a CPU, where optimizer state is in host memory anyway")
+        if settings.parameters_on_host:
+            log.info("offload_param: no effect on a CPU, where parameters are in host memory anyway")
+        settings = replace(settings, offloads=False, parameters_on_host=False)
+    _prepare_model(model, settings, place)
+    torch_optimizer = _make_optimizer(model, optimizer, model_parameters, read)
+    scheduler = _make_scheduler(lr_scheduler, torch_optimizer, read)
+    engine = build_model_engine(model, settings, place, torch_optimizer, scheduler, log)
+    if training_data is not None:
+        dp = place.parallel.dp
+        engine.training_dataloader = EpochLoader(training_data, settings.batch.micro, dp, collate_fn, place.device)
+    return engine, torch_optimizer, engine.training_dataloader, scheduler
+
+
+def build_model_engine(
+    model: nn.Module,
+    settings: EngineSettings,
+    place: RankPlacement,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    log: RankLog,
+) -> ModelEngine:
+    """`model` is where and in the type that it trains in."""
+    dp = place.parallel.dp
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "megatron.initialize(): LBFGS computes the loss anew within its step, which an engine that is given losses "
+            "cannot do; use another optimizer"
+        )
+    held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    trained = [(name, one) for name, one in model.named_parameters() if id(one) in held]
+    _check_held(held, trained)
+    divided = settings.zero_stage > 0 and (dp.size > 1 or settings.parameters_on_host)
+    if divided:
+        refuse_whole_matrices(optimizer)
+    if divided and dp.size > 1:
+        _check_on_pieces(optimizer, settings, log)
+    names = {id(one): name for name, one in trained if one.requires_grad}
+    grads: FullySharded | GradBuffers
+    hooks = GradientHooks(trained, dp)
+    if divided and settings.zero_stage > 1:
+        hooks.refuse_those_after(settings.zero_stage)
+        grads = _divide_weights(model, settings, place, names)
+    else:
+        grads = GradBuffers(
+            trained,
+            dp,
+            overlap=settings.overlap,
+            divided=divided,
+            flat=True,
+            shown=False,
+            finds_unused=True,
+            withheld=_WITHHELD,
+        )
+    usage = Usage(grads, model, dp)
+    core = Optimizer(
+        grads,
+        OptimizerConfig(clip_grad=settings.clip_grad),
+        settings.precision,
+        norm_axes=[(dp,)] if divided else (),
+        client=ClientUpdate(
+            grads,
+            optimizer,
+            usage.absent,
+            names=names,
+            on_host=settings.offloads and not settings.parameters_on_host,
+        ),
+    )
+    return ModelEngine(model, settings, place, grads, core, usage, hooks, optimizer, scheduler, log=log)
+
+
+def _check_on_pieces(optimizer: torch.optim.Optimizer, settings: EngineSettings, log: RankLog) -> None:
+    """Tries an optimizer of the user's own on pieces of small tensors, which is what ranks update with ZeRO."""
+    differs = None if isinstance(optimizer, RuleOptimizer) else differs_on_pieces(optimizer)
+    if differs is None:
+        return
+    found = (
+        f"{type(optimizer).__name__} {differs}, and with zero_optimization.stage 1 and higher each rank updates pieces"
+    )
+    if not settings.given.get("zero_allow_untested_optimizer"):
+        raise ConfigError(
+            f"{found}; use stage 0, or set zero_allow_untested_optimizer to true to train what that gives instead"
+        )
+    log.info(
+        f"zero_allow_untested_optimizer true: {found}; training differs from stage 0, and between numbers of ranks"
+    )
+
+
+def _divide_weights(
+    model: nn.Module, settings: EngineSettings, place: RankPlacement, names: Mapping[int, str]
+) -> FullySharded:
+    """In place: the model's parameters are others afterwards."""
+    apart = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in names]
+    if apart:
+        raise ConfigError(
+            f"zero_optimization.stage {settings.zero_stage}: the optimizer lacks {', '.join(apart[:4])}; give it all "
+            "parameters that are trained, freeze the others with requires_grad_(False), or use stage 1"
+        )
+    if not is_called(model):
+        raise ConfigError(
+            f"zero_optimization.stage {settings.zero_stage}: the model is a {type(model).__name__} without a forward() "
+            "of its own, before which weights are gathered; put it into a module whose forward() calls its parts, or "
+            "use stage 1"
+        )
+    scalars = [name for name, one in model.named_parameters() if one.dim() == 0]
+    if scalars:
+        raise ConfigError(
+            f"zero_optimization.stage {settings.zero_stage}: {scalars[0]} has no dimension that could be divided; make "
+            "it a parameter of shape (1,), or use stage 1"
+        )
+    units = list(units_of(model, place.parallel.dp))
+    return FullySharded(
+        units,
+        keep_gathered=settings.zero_stage == 2,
+        device=place.device,
+        on_host=settings.parameters_on_host,
+        withheld=_WITHHELD,
+        compared_over=place.parallel.dp,
+    )
+
+
+def _one_config(args: Any, config: Any, config_params: Any) -> Mapping[str, Any] | str | Path:
+    given = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    named = {name: value for name, value in given.items() if value is not None}
+    if not named:
+        raise ConfigError('megatron.initialize(): no config; give config={"train_batch_size": 16, ...} or a path')
+    if len(named) > 1:
+        raise ConfigError(f"megatron.initialize(): {' and '.join(named)} are both given; give one")
+    name, value = next(iter(named.items()))
+    if not isinstance(value, (Mapping, str, Path)):
+        raise ConfigError(
+            f"megatron.initialize(): {name} is a {type(value).__name__}; give a dict or the path of a file"
+        )
+    return value
+
+
+def _prepare_model(model: nn.Module, settings: EngineSettings, place: RankPlacement) -> None:
+    """In place, so that the user's optimizer goes on holding its parameters. All ranks start from the first one's."""
+    dtype = getattr(torch, settings.precision.params_dtype)
+    device = torch.device("cpu") if settings.parameters_on_host else place.device  # which has not room for all of it
+    if dtype != torch.float32:
+        cast_floats(model, dtype)
+    model.to(device)
+    for one in model.parameters():
+        one.data = one.data.contiguous()  # as gradients and state are: what is fused goes by places in memory
+    for group in (model.named_parameters(), model.named_buffers()):
+        broadcast_parameters(group, place.parallel.dp, through=place.device)
+
+
+def _make_optimizer(
+    model: nn.Module, client: Any, parameters: Iterable[Any] | None, read: EngineConfig
+) -> torch.optim.Optimizer:
+    if isinstance(client, torch.optim.Optimizer):
+        return client
+    groups = list(parameters) if parameters is not None else [one for one in model.parameters() if one.requires_grad]
+    if isinstance(client, type) and issubclass(client, torch.optim.Optimizer):
+        raise ConfigError(
+            f"megatron.initialize(): optimizer is the class {client.__name__}; give an instance, "
+            f"{client.__name__}(model.parameters(), lr=...)"
+        )
+    if client is not None:
+        made = client(groups) if callable(client) else client
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ConfigError(
+                f"megatron.initialize(): optimizer is, or returned, a {type(made).__name__}; give a torch.optim "
+                "optimizer, or a function from parameters to one"
+            )
+        return made
+    if read.optimizer_key is None:
+        raise ConfigError(
+            "megatron.initialize(): no optimizer; give optimizer=torch.optim.AdamW(model.parameters(), lr=...), or the "
+            'config\'s {"optimizer": {"type": "AdamW", "params": {"lr": ...}}}'
+        )
+    device = next((one.device for one in model.parameters()), torch.device("cpu"))
+    settings = read.run.optimizer
+    if not groups:
+        raise _nothing_is_trained()
+    rule = read.rule(device)
+    try:
+        return RuleOptimizer(groups, rule, lr=read.lr, weight_decay=settings.weight_decay)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"megatron.initialize(): model_parameters is no list of parameters or groups of them ({error}); give "
+            "model.parameters(), or leave it out"
+        ) from None
+
+
+def _nothing_is_trained() -> ConfigError:
+    return ConfigError(
+        "megatron.initialize(): nothing is trained: the model has no parameters, or none that requires a gradient; "
+        "call model.requires_grad_(True), or give model_parameters"
+    )
+
+
+def _make_scheduler(given: Any, optimizer: torch.optim.Optimizer, read: EngineConfig) -> Any:
+    """An instance, a function from the optimizer to one, or the config's."""
+    if given is None:
+        return read.scheduler(optimizer)
+    if isinstance(given, type):
+        raise ConfigError(
+            f"megatron.initialize(): lr_scheduler is the class {given.__name__}; give an instance made from the "
+            f"optimizer, or a function: lr_scheduler=lambda optimizer: {given.__name__}(optimizer, ...)"
+        )
+    made = given(optimizer) if callable(given) and not hasattr(given, "step") else given
+    if not callable(getattr(made, "step", None)):
+        raise ConfigError(
+            f"megatron.initialize(): lr_scheduler is a {type(made).__name__} without step(); give a scheduler, or a "
+            "function from the optimizer to one"
+        )
+    if getattr(made, "optimizer", optimizer) is not optimizer:
+        raise ConfigError(
+            "megatron.initialize(): lr_scheduler steps another optimizer than the one given; make it from that one, or "
+            "give a function: lr_scheduler=lambda optimizer: ..."
+        )
+    return made
+
+
+def _check_held(held: set[int], trained: list[tuple[str, nn.Parameter]]) -> None:
+    if trained and not any(one.requires_grad for _, one in trained):
+        raise _nothing_is_trained()
+    if not trained or len(held) != len(trained):
+        raise ConfigError(
+            f"megatron.initialize(): {len(held) - len(trained)} of the optimizer's {len(held)} parameters are not the "
+            "model's; make the optimizer from model.parameters() of the model that you give"
+        )

@@ -1,0 +1,181 @@
+"""A drop-in for torch's DistributedDataParallel over our buckets.
+
+    model = DistributedDataParallel(module)
+    loss_of(model(x)).backward()      # afterwards every parameter.grad is the mean over the ranks
+    optimizer.step()
+
+Buckets are reduced while the backward pass still runs, and the last gradient to come waits for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.compat.arrivals import Arrivals, reached
+from megatron.compat.group_axis import axis_of
+from megatron.compat.moving import moved
+from megatron.compat.no_sync import NoSync
+from megatron.data_parallel.broadcast import broadcast_parameters, share_buffers
+from megatron.data_parallel.grad_buffers import GradBuffers
+from megatron.distributed import collectives
+from megatron.errors import ConfigError
+
+_MIB = 2**20
+
+
+class DistributedDataParallel(NoSync, nn.Module):
+    """`module` is the model; a state dict has its names behind `module.`, as torch's."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool = True,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float = 25.0,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+    ) -> None:
+        """`find_unused_parameters`: a pass need not use all parameters; the graph is searched for those that it uses.
+        `check_reduction`, `gradient_as_bucket_view` and `static_graph` change no result here: the gradients are views
+        of the buckets in any case, and nothing is assumed of the graph."""
+        del dim, check_reduction, gradient_as_bucket_view, static_graph
+        super().__init__()
+        self.module = module
+        self._dp = axis_of(process_group, "DistributedDataParallel")
+        self._device = _device_of(module, device_ids, output_device)
+        self._broadcasts_buffers, self._find_unused = broadcast_buffers, find_unused_parameters
+        trained = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
+        if not trained:
+            raise ConfigError(
+                "DistributedDataParallel: no parameter of the module requires a gradient; use the module itself"
+            )
+        self._frozen = [(name, one) for name, one in module.named_parameters() if not one.requires_grad]
+        if init_sync:
+            for tensors in (module.named_parameters(), module.named_buffers()):
+                broadcast_parameters(tensors, self._dp)
+        size = max(1, int(bucket_cap_mb * _MIB) // trained[0][1].element_size())
+        self._grads = GradBuffers(trained, self._dp, bucket_size=size, overlap=True, in_own_type=True)
+        parameters = [self._grads.parameter(name) for name in self._grads.names]
+        self._arrivals = Arrivals(
+            parameters, begun=self._leave_out_unused, finish=self._finish, surprised=self._refuse_hidden
+        )
+        self._unused: list[str] = []
+        self._buffers_moved = True
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        if self._buffers_moved and self._broadcasts_buffers:
+            share_buffers(self.module, self._dp)
+        if not torch.is_grad_enabled():
+            self._buffers_moved = False
+            return self._pass(inputs, named)
+        self._check_last_pass()
+        self._check_frozen()
+        self._grads.reopen()
+        self._buffers_moved = self._syncs
+        if not self._syncs:
+            self._arrivals.cancel()
+            return self._pass(inputs, named)
+        output = self._pass(inputs, named)
+        self._await(reached(output) if self._find_unused else None)
+        return output
+
+    def register_comm_hook(self, *_: Any) -> None:
+        raise ConfigError(
+            "DistributedDataParallel.register_comm_hook(): not supported; gradients are averaged as they are"
+        )
+
+    def join(self, *_: Any, **__: Any) -> None:
+        raise ConfigError(
+            "DistributedDataParallel.join(): not supported; give every rank as many batches, as DistributedSampler does"
+        )
+
+    def _pass(self, inputs: Any, named: Any) -> Any:
+        if self._device is None:
+            return self.module(*inputs, **named)
+        return self.module(*moved(inputs, self._device), **moved(named, self._device))
+
+    def _await(self, used: set[int] | None) -> None:
+        """Before the backward pass of what was computed; None: it reaches all parameters."""
+        names = {name: self._grads.parameter(name) for name in self._grads.names}
+        self._unused = [] if used is None else [name for name, one in names.items() if id(one) not in used]
+        self._arrivals.expect([one for one in names.values() if used is None or id(one) in used])
+        self._grads.arm()
+
+    def _leave_out_unused(self) -> None:
+        self._grads.leave_out(self._unused)
+
+    def _refuse_hidden(self, parameter: Tensor) -> None:
+        name = next(name for name in self._grads.names if self._grads.parameter(name) is parameter)
+        raise ConfigError(
+            f"DistributedDataParallel: find_unused_parameters=True did not find {name} in the graph of forward()'s "
+            "output, and it got a gradient; return its tensors in lists, tuples, dicts or dataclasses, and call "
+            "backward() once after each forward()"
+        )
+
+    def _finish(self) -> None:
+        """Within the backward pass, after its last gradient."""
+        nobodys = self._used_by_nobody() if self._find_unused else ()
+        self._grads.reduce()
+        if self._dp.size > 1:
+            self._grads.multiply(1.0 / self._dp.size)
+        for name, one in ((name, self._grads.parameter(name)) for name in self._grads.names):
+            one.grad = nobodys[name] if name in nobodys else self._grads.grad(name)  # type: ignore[call-overload]
+
+    def _used_by_nobody(self) -> dict[str, Tensor | None]:
+        """The parameters that no rank has used, with the gradients that they keep."""
+        names = self._grads.names
+        device = self._grads.parameter(names[0]).device
+        used = torch.tensor([name not in self._unused for name in names], dtype=torch.int32, device=device)
+        numbers = collectives.all_reduce(used, self._dp).tolist()
+        return {
+            name: self._grads.parameter(name).grad for name, number in zip(names, numbers, strict=True) if not number
+        }
+
+    def _check_frozen(self) -> None:
+        thawed = [name for name, one in self._frozen if one.requires_grad]
+        if thawed:
+            raise ConfigError(
+                f"DistributedDataParallel: {thawed[0]} was frozen when the module was wrapped, and requires a gradient "
+                "now, which would not be averaged; wrap the module before requires_grad_(False)"
+            )
+
+    def _check_last_pass(self) -> None:
+        awaited = {id(one) for one in self._arrivals.awaited}
+        if awaited:
+            names = [name for name in self._grads.names if id(self._grads.parameter(name)) in awaited]
+            raise ConfigError(
+                f"DistributedDataParallel: the last backward pass gave no gradient to {', '.join(names[:4])}"
+                f"{' and others' if names[4:] else ''}, so the ranks' gradients were not averaged; use all parameters "
+                "in the loss, or give find_unused_parameters=True"
+            )
+
+
+def _device_of(
+    module: nn.Module, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
+) -> torch.device | None:
+    """Where inputs are moved to; None leaves them."""
+    if not device_ids and output_device is None:
+        return None
+    own = next(module.parameters()).device
+    if own.type == "cpu":
+        raise ConfigError(
+            f"DistributedDataParallel: device_ids {list(device_ids or [])} and a module on the CPU; leave device_ids "
+            "out, or move the module there first: module.to(rank)"
+        )
+    if device_ids is not None and len(device_ids) != 1:
+        raise ConfigError(
+            f"DistributedDataParallel: device_ids {list(device_ids)}; give the one device of this process, and start "
+            "one process per device"
+        )
+    return own

@@ -1,0 +1,99 @@
+"""Keys of DeepSpeed's JSON that are read together: the scheduler, loss scale, what is offloaded, where reports go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.compat.deepspeed_file.optimizers import decide_optimizer
+from megatron.compat.deepspeed_file.reading import KeyContext
+from megatron.errors import ConfigError
+
+
+def decide_scheduler(reading: KeyContext) -> None:
+    if reading.given.get("scheduler.type") == "OneCycle" and "scheduler.params.cycle_momentum" not in reading.given:
+        raise ConfigError(
+            "scheduler.type OneCycle: DeepSpeed cycles the momentum too where the file does not say, which is not "
+            'supported; add "cycle_momentum": false to scheduler.params'
+        )
+    _rate_of_the_flag(reading)
+
+
+def _rate_of_the_flag(reading: KeyContext) -> None:
+    """Where the file leaves WarmupDecayLR's highest rate to the flags, --lr is meant, as with WarmupLR; not the 0.001
+    that DeepSpeed has where the key is missing."""
+    key, rate = "scheduler.params.warmup_max_lr", reading.stronger.get("lr", reading.given.get("optimizer.params.lr"))
+    kind = reading.stronger.get("lr_schedule", reading.given.get("scheduler.type"))
+    if key in reading.left and kind == "WarmupDecayLR" and rate is not None and "warmup_max_lr" not in reading.stronger:
+        reading.set("warmup_max_lr", rate, f"{key} left to --lr")
+
+
+def decide_precision(reading: KeyContext) -> None:
+    """DeepSpeed begins at 2^16 where nothing is said, --fp16 at 2^32. A block that leaves to --fp16 whether it is on is
+    DeepSpeed's all the same."""
+    given, stronger = reading.given, reading.stronger
+    left = "fp16.enabled" in reading.left and bool(stronger.get("fp16"))
+    static = given.get("fp16.loss_scale") or stronger.get("loss_scale")
+    begins = "fp16.initial_scale_power" in given or "initial_loss_scale" in stronger
+    if (left or given.get("fp16.enabled")) and not static and not begins:
+        said = "left to --fp16" if left else "true"
+        reading.set("initial_loss_scale", 2.0**16, f"fp16.enabled {said} without initial_scale_power")
+
+
+def decide_offload(reading: KeyContext) -> None:
+    zero = "zero_optimization."
+    for key in ("offload_optimizer.device", "cpu_offload"):
+        if zero + key in reading.given:
+            _offload_optimizer(reading, zero + key)
+    path = zero + "offload_optimizer.nvme_path"
+    if path in reading.given and reading.given.get(zero + "offload_optimizer.device") != "nvme":
+        reading.say(f"{reading.spelled(path)}: no effect, only a device nvme has a path")
+    for key in ("offload_param.device", "cpu_offload_param", "cpu_offload_params"):
+        if zero + key in reading.given:
+            _offload_parameters(reading, zero + key)
+
+
+def _device(reading: KeyContext, key: str) -> str:
+    """cpu, nvme or none."""
+    value = reading.given[key]
+    if isinstance(value, bool):
+        return "cpu" if value else "none"
+    if value not in ("cpu", "nvme", "none"):
+        raise ConfigError(f"{reading.spelled(key)}: no such device; use cpu, nvme or none")
+    return str(value)
+
+
+def _offload_optimizer(reading: KeyContext, key: str) -> None:
+    device, path = _device(reading, key), "zero_optimization.offload_optimizer.nvme_path"
+    if device == "cpu":
+        reading.set("optimizer_cpu_offload", True, reading.spelled(key))
+    elif device == "nvme" and path not in reading.given:
+        raise ConfigError(f"{reading.spelled(key)}: needs a directory; add nvme_path to offload_optimizer, or use cpu")
+    elif device == "nvme":
+        reading.set("optimizer_offload_directory", reading.given[path], reading.spelled(path))
+
+
+def _offload_parameters(reading: KeyContext, key: str) -> None:
+    device = _device(reading, key)
+    if device != "none":  # that it has no effect below stage 3 is said when all flags are known
+        reading.set("remote_device", device, reading.spelled(key))
+
+
+def decide_reports(reading: KeyContext) -> None:
+    given = reading.given
+    if given.get("tensorboard.enabled"):
+        job = given.get("tensorboard.job_name", "DeepSpeedJobName")
+        folder = given.get("tensorboard.output_path", "").rstrip("/")
+        *_, key = (name for name in ("enabled", "job_name", "output_path") if f"tensorboard.{name}" in given)
+        reading.set("tensorboard_dir", f"{folder}/{job}" if folder else job, reading.spelled(f"tensorboard.{key}"))
+    if given.get("wandb.enabled") and "wandb.project" not in given:
+        reading.set("wandb_project", "deepspeed", reading.spelled("wandb.enabled"))
+
+
+DECISIONS = (decide_optimizer, decide_scheduler, decide_precision, decide_offload, decide_reports)
+
+
+def without_booleans(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`"zero_optimization": true` as the block that it stands for in older files."""
+    value = content.get("zero_optimization")
+    return {**content, "zero_optimization": {"stage": int(value)}} if isinstance(value, bool) else content

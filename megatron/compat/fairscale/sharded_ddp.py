@@ -1,0 +1,201 @@
+"""FairScale's ShardedDataParallel: every gradient is reduced to the rank that owns its parameter.
+
+    optimizer = OSS(model.parameters(), optim=torch.optim.AdamW, lr=1e-3)
+    model = ShardedDataParallel(model, optimizer)
+    loss_of(model(x)).backward()      # the owner's parameter.grad is the mean over the ranks, the others' is None
+    optimizer.step()
+
+Gradients are divided over the ranks; parameters stay whole on all of them (what divides these too is ZeRO's stage 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.compat.arrivals import Arrivals
+from megatron.compat.fairscale.oss import OSS, by_type
+from megatron.compat.group_axis import axis_of
+from megatron.compat.no_sync import NoSync
+from megatron.data_parallel.broadcast import broadcast_parameters, share_buffers
+from megatron.distributed import collectives
+from megatron.errors import ConfigError
+
+
+@dataclass
+class _Bucket:
+    """Parameters of one owner and type whose gradients travel together."""
+
+    owner: int
+    parameters: list[nn.Parameter]
+    came: set[int] = field(default_factory=set)
+    pending: collectives.Pending | None = None
+
+
+class ShardedDataParallel(NoSync, nn.Module):
+    def __init__(
+        self,
+        module: nn.Module,
+        sharded_optimizer: OSS | Sequence[OSS],
+        process_group: dist.ProcessGroup | None = None,
+        broadcast_buffers: bool = True,
+        sync_models_at_startup: bool = True,
+        reduce_buffer_size: int = 2**23,
+        auto_refresh_trainable: bool = True,
+        reduce_fp16: bool = False,
+    ) -> None:
+        """`reduce_buffer_size`: elements of a message. `reduce_fp16`: gradients are rounded to fp16 on their way.
+        `auto_refresh_trainable` changes no result: parameters that are frozen later are seen in every pass."""
+        del auto_refresh_trainable
+        super().__init__()
+        self._optimizers = _checked_optimizers(sharded_optimizer)
+        self.module = module
+        self._dp = axis_of(process_group, "ShardedDataParallel")
+        self._broadcasts_buffers, self._reduce_fp16 = broadcast_buffers, reduce_fp16
+        self._size = reduce_buffer_size
+        if sync_models_at_startup:
+            for tensors in (module.named_parameters(), module.named_buffers()):
+                broadcast_parameters(tensors, self._dp)
+        self._owner_of = self._owners(module)
+        parameters = [one for one in module.parameters() if one.requires_grad]
+        self._hooked = {id(one) for one in parameters}
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[int, _Bucket] = {}
+        self._next = 0
+        self._reduced: dict[int, Tensor] = {}
+        # Before Arrivals: of two hooks of a parameter, the first one registered runs first.
+        self._hooks = [one.register_post_accumulate_grad_hook(self._arrived) for one in parameters]
+        self._hooks += [
+            one.register_hook(partial(self._add_to_mean, one))
+            for one in parameters
+            if self._owner_of[id(one)] == self._dp.rank
+        ]
+        self._arrivals = Arrivals(parameters, begun=lambda: None, finish=self._finish)
+        for optimizer in self._optimizers:
+            optimizer.register_step_pre_hook(self._check_reduced)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.module(*inputs, **named)
+        if not self._syncs:
+            self._buckets = []
+            self._arrivals.cancel()
+            return self.module(*inputs, **named)
+        if self._broadcasts_buffers:
+            share_buffers(self.module, self._dp)
+        trained = [one for one in self.module.parameters() if one.requires_grad]
+        if any(id(one) not in self._hooked for one in trained):
+            raise ConfigError(
+                "ShardedDataParallel: a parameter that was frozen is trained now; make OSS and ShardedDataParallel anew"
+            )
+        self._buckets = list(self._make_buckets(reversed(trained)))
+        self._bucket_of = {id(one): bucket for bucket in self._buckets for one in bucket.parameters}
+        self._next = 0
+        self._arrivals.expect(trained)
+        return self.module(*inputs, **named)
+
+    def _owners(self, module: nn.Module) -> dict[int, int]:
+        owners = {id(one): optimizer.owner_of(one) for optimizer in self._optimizers for one in optimizer.parameters}
+        apart = [name for name, one in module.named_parameters() if one.requires_grad and id(one) not in owners]
+        if apart:
+            raise ConfigError(
+                f"ShardedDataParallel: no optimizer has {', '.join(apart[:4])}{' and others' if apart[4:] else ''}; "
+                "make OSS from the parameters of this module (and move the module to its device before)"
+            )
+        return owners
+
+    def _make_buckets(self, parameters: Iterable[nn.Parameter]) -> Iterator[_Bucket]:
+        """In an order that is the same on every rank."""
+        by_owner: dict[int, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            by_owner.setdefault(self._owner_of[id(parameter)], []).append(parameter)
+        for owner, mine in sorted(by_owner.items()):
+            for alike in by_type(mine):
+                some: list[nn.Parameter] = []
+                for parameter in alike:
+                    if some and sum(one.numel() for one in some) + parameter.numel() > self._size:
+                        yield _Bucket(owner, some)
+                        some = []
+                    some.append(parameter)
+                yield _Bucket(owner, some)
+
+    @torch.no_grad()
+    def _add_to_mean(self, parameter: nn.Parameter, grad: Tensor) -> None:
+        """Before a gradient is added to one that was reduced already and not zeroed: as a mean over the ranks it counts
+        once for each, for the next reduction divides all of it."""
+        before = self._reduced.pop(id(parameter), None)
+        if before is not None and before is parameter.grad:
+            before.mul_(self._dp.size)
+
+    def _arrived(self, parameter: Tensor) -> None:
+        bucket = self._bucket_of.get(id(parameter)) if self._buckets else None
+        if bucket is None:
+            return
+        bucket.came.add(id(parameter))
+        while self._next < len(self._buckets) and self._complete(self._buckets[self._next]):
+            self._launch(self._buckets[self._next])
+            self._next += 1
+
+    def _complete(self, bucket: _Bucket) -> bool:
+        return len(bucket.came) == len(bucket.parameters)
+
+    @torch.no_grad()
+    def _launch(self, bucket: _Bucket) -> None:
+        message = torch.cat([_gradient(one).reshape(-1) for one in bucket.parameters])
+        if self._reduce_fp16:
+            message = message.div_(self._dp.size).half()  # first: the sum might overflow
+        bucket.pending = collectives.start_reduce(message, self._dp, bucket.owner)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Within the backward pass, after its last gradient."""
+        for bucket in self._buckets:
+            assert bucket.pending is not None
+            message = bucket.pending.wait()
+            if bucket.owner != self._dp.rank:
+                for parameter in bucket.parameters:
+                    parameter.grad = None
+                continue
+            if not self._reduce_fp16:
+                message.div_(self._dp.size)
+            parts = message.split([one.numel() for one in bucket.parameters])
+            for parameter, part in zip(bucket.parameters, parts, strict=True):
+                parameter.grad = part.view(parameter.shape).to(parameter.dtype)
+                self._reduced[id(parameter)] = parameter.grad
+        self._buckets = []
+
+    def _check_reduced(self, *_: Any) -> None:
+        awaited = {id(one) for one in self._arrivals.awaited}
+        if awaited:
+            names = [name for name, one in self.module.named_parameters() if id(one) in awaited]
+            raise ConfigError(
+                f"ShardedDataParallel: the backward pass gave no gradient to {', '.join(names[:4])}"
+                f"{' and others' if names[4:] else ''}, so gradients were not reduced; use all parameters in the loss, "
+                "or freeze those with requires_grad_(False)"
+            )
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+
+
+def _checked_optimizers(given: Any) -> list[OSS]:
+    optimizers = list(given) if isinstance(given, (list, tuple)) else [given]
+    for one in optimizers:
+        if isinstance(one, OSS):
+            continue
+        kind = one.__name__ if isinstance(one, type) else type(one).__name__
+        raise ConfigError(
+            f"ShardedDataParallel: {kind} is no OSS; make that first, from the plain model: optimizer = "
+            "OSS(model.parameters(), optim=torch.optim.AdamW, lr=1e-3), then ShardedDataParallel(model, optimizer)"
+        )
+    if not optimizers:
+        raise ConfigError("ShardedDataParallel: no optimizer is given; give an OSS")
+    return optimizers

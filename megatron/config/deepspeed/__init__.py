@@ -1,5 +1,0 @@
-"""DeepSpeed's JSON as a source of settings: a file (`--deepspeed_config`) or a dict (`megatron.initialize`)."""
-
-from megatron.config.deepspeed.read import DeepSpeedSettings, read_deepspeed
-
-__all__ = ["DeepSpeedSettings", "read_deepspeed"]

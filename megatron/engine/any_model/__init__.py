@@ -1,8 +1,0 @@
-"""The engine for any nn.Module: DeepSpeed's calls over the same buckets, optimizer step and checkpoints as our
-GPT's."""
-
-from megatron.engine.any_model.engine import ModelEngine
-from megatron.engine.any_model.initialize import initialize
-from megatron.engine.any_model.preamble import add_config_arguments, init_distributed
-
-__all__ = ["ModelEngine", "add_config_arguments", "init_distributed", "initialize"]

@@ -1,0 +1,148 @@
+"""Checks an export: opened with transformers, it must encode texts as our run does and compute our logits.
+
+Logits are compared in fp32 whatever the dtype of the weights, so that rounding hides no difference.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.build import restore_model
+from megatron.errors import CheckpointError, ConfigError
+from megatron.interop.conversion import Show, no_progress
+from megatron.interop.hf.export import Export, exported_tensor, our_tensors
+from megatron.interop.hf.importer import open_folder, read_tensors
+from megatron.interop.hf.tokenizer_check import compare_tokenizer, expected_of
+from megatron.utils.cpu import available_memory
+
+TOLERANCE = 1e-4  # of the largest logit
+_POSITIONS = 96
+_BYTES_PER_WEIGHT = 4 * 3  # our model, theirs, and the temporary memory of building one
+
+
+@dataclass(frozen=True)
+class Comparison:
+    largest_difference: float
+    largest_logit: float
+    positions: int
+
+    @property
+    def relative(self) -> float:
+        return self.largest_difference / max(self.largest_logit, 1e-30)
+
+
+def check_export(
+    export: Export,
+    folder: Path,
+    log: Callable[[str], object],
+    *,
+    insist: bool = False,
+    show: Show = no_progress,
+) -> None:
+    """Raises unless the folder holds our model: compares logits if transformers is installed and memory allows, else
+    weights. `insist`: logits are compared, or nothing is exported."""
+    compare_weights(export, folder, show)
+    log("check: every weight reads back bit-equal")
+    if importlib.util.find_spec("transformers") is None:
+        _not_compared("transformers is not installed", log, insist)
+        log("check: tokenizers were not compared: transformers is not installed")
+        return
+    need = _BYTES_PER_WEIGHT * sum(prod(record.logical_shape) for record in export.reader.manifest.model.values())
+    enough = (free := available_memory()) is None or need <= free
+    _check_tokenizer(export, folder, log, pipeline=enough)
+    if not enough:
+        _not_compared(f"that needs about {need} bytes of memory, and {free} are available", log, insist)
+        return
+    result = compare_logits(export, folder)
+    log(
+        f"check: logits equal those of {export.family.architecture} at all {result.positions} positions to "
+        f"{result.relative:.1e} of the largest (tolerance {TOLERANCE:.0e})"
+    )
+
+
+def _check_tokenizer(export: Export, folder: Path, log: Callable[[str], object], *, pipeline: bool) -> None:
+    """`pipeline`: there is memory for the weights."""
+    if export.tokenizer is None or not export.tokenizer.has_json:
+        log("check: tokenizers were not compared: the checkpoint has no tokenizer.json")
+        return
+    facts = export.facts
+    expected = expected_of(export.tokenizer, folder, facts.vocab_size, facts.context or _POSITIONS, pipeline=pipeline)
+    log(f"check: {compare_tokenizer(expected, 'nothing was exported')}")
+
+
+def _not_compared(why: str, log: Callable[[str], object], insist: bool) -> None:
+    if insist:
+        raise ConfigError(f"--verify: logits cannot be compared: {why}; leave it out to compare the weights alone")
+    log(f"check: logits were not compared: {why}")
+
+
+def compare_weights(export: Export, folder: Path, show: Show = no_progress) -> None:
+    """Compares what an import would read with our weights and settings."""
+    source, done = open_folder(folder), 0
+    ours = {name: partial(exported_tensor, export, name) for name in export.reader.manifest.model}
+    for name, _, tensor in read_tensors(source):
+        read = ours.pop(name, None)
+        if read is None:
+            raise CheckpointError(f"{folder}: reading it back gives a {name} that was never written")
+        if not torch.equal(read(), tensor):
+            raise CheckpointError(f"{folder}: {name} reads back different from what was written")
+        done += tensor.nbytes
+        show(done, export.bytes)
+    if ours:
+        raise CheckpointError(f"{folder}: the export has lost {', '.join(ours)}")
+
+
+@torch.no_grad()
+def compare_logits(export: Export, folder: Path) -> Comparison:
+    """Compares our logits with theirs on random tokens; raises if the difference is larger than rounding explains."""
+    generator = torch.Generator().manual_seed(1234)
+    length = min(_POSITIONS, export.facts.context or _POSITIONS)
+    tokens = torch.randint(0, export.facts.vocab_size, (2, length), generator=generator)
+    ours, theirs = our_logits(export, tokens), their_logits(folder, tokens)
+    if ours.shape != theirs.shape:
+        raise CheckpointError(f"{folder}: logits have shape {tuple(theirs.shape)}, ours {tuple(ours.shape)}")
+    result = Comparison(float((ours - theirs).abs().max()), float(ours.abs().max()), ours.shape[0] * ours.shape[1])
+    if not result.relative <= TOLERANCE:
+        raise CheckpointError(
+            f"{folder}: logits differ from ours by {result.relative:.1e} of the largest (tolerance {TOLERANCE:.0e}); "
+            "nothing was exported"
+        )
+    return result
+
+
+def our_logits(export: Export, tokens: Tensor) -> Tensor:
+    """Our model in reference kernels, because functions are compared, not implementations."""
+    model = restore_model(
+        export.reader,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        kernels="ref",
+        tensors=our_tensors(export),
+    )
+    return model(tokens).float()
+
+
+def their_logits(folder: Path, tokens: Tensor) -> Tensor:
+    from transformers import AutoModelForCausalLM, __version__
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        )
+    except ValueError as error:  # version 4 knows fewer kinds of rope_scaling
+        raise CheckpointError(
+            f"{folder}: transformers {__version__} does not open it ({error}); "
+            "nothing was exported: install a newer one"
+        ) from error
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # torch's grouped product refuses widths that are no multiple of 4
+    logits: Tensor = model.eval()(tokens).logits.float()
+    return logits

@@ -1,0 +1,23 @@
+"""Mistral: Llama with a sliding window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from megatron.config import ModelConfig
+from megatron.interop.hf.families.llama import LlamaLike
+from megatron.interop.hf.families.window import window_of, window_width
+
+
+class Mistral(LlamaLike):
+    architecture = "MistralForCausalLM"
+    model_type = "mistral"
+    default_window: ClassVar[int | None] = 4096
+    """Where config.json has none; without a window it says null."""
+
+    def window_to_json(self, config: ModelConfig) -> dict[str, Any]:
+        return {"sliding_window": window_width(config)}
+
+    def window_from_json(self, values: Mapping[str, Any]) -> tuple[int, int] | None:
+        return window_of(values.get("sliding_window", self.default_window))

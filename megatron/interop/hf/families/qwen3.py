@@ -1,0 +1,19 @@
+"""Qwen3: Qwen2 with norms of queries and keys."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from megatron.interop.hf.families.qwen2 import Qwen2
+
+
+class Qwen3(Qwen2):
+    """Norms of Q and K in the place of Qwen2's biases."""
+
+    architecture = "Qwen3ForCausalLM"
+    model_type = "qwen3"
+    normalizes_qk = True
+    has_qkv_bias = False
+    rebuilds_tokenizer = False
+    bias_keys = ("attention_bias",)
+    default_head_dim: ClassVar[int | None] = 128

@@ -1,0 +1,210 @@
+"""What a family of `transformers` models is to us. Each family is one subclass in `families/`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from megatron.config import ModelConfig, MoEConfig
+from megatron.errors import ConfigError
+from megatron.interop.hf.config_types import check_types
+from megatron.interop.hf.exchange import Exchange, TensorLayout, gain_less_one
+from megatron.model.parameters import parameters
+from megatron.tokenizer.for_transformers import is_qwen2
+
+Lacking = list[tuple[str, bool]]
+"""(setting, whether this model has it) of each setting that a family cannot express."""
+
+# Biases that a family cannot say and zeros replace. Kept in config.json, so that an import gives the same model again.
+_OWN_KEY = "megatron_settings"
+_OWN_SETTINGS = ("add_bias_linear", "add_qkv_bias")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What an export needs to know besides the model's shape."""
+
+    vocab_size: int
+    dtype: str  # "float32", "bfloat16", "float16"
+    context: int  # positions that the model was trained for
+    token_ids: Mapping[str, Any]
+    """bos_token_id, eos_token_id and others, as config.json gets them."""
+
+
+class Family(ABC):
+    """One class of `transformers`: the models that it expresses, its tensors, its config.json in both directions."""
+
+    architecture: ClassVar[str]
+    model_type: ClassVar[str]
+    tensors: ClassVar[Mapping[str, TensorLayout]]
+    """By our module, as the parameter table spells it."""
+    buffers: ClassVar[tuple[str, ...]] = ()
+    """Endings of tensors that old versions of transformers saved and that hold no weights."""
+    always_biased: ClassVar[bool] = False
+    """Its linear layers have biases whatever config.json says."""
+    tied_by_default: ClassVar[bool] = False
+    """What a config.json without tie_word_embeddings means."""
+    rebuilds_tokenizer: ClassVar[bool] = False
+    """`transformers` 5.8 and later ignore tokenizer_class and rebuild every tokenizer of this type as Qwen2's."""
+
+    # ------------------------------------------------------------ which models
+
+    @abstractmethod
+    def lacks(self, c: ModelConfig) -> Lacking:
+        """Settings of the model apart from its experts."""
+
+    def lacks_of_experts(self, c: ModelConfig, moe: MoEConfig) -> Lacking:
+        return [(f"--num-experts {moe.num_experts}", moe.is_on)]
+
+    def unsupported(self, config: ModelConfig, moe: MoEConfig) -> str | None:
+        """A setting of this model that the family cannot express; None if it expresses the model."""
+        lacking = self.lacks_of_experts(config, moe) + self.lacks(config)
+        return next((setting for setting, present in lacking if present), None)
+
+    def keeps_tokenizer(self, tokenizer: Mapping[str, Any] | None) -> bool:
+        """True if every version of `transformers` reads this tokenizer.json as it is in a folder of this family."""
+        return not self.rebuilds_tokenizer or tokenizer is None or is_qwen2(tokenizer)
+
+    # ------------------------------------------------------------ weights
+
+    def exchanges(self, config: ModelConfig, vocab_size: int, moe: MoEConfig | None = None) -> Iterator[Exchange]:
+        """All parameters of a model, in its order."""
+        for parameter in parameters(config, vocab_size, moe).values():
+            module = parameter.row.name.rpartition(".")[0]
+            yield Exchange(parameter, self.tensors[module], gain_less_one(config, parameter.name))
+
+    def zero_biases(self, config: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
+        """Their biases that this model lacks: with zeros they compute the same function."""
+        if not self.always_biased:
+            return {}
+        ours = parameters(config, vocab_size)
+        biased = self.exchanges(replace(config, add_bias_linear=True), vocab_size)
+        missing = [exchange for exchange in biased if exchange.parameter.name not in ours]
+        return {
+            name: zeros
+            for exchange in missing
+            for name, zeros in exchange.to_hf(torch.zeros(exchange.parameter.stored_shape)).items()
+        }
+
+    def table(self, name: str) -> str:
+        """Their name of one of our vocabulary tables."""
+        module, _, kind = name.rpartition(".")
+        return f"{self.tensors[module].modules[0]}.{kind}"
+
+    # ------------------------------------------------------------ config.json
+
+    def config_json(self, config: ModelConfig, moe: MoEConfig, facts: Facts) -> dict[str, Any]:
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "vocab_size": facts.vocab_size,
+            "torch_dtype": facts.dtype,
+            "tie_word_embeddings": config.tied,
+            "initializer_range": config.init_method_std,
+            "use_cache": True,
+            **facts.token_ids,
+            **self.model_to_json(config, facts.context),
+            **self.experts_to_json(config, moe),
+            _OWN_KEY: {
+                "add_bias_linear": config.add_bias_linear,
+                "add_qkv_bias": config.qkv_bias and not config.linear_bias,
+            },
+        }
+
+    def read_config(self, values: Mapping[str, Any]) -> tuple[ModelConfig, MoEConfig]:
+        """The model that a config.json describes. What we cannot compute is refused by its name there."""
+        check_types(values)
+        if values.get("auto_map"):
+            raise ConfigError("config.json: auto_map asks for the model's own code to run; that is never done")
+        refuse_unless(values, is_causal=True)  # no class names it, and the masks of all of them read it
+        try:
+            given, moe = self.model_from_json(values), self.experts_from_json(values)
+        except KeyError as error:
+            raise ConfigError(f"config.json: {error.args[0]} is missing") from error
+        _check_heads(given)
+        own = values.get(_OWN_KEY) or {}
+        given |= {name: bool(own[name]) for name in _OWN_SETTINGS if name in own}
+        given["untie_embeddings_and_output_weights"] = not values.get("tie_word_embeddings", self.tied_by_default)
+        given["init_method_std"] = values.get("initializer_range", 0.02)
+        config = ModelConfig(**given)
+        _check_rotation(config)
+        return config, moe
+
+    @abstractmethod
+    def model_to_json(self, config: ModelConfig, context: int) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def model_from_json(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of ModelConfig."""
+
+    def not_taken_over(self, values: Mapping[str, Any]) -> str | None:
+        """A line about a setting of training in a config.json that a run here cannot have."""
+        return None
+
+    def experts_to_json(self, config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+        return {}
+
+    def experts_from_json(self, values: Mapping[str, Any]) -> MoEConfig:
+        """The weight of the load-balance loss belongs to training, and is not taken over."""
+        return MoEConfig()
+
+
+def _check_heads(given: Mapping[str, Any]) -> None:
+    heads, groups = given["num_attention_heads"], given.get("num_query_groups") or 1
+    if (
+        heads % groups
+        or given.get("kv_channels") == 0
+        or (not given.get("kv_channels") and given["hidden_size"] % heads)
+    ):
+        raise ConfigError(
+            f"config.json: {heads} attention heads do not fit {groups} key-value heads or the hidden size "
+            f"{given['hidden_size']}"
+        )
+
+
+def _check_rotation(config: ModelConfig) -> None:
+    turned = int(config.head_dim * config.rotary_percent)
+    if config.positions == "rope" and (turned < 2 or turned % 2):
+        raise ConfigError(
+            f"config.json: of heads of {config.head_dim} {config.rotary_percent:g} turns, {turned} channels; "
+            "these have to be an even number"
+        )
+
+
+def refuse_unless(values: Mapping[str, Any], **expected: Any) -> None:
+    """Raise unless each setting has the one value that we compute, or is left out."""
+    for name, usual in expected.items():
+        if values.get(name, usual) != usual:
+            raise ConfigError(f"config.json: {name} {values[name]!r:.60} is not supported; only {usual!r}")
+
+
+def other_wirings(config: ModelConfig, *, parallel: bool = False, norms: str = "before") -> Lacking:
+    """Layers wired otherwise than the family's. `norms`: where its norms stand; `parallel`: it knows such ones."""
+    return [
+        ("--apply-residual-connection-post-layernorm", config.apply_residual_connection_post_layernorm),
+        (f"--norm-placement {config.norm_placement}", config.norm_placement != norms),
+        ("--use-parallel-residual", config.use_parallel_residual and not parallel),
+    ]
+
+
+def beyond_plain_layers(config: ModelConfig) -> Lacking:
+    """What a family lacks whose layers have LayerNorm, an MLP without a gate, and heads that all have keys of their own
+    and see the whole sequence."""
+    return [
+        (f"--normalization {config.normalization}", config.normalization != "LayerNorm"),
+        ("--swiglu", config.swiglu),
+        (f"--num-query-groups {config.query_groups}", config.query_groups != config.num_attention_heads),
+        (f"--kv-channels {config.head_dim}", config.head_dim * config.num_attention_heads != config.hidden_size),
+        ("--qk-layernorm", config.qk_layernorm),
+        (f"--window-size {config.window}", config.window is not None),
+    ]
+
+
+def positions_flag(config: ModelConfig) -> str:
+    kind = {"rope": "rope", "learned": "learned_absolute", "none": "none"}[config.positions]
+    return f"--position-embedding-type {kind}"

@@ -1,0 +1,156 @@
+"""The files of weights in a Hugging Face folder: safetensors, or the older `pytorch_model.bin`, whole or in shards.
+
+A `.bin` file is a pickle: it is opened as our own checkpoints are, scanned first and weights only; no flag undoes that.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron.checkpoint.member_checks import MemberChecks
+from megatron.checkpoint.pickle_values import Made
+from megatron.checkpoint.safe_load import UnsafeFileError
+from megatron.checkpoint.torch_files import TorchFile
+from megatron.errors import CheckpointError, ConfigError
+from megatron.tokenizer.huggingface import refuse_outside
+from megatron.utils.foreign import read_finite_json
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_DOWNLOADS = ".cache/huggingface/download"  # where `hf download --local-dir` keeps what it has of a file
+_LONGEST_NAME = 255  # bytes, of any usual file system
+
+
+class WeightsFile(ABC):
+    """One file, opened when it is first needed; only what is used of it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @abstractmethod
+    def names(self) -> Iterable[str]: ...
+
+    @abstractmethod
+    def tensor(self, name: str) -> Tensor: ...
+
+    @abstractmethod
+    def described(self, name: str) -> tuple[tuple[int, ...], str]:
+        """The shape and dtype of a tensor, without reading it."""
+
+
+class Safetensors(WeightsFile):
+    @cached_property
+    def _opened(self) -> Any:
+        try:
+            return safe_open(self.path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{self.path} cannot be read as safetensors ({error}); if it was downloaded, download it again: a part "
+                "may be missing"
+            ) from error
+
+    def names(self) -> Iterable[str]:
+        return list(self._opened.keys())
+
+    def tensor(self, name: str) -> Tensor:
+        found: Tensor = self._opened.get_tensor(name)
+        return found
+
+    def described(self, name: str) -> tuple[tuple[int, ...], str]:
+        found = self._opened.get_slice(name)
+        return tuple(found.get_shape()), _DTYPES.get(found.get_dtype(), found.get_dtype())
+
+
+class Pickled(WeightsFile):
+    def __init__(self, path: Path, checks: MemberChecks | None) -> None:
+        super().__init__(path)
+        self._checks = checks
+
+    @cached_property
+    def _opened(self) -> TorchFile:
+        file = TorchFile.open(self.path, self._checks)
+        content = file.content if isinstance(file.content, dict) else {None: None}
+        for name, value in content.items():
+            if isinstance(value, Made) and not file.is_tensor(value):
+                raise UnsafeFileError(f"{self.path} cannot be read as plain weights: it has {value.kind.text[:60]!r}")
+            if not isinstance(name, str) or not file.is_tensor(value):
+                raise CheckpointError(
+                    f"{self.path} is not a dictionary of tensors by name: not weights of transformers"
+                )
+        return file
+
+    def names(self) -> Iterable[str]:
+        return list(self._opened.content)
+
+    def tensor(self, name: str) -> Tensor:
+        return self._opened.tensor(self._opened.content[name])
+
+    def described(self, name: str) -> tuple[tuple[int, ...], str]:
+        file, value = self._opened, self._opened.content[name]
+        return file.shape(value), str(file.dtype(value)).removeprefix("torch.")
+
+
+def weights_files(folder: Path, checks: MemberChecks | None) -> list[WeightsFile]:
+    """All files that the folder's index names, or the one that there is; safetensors where there are both formats."""
+    kinds = ((INDEX, WEIGHTS, Safetensors), (BIN_INDEX, BIN, partial(Pickled, checks=checks)))
+    for index, whole, kind in kinds:
+        if (folder / index).is_file():
+            return [kind(path) for path in _all_there(folder / index)]
+        if (folder / whole).is_file():
+            return [kind(_member(folder, whole))]
+    for pattern, index in (("model-*-of-*.safetensors", INDEX), ("pytorch_model-*-of-*.bin", BIN_INDEX)):
+        if part := next(folder.glob(pattern), None):
+            raise CheckpointError(
+                f"--load {folder}: has {part.name} and no {index}, which says what belongs together; the download is "
+                "not complete: run it again"
+            )
+    if part := next((path for place in (folder, folder / _DOWNLOADS) for path in place.glob("*.incomplete")), None):
+        raise CheckpointError(
+            f"--load {folder}: has neither {WEIGHTS} nor {BIN}, but {part.relative_to(folder)}; the download is not "
+            "complete: run it again"
+        )
+    raise ConfigError(
+        f"--load {folder}: no {WEIGHTS} and no {BIN}; weights in other formats are not read, save them as safetensors "
+        "first"
+    )
+
+
+def compare_share(files: Iterable[WeightsFile], number: int, count: int) -> None:
+    """Compares with their checksums, where there are any, one of `count` shares of the tensors."""
+    tensors = [(file, name) for file in files if isinstance(file, Pickled) for name in file.names()]
+    for file, name in tensors[number::count]:
+        file.tensor(name)
+
+
+def _all_there(index: Path) -> list[Path]:
+    paths = [_member(index.parent, shard) for shard in _shards(index)]
+    absent = [path.name for path in paths if not path.is_file()]
+    if absent:
+        raise CheckpointError(
+            f"{index} names {len(paths)} files, and {len(absent)} of them are not there ({', '.join(absent[:3])}); "
+            "the download is not complete: run it again"
+        )
+    return paths
+
+
+def _shards(index: Path) -> list[str]:
+    names = read_finite_json(index).get("weight_map")
+    if not isinstance(names, dict):
+        raise CheckpointError(f"{index} has no weight_map")
+    return sorted({str(shard) for shard in names.values()})
+
+
+def _member(folder: Path, name: str) -> Path:
+    if Path(name).name != name or not name.isprintable() or len(name.encode()) > _LONGEST_NAME:
+        raise CheckpointError(f"{folder}: its index names {name[:100]!r}, which is no file of its folder")
+    path = folder / name
+    refuse_outside(folder, path)
+    return path

@@ -1,0 +1,64 @@
+"""What a `torch_dist` directory holds besides tensors: arguments, counters, the groups of the optimizer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from megatron.checkpoint import paths
+from megatron.checkpoint.torch_files import TorchFile
+from megatron.errors import CheckpointError
+from megatron.interop.megatron_lm.dcp import METADATA, DistDirectory
+
+STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg_sq|exp_avg|fp32_param|param)\.(.+)")
+"""The keys of the optimizer's tensors: (kind, key of the parameter)."""
+_COMMON = "common.pt"
+_WANTED_BLOBS = ("args", "iteration", "checkpoint_version", "opt_param_scheduler", "optimizer", "common")
+
+
+def common_content(found: DistDirectory) -> tuple[Mapping[str, Any], TorchFile]:
+    """What is no tensor: a file of its own, or in later versions entries of the metadata."""
+    path = found.directory / _COMMON
+    if path.exists():
+        file = TorchFile.open(paths.member(found.directory, _COMMON), found.checks)
+        if not isinstance(file.content, dict):
+            raise CheckpointError(f"{path} holds no dictionary: it is no checkpoint of Megatron-LM")
+        return file.content, file
+    content: dict[str, Any] = {}
+    opened: TorchFile | None = None
+    for key, place in found.blobs.items():
+        names = key.partition("/")[0].removeprefix("common.").split(".")
+        if names[0] not in _WANTED_BLOBS or len(names) > 8:
+            continue
+        opened = found.content(place, key)
+        value = _with_numbers(opened, opened.content)
+        if "/shard_" in key and isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        if names == ["common"] and isinstance(value, dict):
+            content |= value
+            continue
+        _put(content, names, value)
+    if opened is None:
+        raise CheckpointError(f"{found.directory} has no {_COMMON} and no args in its {METADATA}: it is no GPT")
+    for key, tensor in found.tensors.items():
+        if key.startswith("optimizer.") and prod(tensor.shape) == 1 and not STATE.fullmatch(key):
+            _put(content, key.split("."), found.read(key, [(0, 1)] * len(tensor.shape)).item())
+    return content, opened
+
+
+def _put(content: dict[str, Any], names: list[str], value: Any) -> None:
+    for name in names[:-1]:
+        inner = content.setdefault(name, {})
+        content = inner if isinstance(inner, dict) else {}
+    content[names[-1]] = value
+
+
+def _with_numbers(file: TorchFile, value: Any) -> Any:
+    """With numbers in the place of tensors of one: whoever reads the merged entries does not know their files."""
+    if isinstance(value, dict):
+        return {key: _with_numbers(file, each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_numbers(file, each) for each in value]
+    return file.tensor(value).item() if file.is_tensor(value) and file.shape(value) in ((), (1,)) else value

@@ -1,0 +1,39 @@
+"""The source of a run that may begin with another program's files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.checkpoint.step_source import ForeignModel, ForeignStep, Say, StepSource
+
+if TYPE_CHECKING:
+    from megatron.checkpoint import LoadedState
+
+
+class OtherPrograms:
+    """Reads Hugging Face's folders and Megatron-LM's steps; each is imported when it is first asked for."""
+
+    def open_step(self, directory: Path, say: Say, *, check_hashes: bool = True) -> ForeignStep | None:
+        from megatron.interop.megatron_lm import open_foreign
+
+        return open_foreign(directory, say, check_hashes=check_hashes)
+
+    def open_model(self, folder: Path) -> ForeignModel:
+        from megatron.interop.hf import open_folder
+
+        return open_folder(folder)
+
+    def origin(self, folder: Path) -> Mapping[str, Any]:
+        from megatron.interop.hf.origin import read_origin
+
+        return read_origin(folder).plain()
+
+    def load_model(self, folder: Path, **how: Any) -> LoadedState:
+        from megatron.interop.hf import load_hugging_face
+
+        return load_hugging_face(folder, **how)
+
+
+OTHER_PROGRAMS: StepSource = OtherPrograms()

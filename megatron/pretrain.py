@@ -1,0 +1,76 @@
+"""Trains a model as the command line says; the core, wired with what stands around it.
+
+`pretrain(datasets_provider, model_provider, forward_step)` is the training loop of your own script (pretrain_gpt.py is
+one), and `Hook` adds to it; `setup(argv)` gives the ranks, device and settings without the loop. Importing this module
+loads no torch: it is loaded after the command line has been read, so `--help` and a mistyped flag answer at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron.compat.deepspeed_file.source import deepspeed_assignments
+from megatron.interop.source import OTHER_PROGRAMS
+from megatron.training.exit import StopReason
+from megatron.training.hooks import Hook
+from megatron.training.program import run_training
+from megatron.utils.loading import before_torch
+from megatron.utils.one_line_errors import install
+from megatron.utils.waiting import sleep_at_once
+
+if TYPE_CHECKING:
+    from megatron.model.passes import ForwardStep
+    from megatron.training.batches import DatasetsProvider
+    from megatron.training.initialize import Run
+    from megatron.training.model import ModelProvider
+
+__all__ = ["Hook", "pretrain", "setup"]
+
+install()
+before_torch(trains=True)
+
+
+def pretrain(
+    datasets_provider: DatasetsProvider,
+    model_provider: ModelProvider,
+    forward_step: ForwardStep,
+    argv: Sequence[str] | None = None,
+    *,
+    needs_data: bool = True,
+    hooks: Sequence[Hook] = (),
+) -> StopReason:
+    """Trains as the command line says. Errors end the process with one line and their exit code.
+
+    `needs_data=False`: the datasets are the script's own, so neither --data-path nor a tokenizer is asked for. Each is
+    anything with `len` and `[i]` whose samples are dicts; `forward_step` gets them stacked, with their `sample_ids`,
+    and casts what it feeds to a model in half precision. `hooks` are called at moments of the run: see `Hook`.
+    """
+    return run_training(
+        datasets_provider,
+        model_provider,
+        forward_step,
+        argv,
+        needs_data=needs_data,
+        hooks=hooks,
+        source=OTHER_PROGRAMS,
+        other_file=deepspeed_assignments,
+    )
+
+
+def setup(argv: Sequence[str] | None = None, *, needs_data: bool = True) -> Run:
+    """The start of a script without the training loop: settings read, ranks connected, random streams seeded. Errors of
+    usage come before any process waits for another. Such a script leaves with `megatron.distributed.launch.shutdown()`.
+    """
+    sleep_at_once()
+    from megatron.config import describe
+    from megatron.training.initialize import start
+    from megatron.training.settings import read_settings
+
+    config = read_settings(argv, needs_data=needs_data, source=OTHER_PROGRAMS, other_file=deepspeed_assignments)
+    run = start(config, needs_data=needs_data, source=OTHER_PROGRAMS)
+    if run.config.runtime.print_config:
+        run.log.info(describe(run.config))
+        sys.exit(0)
+    return run
