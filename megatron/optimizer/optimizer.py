@@ -27,11 +27,11 @@ from megatron.distributed.state import Axis
 from megatron.errors import CheckpointError
 from megatron.ops import Kernels
 from megatron.optimizer.build_update import build_update
-from megatron.optimizer.counted import CountedParts
 from megatron.optimizer.decision import decide, decide_on_host
 from megatron.optimizer.groups import GroupRule, Rates
 from megatron.optimizer.loss_scaler import DynamicLossScaler, LossScaler, ScaleOnDevice, build_loss_scaler
 from megatron.optimizer.norms import (
+    CountedParts,
     SplitOver,
     SquareSum,
     global_norm,

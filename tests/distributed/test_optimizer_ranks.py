@@ -15,7 +15,7 @@ from megatron.data_parallel import GradBuffers
 from megatron.distributed.state import Axis, ParallelState
 from megatron.layout import Layout
 from megatron.optimizer import Optimizer
-from megatron.optimizer.counted import CountedParts
+from megatron.optimizer.norms import CountedParts
 from tests.helpers.distributed import run_ranks
 
 SAMPLES, STEPS, CONFIG = 8, 5, OptimizerConfig(clip_grad=0.5)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint import Save, StepReader, inspect_step, manifest
+from megatron.checkpoint.background import HostMemory
 from megatron.checkpoint.content import RankContent
-from megatron.checkpoint.host_memory import HostMemory
 from megatron.checkpoint.storage import HashingFile
 from megatron.training.hooks import Hook
 from tests.helpers.distributed import run_ranks

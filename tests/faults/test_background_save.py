@@ -18,8 +18,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from megatron.checkpoint import Background, Retention, RunHistory, Save, SavedInfo, TrainState, inspect_step
+from megatron.checkpoint.background import HostMemory
 from megatron.checkpoint.content import RankContent
-from megatron.checkpoint.host_memory import HostMemory
 from megatron.distributed.state import ParallelState
 from megatron.errors import NonFiniteError, StorageError
 from megatron.layout import Layout

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
-from megatron.optimizer.rules.adam_step import adam_step
+from megatron.optimizer.rules.adam import adam_step
 from megatron.optimizer.rules.base import Gated, Slot
 from megatron.optimizer.rules.eight_bits import NEAREST, Section, dequantise, dither, quantise
 

@@ -15,14 +15,12 @@ from megatron.optimizer.extent import extents
 from megatron.optimizer.groups import GroupRule
 from megatron.optimizer.matrices import Matrix, Update, WholeMatrices
 from megatron.optimizer.rules.adafactor import Adafactor, Settings
-from megatron.optimizer.rules.adam import Adam
+from megatron.optimizer.rules.adam import Adam, ApexAdam, NarrowAdam
 from megatron.optimizer.rules.adam8bit import Adam8bit, InBlocks
-from megatron.optimizer.rules.apex_adam import ApexAdam
 from megatron.optimizer.rules.base import UpdateRule
 from megatron.optimizer.rules.eight_bits import Blocks, Section
 from megatron.optimizer.rules.lion import Lion
 from megatron.optimizer.rules.muon import Muon, scale_factor
-from megatron.optimizer.rules.narrow_adam import NarrowAdam
 from megatron.optimizer.rules.newton_schulz import orthogonalised, steps_of
 from megatron.optimizer.rules.sgd import Sgd
 from megatron.state.shard import Shard

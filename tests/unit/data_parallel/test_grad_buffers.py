@@ -63,7 +63,7 @@ def test_one_rank_in_full_precision_leaves_gradients_where_backward_put_them() -
 
 
 def test_a_wide_half_gradient_is_added_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.data_parallel.adding._SCRATCH_SIZE", 7)
+    monkeypatch.setattr("megatron.data_parallel.grad_buffers._SCRATCH_SIZE", 7)
     test_accumulation(torch.bfloat16, 1e-6, 3)
 
 

@@ -22,7 +22,7 @@ from megatron.distributed.state import Axis
 from megatron.ops import resolve
 from megatron.ops.library import Library
 from megatron.optimizer import Optimizer
-from megatron.optimizer.rules.apex_adam import ApexAdam
+from megatron.optimizer.rules.adam import ApexAdam
 
 BUILT, NOT_BUILT = Library(), Library("not built")
 ADAM = "adamw"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.host_memory import HostMemory
+from megatron.checkpoint.background import HostMemory
 from megatron.training.settings import read_settings
 from megatron.training.state_bytes import copy_bytes, state_bytes
 from megatron.utils.device import human_bytes

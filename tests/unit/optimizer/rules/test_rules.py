@@ -14,7 +14,7 @@ from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.data_parallel import GradBuffers
 from megatron.distributed.state import Axis
 from megatron.optimizer import GroupRule, Matrix
-from megatron.optimizer.rules import Slot, UpdateRule, lion, narrow_adam
+from megatron.optimizer.rules import Slot, UpdateRule, adam, lion
 from megatron.optimizer.rules.base import WHOLE_KINDS
 from megatron.optimizer.rules.choose import choose_rules
 from megatron.state.shard import Shard
@@ -185,10 +185,10 @@ def exchanged(update: Callable[..., None]) -> Callable[..., None]:
 
 
 def test_planted_bug_moments_that_are_never_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    slot = narrow_adam.NarrowAdam.slot
+    slot = adam.NarrowAdam.slot
     wide = lambda self, name, tensor: Slot(  # noqa: E731
         name, tensor, {k: v.double() for k, v in slot(self, name, tensor).state.items()}, torch.zeros(())
     )
-    monkeypatch.setattr(narrow_adam.NarrowAdam, "slot", wide)
+    monkeypatch.setattr(adam.NarrowAdam, "slot", wide)
     with pytest.raises(AssertionError):
         test_moments_in_bf16("both")
