@@ -23,6 +23,7 @@ from megatron.distributed.messages import all_gather_json
 from megatron.distributed.state import ParallelState
 from megatron.engine.evaluation import Evaluation, EvaluationResult, check_counted
 from megatron.engine.nonfinite import first_nonfinite, overflows_at_the_bottom
+from megatron.engine.reports import StepReports
 from megatron.engine.routers import RouterSteps
 from megatron.errors import NonFiniteError
 from megatron.model.gpt import GPT
@@ -46,8 +47,8 @@ class StepResult:
     loss_scale: float
     grad_norm: float
     skipped: bool  # the update was left out because a gradient was not finite
-    num_zeros: int | None = None
-    router_losses: Mapping[str, float] = field(default_factory=dict)  # means over sequences and layers
+    reported: Mapping[str, float] = field(default_factory=dict)
+    """By name, the numbers that `Engine.report` was given: zeros in gradients, losses of routers."""
     times: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)  # seconds of its phases here
 
     @property
@@ -62,12 +63,11 @@ class _Step:
     iteration: int
     then: Callable[[StepResult], None]
     outcome: ToHost
-    """[loss, counted tokens, zeros, the optimizer's report, losses of routers]"""
+    """[loss, counted tokens, the optimizer's report, the reported numbers]"""
     batch_size: int
     learning_rate: float
     weight_decay: float
-    counts_zeros: bool
-    router_names: Sequence[str]
+    reported: Sequence[str]
     times: Mapping[str, float]
     micro_batches: Sequence[Batch]
     factor: float | Tensor
@@ -99,6 +99,8 @@ class Engine(Evaluation):
         if isinstance(built.model, GPT) and built.model.routers is not None:
             self.routers = RouterSteps(built.model, parallel, device)
         self.timers = Timers()
+        self._reports = StepReports(parallel.world)
+        self.report = self._reports.report
         self._optimizer = optimizer
         self._in_flight: _Step | None = None
 
@@ -141,26 +143,26 @@ class Engine(Evaluation):
         now = rates()
         loss = loss_sum / counted
         with self.timers("optimizer"):
-            zeros = self._optimizer.count_zeros() if count_zeros else torch.zeros_like(loss)
+            if count_zeros:
+                self.report("num_zeros", self._optimizer.count_zeros())
             finite = torch.isfinite(loss) if self._bad_numbers_stop else None
             scale = loss_scale * counted / expected_tokens
             update = self._optimizer.start_step(now, scale, finite)
-        names: Sequence[str] = ()
-        router_losses = totals[:0]
         if self.routers is not None:
-            names, router_losses = self.routers.end(batch_size=batch_size, updated=update[1])
+            for name, mean in self.routers.end(batch_size=batch_size, updated=update[1]).items():
+                self.report(name, mean)
+        reported = self._reports.take()
         # Data-parallel ranks saw different samples, so their buffers differ; rank 0's are used and saved.
         broadcast_parameters(self.buffers.items(), self.parallel.dp_cp)
-        numbers = torch.stack([loss, counted, zeros.to(loss.dtype)])
+        numbers = [torch.stack([loss, counted]), update.to(loss.dtype), *(one.view(1) for one in reported.values())]
         self._in_flight = _Step(
             iteration=iteration,
             then=then,
-            outcome=ToHost(torch.cat([numbers, update.to(loss.dtype), router_losses.to(loss.dtype)])),
+            outcome=ToHost(torch.cat(numbers)),
             batch_size=batch_size,
             learning_rate=now.lr,
             weight_decay=now.weight_decay,
-            counts_zeros=count_zeros,
-            router_names=names,
+            reported=tuple(reported),
             times=self.timers.elapsed(),
             micro_batches=micro_batches,
             factor=factor,
@@ -186,7 +188,7 @@ class Engine(Evaluation):
 
     def _result(self, step: _Step) -> StepResult:
         with self.parallel.comm_log.read_back(f"reading the outcome of step {step.iteration}"):
-            loss, counted, zeros, *others = step.outcome.values()
+            loss, counted, *others = step.outcome.values()
         check_counted(counted)
         if not math.isfinite(loss) and self._bad_numbers_stop:
             raise self._nonfinite(step, f"the loss is {loss}", self._bad_samples(step.micro_batches, step.losses))
@@ -202,8 +204,7 @@ class Engine(Evaluation):
             loss_scale=update.loss_scale,
             grad_norm=update.grad_norm,
             skipped=update.skipped,
-            num_zeros=round(zeros) if step.counts_zeros else None,
-            router_losses=dict(zip(step.router_names, others[REPORT_SIZE:], strict=True)),
+            reported=dict(zip(step.reported, others[REPORT_SIZE:], strict=True)),
             times=step.times,
         )
 

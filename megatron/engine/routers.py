@@ -43,12 +43,12 @@ class RouterSteps:
         self.reports.begin(scale)
 
     @torch.no_grad()
-    def end(self, *, batch_size: int, updated: Tensor) -> tuple[Sequence[str], Tensor]:
-        """After the update (`updated` is 0 if it was skipped): steps the routers' biases, and returns the names of
-        their losses and the means over sequences and layers. A collective of all ranks."""
+    def end(self, *, batch_size: int, updated: Tensor) -> dict[str, Tensor]:
+        """After the update (`updated` is 0 if it was skipped): steps the routers' biases, and returns the means of
+        their losses over sequences and layers, by name. A collective of all ranks."""
         config = self.reports.config
         if not self.reports.wanted:
-            return (), torch.zeros(0, dtype=torch.float64, device=self.device)
+            return {}
         names = [name for name, coefficient in self.reports.coefficients.items() if coefficient > 0.0]
         losses = torch.zeros(len(names), dtype=torch.float64, device=self.device)
         for place, name in enumerate(names):
@@ -60,7 +60,7 @@ class RouterSteps:
         everybody = all_reduce(torch.cat([losses, counts.flatten()]), self.parallel.world) / self._copies
         losses, counts = everybody[: len(names)], everybody[len(names) :].view_as(counts)
         self._step_biases(counts, updated)
-        return names, losses / (batch_size * len(self._layers))
+        return dict(zip(names, losses / (batch_size * len(self._layers)), strict=True))
 
     def _step_biases(self, counts: Tensor, updated: Tensor) -> None:
         """Lowers the bias of experts that got more than the mean number of tokens, and raises that of the others."""

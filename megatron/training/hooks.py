@@ -36,8 +36,8 @@ class Hook:
     def on_step(self, record: TrainRecord, times: Mapping[str, float]) -> None:
         """After every optimizer step, as soon as its outcome is known: on an accelerator during the next iteration.
 
-        An iteration passed over by --iterations-to-skip has no step. `record.params_norm` is set only where it is
-        logged. `times` are the seconds that this rank spent in the phases of the step.
+        An iteration passed over by --iterations-to-skip has no step. `record.reported` has "params_norm" only where it
+        is logged. `times` are the seconds that this rank spent in the phases of the step.
         """
 
     def on_log(self, record: TrainRecord) -> None:

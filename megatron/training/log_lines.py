@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 
-from megatron.training.metrics import EvalRecord, TrainRecord
+from megatron.training.metrics import EvalRecord, TrainRecord, form_of
 from megatron.utils.timers import human_duration
 
 
@@ -30,11 +30,8 @@ def classic_train(record: TrainRecord, now: datetime) -> str:
         f"loss scale: {record.loss_scale:.1f}",
         f"grad norm: {record.grad_norm:.3f}",
     ]
-    if record.num_zeros is not None:
-        parts.append(f"num zeros: {record.num_zeros:.1f}")
-    if record.params_norm is not None:
-        parts.append(f"params norm: {record.params_norm:.3f}")
-    parts += [f"{name}: {value:.6E}" for name, value in _router_losses(record)]
+    forms = [(form_of(name), value) for name, value in record.reported.items()]
+    parts += [f"{form.label}: {value:{form.classic}}" for form, value in forms]
     parts += [
         f"number of skipped iterations: {record.skipped_iterations:3d}",
         f"number of nan iterations: {record.nan_iterations:3d}",
@@ -61,11 +58,8 @@ def compact_train(record: TrainRecord, now: datetime) -> str:
     ]
     if record.loss_scale != 1:
         parts.append(f"loss scale {record.loss_scale:g}")
-    if record.num_zeros is not None:
-        parts.append(f"num zeros {record.num_zeros}")
-    if record.params_norm is not None:
-        parts.append(f"params norm {record.params_norm:.3f}")
-    parts += [f"{name} {value:.4g}" for name, value in _router_losses(record)]
+    forms = [(form_of(name), value) for name, value in record.reported.items()]
+    parts += [f"{form.label} {value:{form.compact}}" for form, value in forms]
     if record.skipped_iterations:
         parts.append(f"{record.skipped_iterations} skipped")
     if record.nan_iterations:
@@ -89,11 +83,6 @@ def classic_evaluation(record: EvalRecord, where: str) -> str:
 def compact_evaluation(record: EvalRecord, where: str) -> str:
     line = f"{where} | lm loss {record.lm_loss:.6f} | perplexity {record.perplexity:.6g}"
     return line if record.bits_per_byte is None else f"{line} | bits per byte {record.bits_per_byte:.6f}"
-
-
-def _router_losses(record: TrainRecord) -> list[tuple[str, float]]:
-    losses = {"load_balancing_loss": record.load_balancing_loss, "z_loss": record.z_loss}
-    return [(name, value) for name, value in losses.items() if value is not None]
 
 
 LOG_FORMS = {

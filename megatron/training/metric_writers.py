@@ -13,7 +13,7 @@ import torch
 from megatron.config import LoggingConfig, RunConfig, to_dict
 from megatron.errors import ConfigError, StorageError
 from megatron.training.hooks import Hook
-from megatron.training.metrics import EvalRecord, TrainRecord
+from megatron.training.metrics import EvalRecord, TrainRecord, form_of
 from megatron.training.settings import wandb_missing
 from megatron.utils.device import accelerator_memory
 from megatron.utils.durable import fix_of
@@ -88,10 +88,7 @@ class TensorBoard(Hook):
         if config.log_world_size_to_tensorboard:
             values["world-size"] = self._world_size
         values["grad-norm"] = record.grad_norm
-        if record.num_zeros is not None:
-            values["num-zeros"] = record.num_zeros
-        if record.params_norm is not None:
-            values["params-norm"] = record.params_norm
+        values |= {form_of(name).tag: value for name, value in record.reported.items()}
         for tag, value in values.items():
             self._scalar(tag, value, record)
         self._writer.add_scalar("iteration-time", record.seconds_per_iteration, step)

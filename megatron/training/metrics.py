@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 PPL_CAP = 20.0  # exp() of a larger loss is meaningless; Megatron has the same cap
@@ -23,10 +24,6 @@ class TrainRecord:
     mean_lm_loss: float
     loss_scale: float
     grad_norm: float
-    num_zeros: int | None
-    params_norm: float | None
-    load_balancing_loss: float | None  # of the last iteration, a mean over sequences and layers, without coefficient
-    z_loss: float | None
     skipped_iterations: int
     nan_iterations: int
     seconds_per_iteration: float
@@ -36,9 +33,39 @@ class TrainRecord:
     tflops_per_device: float | None
     model_flops_utilisation: float | None
     eta_seconds: float
+    reported: Mapping[str, float] = field(default_factory=dict)
+    """What else was reported of it, by name: see `NUMBERS`."""
 
     def as_json(self) -> dict[str, Any]:
-        return {"split": "train", **{k: v for k, v in asdict(self).items() if v is not None}}
+        values = asdict(self)
+        reported = values.pop("reported")
+        return {"split": "train", **{name: value for name, value in (values | reported).items() if value is not None}}
+
+
+@dataclass(frozen=True)
+class NumberForm:
+    """How a reported number is written."""
+
+    label: str
+    """In the log."""
+    classic: str
+    """Its format in Megatron-LM's log lines."""
+    compact: str
+    """Its format in compact ones."""
+    tag: str
+    """In TensorBoard."""
+
+
+NUMBERS = {
+    "num_zeros": NumberForm("num zeros", ".1f", ".0f", "num-zeros"),
+    "params_norm": NumberForm("params norm", ".3f", ".3f", "params-norm"),
+}
+"""The forms of reported numbers, by name."""
+
+
+def form_of(name: str) -> NumberForm:
+    """Returns the form of a reported number; one that is not in `NUMBERS` is written under its name."""
+    return NUMBERS.get(name) or NumberForm(name, ".6E", ".4g", name)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,10 +71,10 @@ class TrainingLog:
         is_drawn = config.tensorboard_dir is not None and iteration.number % config.tensorboard_log_interval == 0
         if not (is_logged or is_drawn or self._hooks):
             return
-        params_norm = None
+        reported = dict(result.reported)
         if config.log_params_norm and (is_logged or is_drawn):  # a collective, so all ranks decide alike
-            params_norm = self._engine.optimizer.params_norm()
-        record = self._record(iteration, result, params_norm)
+            reported["params_norm"] = self._engine.optimizer.params_norm()
+        record = self._record(iteration, result, reported)
         for hook in self._hooks:
             hook.on_step(record, result.times)
         if is_logged:
@@ -106,7 +106,7 @@ class TrainingLog:
         sizes = [f"{kind.replace('_', ' ')} {ranks[rank][kind] / 1e6:.1f} (rank {rank})" for kind, rank in most.items()]
         self._log.info(f" memory after iteration {iteration} (MB, the fullest rank): {' | '.join(sizes)}")
 
-    def _record(self, iteration: Iteration, result: StepResult, params_norm: float | None) -> TrainRecord:
+    def _record(self, iteration: Iteration, result: StepResult, reported: Mapping[str, float]) -> TrainRecord:
         losses, samples, seconds, waited = zip(*self._since_logged, strict=True)
         rates = self._throughput.rates(sum(samples), sum(seconds))
         samples_left = self._batch_plan.samples_left(iteration.number, iteration.consumed_train_samples)
@@ -121,10 +121,6 @@ class TrainingLog:
             mean_lm_loss=sum(losses) / len(losses),
             loss_scale=result.loss_scale,
             grad_norm=result.grad_norm,
-            num_zeros=result.num_zeros,
-            params_norm=params_norm,
-            load_balancing_loss=result.router_losses.get("load_balancing_loss"),
-            z_loss=result.router_losses.get("z_loss"),
             skipped_iterations=self._skipped,
             nan_iterations=self._not_finite,
             seconds_per_iteration=sum(seconds) / len(seconds),
@@ -134,6 +130,7 @@ class TrainingLog:
             tflops_per_device=rates.tflops_per_device,
             model_flops_utilisation=rates.utilisation,
             eta_seconds=samples_left / rates.samples_per_second,
+            reported=reported,
         )
 
 

@@ -33,8 +33,10 @@ def steps(rank: int, ranks: int, argv: list[str]) -> list[tuple[float, ...]]:
     with parts:
         for _ in range(3):
             result = parts.trainer.iterate()
-            assert result is not None and result.num_zeros is not None
-            numbers.append((result.lm_loss, result.grad_norm, parts.engine.optimizer.params_norm(), result.num_zeros))
+            assert result is not None
+            numbers.append(
+                (result.lm_loss, result.grad_norm, parts.engine.optimizer.params_norm(), result.reported["num_zeros"])
+            )
     return numbers
 
 

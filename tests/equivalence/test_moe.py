@@ -138,7 +138,7 @@ def reported(rank: int, ranks: int, argvs: list[list[str]]) -> list[dict[str, fl
         _, parts = make_parts(argv, rank=rank, world_size=ranks, dtype=torch.float64)
         result = parts.trainer.iterate()
         assert result is not None
-        found.append(dict(result.router_losses))
+        found.append(dict(result.reported))
     return found
 
 

@@ -97,7 +97,7 @@ def _numbers(result: StepResult) -> dict[str, float]:
         "loss": result.lm_loss,
         "gradient norm": result.grad_norm,
         "counted tokens": float(result.counted_tokens),
-        **{name.replace("_", " "): loss for name, loss in result.router_losses.items()},
+        **{name.replace("_", " "): loss for name, loss in result.reported.items()},
     }
 
 

@@ -81,8 +81,9 @@ def test_the_compact_log_is_stamped_in_every_line_and_fits_a_terminal(
 def test_the_compact_line_shows_what_is_not_as_it_should_be() -> None:
     record = TrainRecord(
         iteration=7, total_iterations=1000, consumed_train_samples=56, learning_rate=1e-4, weight_decay=0.0,
-        global_batch_size=8, lm_loss=2.0, mean_lm_loss=2.5, loss_scale=4096.0, grad_norm=1.25, num_zeros=3,
-        params_norm=10.0, load_balancing_loss=1.5, z_loss=None, skipped_iterations=2, nan_iterations=1,
+        global_batch_size=8, lm_loss=2.0, mean_lm_loss=2.5, loss_scale=4096.0, grad_norm=1.25,
+        reported={"num_zeros": 3.0, "params_norm": 10.0, "load_balancing_loss": 1.5}, skipped_iterations=2,
+        nan_iterations=1,
         seconds_per_iteration=0.25, data_wait_seconds=0.0, tokens_per_second=1e4, samples_per_second=5.0,
         tflops_per_device=123.4, model_flops_utilisation=0.456, eta_seconds=3661.0,
     )  # fmt: skip

@@ -1,0 +1,44 @@
+"""Numbers that a training step reports by name, besides its loss: reduced together, and copied to the host with it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron.distributed.collectives import all_reduce
+from megatron.distributed.state import Axis
+
+Reduce = Literal["same", "sum", "mean", "max"]
+"""How the values of all ranks become one; "same": they are equal already."""
+
+
+class StepReports:
+    """The numbers of one step. Every rank reports the same names, in the same order."""
+
+    def __init__(self, world: Axis) -> None:
+        self._world = world
+        self._values: dict[str, tuple[Tensor, Reduce]] = {}
+
+    def report(self, name: str, value: Tensor, reduce: Reduce = "same") -> None:
+        """Reports a number of this step. It appears in the log, in metrics files and in TensorBoard under its name;
+        `NUMBERS` in `training/metrics.py` says how it is written there, if not as any other."""
+        assert name not in self._values, f"{name} is reported twice"
+        self._values[name] = value.detach().double(), reduce
+
+    def take(self) -> dict[str, Tensor]:
+        """Returns the reduced numbers, and begins the next step. A collective where there are some to reduce."""
+        values, self._values = self._values, {}
+        found = {name: value for name, (value, _) in values.items()}
+        summed = [name for name, (_, reduce) in values.items() if reduce in ("sum", "mean")]
+        if summed:
+            found |= zip(summed, all_reduce(torch.stack([found[name] for name in summed]), self._world), strict=True)
+        largest = [name for name, (_, reduce) in values.items() if reduce == "max"]
+        if largest:
+            stacked = torch.stack([found[name] for name in largest])
+            found |= zip(largest, all_reduce(stacked, self._world, "max"), strict=True)
+        for name, (_, reduce) in values.items():
+            if reduce == "mean":
+                found[name] = found[name] / self._world.size
+        return found

@@ -1,0 +1,61 @@
+"""A number that is reported by name is reduced over the ranks, and is in every place where numbers are written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.distributed.state import Axis, ParallelState
+from megatron.engine import Engine
+from megatron.engine.reports import StepReports
+from megatron.layout import Layout
+from tests.helpers.distributed import run_ranks
+from tests.helpers.runs import flags, pretrain_here
+
+RANKS = 3
+
+
+def reduced(rank: int) -> list[dict[str, float]]:
+    reports, found = StepReports(ParallelState.build(Layout(RANKS), rank).world), []
+    for step in range(2):
+        for name, reduce in (("a", "sum"), ("b", "max"), ("c", "mean"), ("d", "same"), ("e", "sum")):
+            own = 7.0 if reduce == "same" else float(rank + step)
+            reports.report(name, torch.tensor(own), reduce)  # type: ignore[arg-type]
+        found.append({name: value.item() for name, value in reports.take().items()})
+    assert reports.take() == {}
+    return found
+
+
+def test_each_number_is_reduced_as_it_asks() -> None:
+    expected = [{"a": 3 + 3 * step, "b": 2 + step, "c": 1 + step, "d": 7, "e": 3 + 3 * step} for step in range(2)]
+    assert run_ranks(RANKS, reduced) == [expected] * RANKS
+
+
+def test_two_numbers_of_one_name_are_our_mistake() -> None:
+    reports = StepReports(Axis.single("world"))
+    reports.report("a", torch.tensor(1.0))
+    with pytest.raises(AssertionError, match="a is reported twice"):
+        reports.report("a", torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("form", ["classic", "compact"])
+def test_a_new_number_needs_no_other_place(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gradients = Engine._gradients
+
+    def and_report(self: Engine, *args: object) -> object:
+        self.report("largest_logit", torch.tensor(2.5), "max")
+        return gradients(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Engine, "_gradients", and_report)
+    metrics = tmp_path / "metrics.jsonl"
+    settings = flags(train_iters=2, log_format=form, metrics_jsonl=metrics, log_num_zeros_in_grad=True)
+    assert pretrain_here(settings) == 0
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [record["largest_logit"] for record in records if record["split"] == "train"] == [2.5, 2.5]
+    shown = "largest_logit: 2.500000E+00" if form == "classic" else "largest_logit 2.5"
+    assert capsys.readouterr().out.count(shown) == 2
