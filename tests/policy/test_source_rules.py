@@ -157,6 +157,21 @@ def test_the_rule_lets_good_code_pass(rule: Rule, path: str, source: str) -> Non
     assert rule(source, path) == []
 
 
+def test_megatron_is_a_namespace_that_others_have_parts_of() -> None:
+    found = [
+        line for path in package() for line in rules.shadows_other_distributions(str(path.relative_to(rules.ROOT)))
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "path", ["megatron/__init__.py", "megatron/core/a.py", "megatron/bridge/__init__.py", "megatron/rl.py"]
+)
+def test_a_part_that_hides_another_distribution_is_found(path: str) -> None:
+    assert rules.shadows_other_distributions(path)
+    assert rules.shadows_other_distributions("megatron/model/core.py") == []
+
+
 def test_no_modules_import_each_other() -> None:
     paths = [*package(), *scripts()]
     assert (
