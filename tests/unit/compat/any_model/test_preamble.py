@@ -18,7 +18,7 @@ from tests.helpers.runs import REPOSITORY, launch
 
 PROGRAM = f"""
 import sys; sys.path.insert(0, {str(REPOSITORY)!r})
-import argparse, torch, megatron as deepspeed
+import argparse, torch, megatron.compat as deepspeed
 from megatron.utils.log import print_line
 args = deepspeed.add_config_arguments(argparse.ArgumentParser()).parse_args()
 deepspeed.init_distributed()
