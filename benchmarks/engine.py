@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
 
-import megatron
+from megatron.compat import initialize
 
 Step = Callable[[Tensor, Tensor], None]
 
@@ -47,7 +47,7 @@ def plain_loop(model: nn.Module) -> Step:
 
 
 def engine_loop(model: nn.Module, batch: int, stage: int, ranks: int) -> Step:
-    engine, *_ = megatron.initialize(
+    engine, *_ = initialize(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
         config={"train_batch_size": batch * ranks, "zero_optimization": {"stage": stage}},

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
 
-from megatron import DistributedDataParallel
+from megatron.compat import DistributedDataParallel
 
 SAMPLES, BATCH = 512, 64
 

@@ -20,7 +20,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
 
-from megatron import OSS, ShardedDataParallel
+from megatron.compat import OSS, ShardedDataParallel
 
 BATCH = 16
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
 
-import megatron
+from megatron.compat import initialize
 
 BATCH, MICRO_BATCH = 16, 4
 
@@ -40,7 +40,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 64), nn.GELU(), nn.Linear(64, 10))
-    engine, _, _, scheduler = megatron.initialize(
+    engine, _, _, scheduler = initialize(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, arguments.steps),

@@ -6,6 +6,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
 
 if __name__ == "__main__":
-    from megatron.utils.command_line import run_tool_module
+    from megatron.cli import run
 
-    sys.exit(run_tool_module("megatron.cli.harness"))
+    sys.exit(run("harness"))

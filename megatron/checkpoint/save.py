@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from megatron import __version__
 from megatron.checkpoint import classic, manifest, parts, paths, retention, storage
 from megatron.checkpoint.all_ranks import do_on_first, run_on_all, run_on_first
 from megatron.checkpoint.content import Copy, RankContent, classic_arguments, plain_copy, rank_content
@@ -36,6 +35,7 @@ from megatron.distributed.messages import all_gather_json
 from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError, StorageError
 from megatron.utils import durable
+from megatron.version import __version__
 
 SaveTokenizer = Callable[[Path], object]
 Messages = tuple[str, ...]

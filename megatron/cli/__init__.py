@@ -1,1 +1,12 @@
 """The command lines of tools/, a file each; `--help` of every one answers without torch."""
+
+from __future__ import annotations
+
+import megatron.utils.supported_python  # noqa: F401
+
+
+def run(command: str) -> int:
+    """Runs the command whose module is named, and returns its exit code."""
+    from megatron.utils.command_line import run_tool_module
+
+    return run_tool_module(f"megatron.cli.{command}")

@@ -61,7 +61,7 @@ class ClientUpdate:
         if _number_of_tensors(self.optimizer) != self._number:
             raise ConfigError(
                 "optimizer.add_param_group(): the engine has no place for the gradients of parameters that come later; "
-                "give the optimizer all of them before megatron.initialize() (a group of lr 0 stays as it is)"
+                "give the optimizer all of them before megatron.compat.initialize() (a group of lr 0 stays as it is)"
             )
         moved = [name for name, place in self._places.items() if self._grads.parameter(name).data_ptr() != place]
         if moved:
@@ -79,8 +79,8 @@ class ClientUpdate:
         for name, tensor in self._tensors.items():
             if not tensor.is_contiguous():
                 raise ConfigError(
-                    f"{name} was given another memory format after megatron.initialize(), where it is made contiguous; "
-                    "leave that out, and give the inputs the format that you want"
+                    f"{name} was given another memory format after megatron.compat.initialize(), where it is made "
+                    "contiguous; leave that out, and give the inputs the format that you want"
                 )
             grad = None if name in absent else self._grads.grad(name)
             tensor.grad = grad.to(tensor.device) if self._on_host and grad is not None else grad

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 
-from megatron.config.compat import CompatFlag, compat_flags, retired_flags
-from megatron.config.compat_table import FAMILIES
 from megatron.config.flag import Setting
+from megatron.config.megatron_lm_flag_table import FAMILIES
+from megatron.config.megatron_lm_flags import CompatFlag, compat_flags, retired_flags
 from megatron.config.presets import PRESETS
 from megatron.config.run import SECTIONS, all_settings
 from megatron.config.values import show

@@ -9,8 +9,15 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from megatron.config.compat import CompatFlag, RetiredFlag, apply_compat, compat_flags, refused_family, retired_flags
 from megatron.config.flag import Setting
+from megatron.config.megatron_lm_flags import (
+    CompatFlag,
+    RetiredFlag,
+    apply_compat,
+    compat_flags,
+    refused_family,
+    retired_flags,
+)
 from megatron.config.refusals import Refusals
 from megatron.config.run import SECTIONS, all_settings, settings_by_name
 from megatron.config.values import nearest, parse_switch, parse_value, show

@@ -188,7 +188,7 @@ class FullySharded:
     def refuse_new_hooks(self) -> None:
         """Raises a ConfigError that names a shard with a gradient hook: autograd never calls it."""
         shards = ((name, shard.parameter) for name, shard in self._shards.items())
-        refuse_hooks(shards, "set it before megatron.initialize()")
+        refuse_hooks(shards, "set it before megatron.compat.initialize()")
 
     def _storages(self) -> dict[str, int]:
         return {name: shard.parameter.untyped_storage()._cdata for name, shard in self._shards.items()}

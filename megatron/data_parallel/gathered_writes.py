@@ -61,6 +61,7 @@ def refuse_new_parameters(model: nn.Module, known: Container[int]) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in known and not parameter.is_inference():
             raise ConfigError(
-                f"{name} is a new parameter since megatron.initialize(), which nothing would train; write into the one "
-                "that was there (copy_(), load_state_dict() without assign=True), or initialize() after the change"
+                f"{name} is a new parameter since megatron.compat.initialize(), which nothing would train; write into "
+                "the one that was there (copy_(), load_state_dict() without assign=True), or initialize() after the "
+                "change"
             )

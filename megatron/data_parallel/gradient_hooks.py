@@ -43,8 +43,8 @@ class GradientHooks:
             for name in {**here, **other}:
                 if here.get(name) != other.get(name):
                     raise ConfigError(
-                        f"megatron.initialize(): {name} has other gradient hooks on one rank than on another; they are "
-                        "called with the reduced gradient, so set the same hooks on all ranks"
+                        f"megatron.compat.initialize(): {name} has other gradient hooks on one rank than on another; "
+                        "they are called with the reduced gradient, so set the same hooks on all ranks"
                     )
 
     def refuse_those_after(self, stage: int) -> None:

@@ -79,6 +79,6 @@ def _refuse_gradient(_: Tensor) -> None:
 def _refuse_copy(_: Any) -> None:
     raise ConfigError(
         "copy.deepcopy(): the ranks divide the model's weights (ZeRO 2 and 3), and a copy would have a part of them; "
-        "copy the model before megatron.initialize(), and fill the copy with "
+        "copy the model before megatron.compat.initialize(), and fill the copy with "
         "load_state_dict(engine.whole_state_dict())"
     )

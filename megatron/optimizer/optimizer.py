@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -102,9 +102,9 @@ class Optimizer:
         self._device = grads.device
         rules = {name: rule(name, grads.parameter(name)) for name in grads.names}
         self._client = client
-        self._rules: Update | None = None
-        if client is None:
-            self._rules = build_update(grads, config, rules, specs, kernels, self._device, asynchronous)
+        self._update: Update | UserUpdate = client or build_update(
+            grads, config, rules, specs, kernels, self._device, asynchronous
+        )
         # Of tensors that may be on the host.
         self._square_sum: SquareSum = partial(sum_on_device, square_sum_for(kernels, asynchronous), grads.device)
         self._scale_on_device: ScaleOnDevice | None = None
@@ -113,10 +113,9 @@ class Optimizer:
         self._steps = 0
 
     @property
-    def _update(self) -> Update | UserUpdate:
-        update = self._client if self._rules is None else self._rules
-        assert update is not None
-        return update
+    def _own_update(self) -> Update:
+        assert self._client is None, "the update is that of an optimizer of the user's"
+        return cast(Update, self._update)
 
     @property
     def loss_scale(self) -> float:
@@ -165,8 +164,7 @@ class Optimizer:
         copies = self._by_axes(grads, counted=False)
         norm = self._norm(self._by_axes(grads), copies)
         decision = decide(norm, self.next_loss_scale if grad_scale is None else grad_scale, self._clip_grad, finite)
-        assert self._rules is not None
-        self._rules.step(decision, rates)
+        self._own_update.step(decision, rates)
         self.grads.publish()
         if self._scale_on_device is not None:
             self._scale_on_device.update(decision.applied == 0)
@@ -215,7 +213,7 @@ class Optimizer:
 
     def loadable_in_place(self) -> OptimizerState:
         """Those tensors of `state()` into which a checkpoint may be read; `load_state` is given the same ones then."""
-        return {} if self._rules is None else self._rules.loadable_in_place()
+        return {} if self._client is not None else self._own_update.loadable_in_place()
 
     def shards(self, specs: Mapping[str, Shard]) -> dict[str, Shard]:
         """The shards of `state()`: those of the weights, as far as this rank updates them."""
@@ -250,9 +248,8 @@ class Optimizer:
         if self._client is not None:
             self._client.load(state, extra["client"])
         else:
-            assert self._rules is not None
             self._check_tensors(own, state)
-            self._rules.load(state, self._steps)
+            self._own_update.load(state, self._steps)
         self.grads.publish()
         self.skipped_in_a_row = int(extra["skipped_in_a_row"])
         self.scaler.load_state(extra["loss_scaler"])

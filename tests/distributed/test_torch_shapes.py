@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
-import megatron
-from megatron import OSS, DistributedDataParallel, ShardedDataParallel
+from megatron.compat import OSS, DistributedDataParallel, ShardedDataParallel, initialize
 from megatron.compat.any_model import ModelEngine
 from megatron.compat.fairscale import oss
 from megatron.errors import ConfigError
@@ -237,7 +236,7 @@ def unusual_types(rank: int) -> list[str]:
     for make in (
         DistributedDataParallel,
         lambda model: ShardedDataParallel(model, OSS(model.linear.parameters(), lr=0.1)),
-        lambda model: megatron.initialize(
+        lambda model: initialize(
             model=model, config={"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
         )[0],
     ):

@@ -79,7 +79,7 @@ optimizer = AdamW(model.parameters(), lr=0.001)
 """
 
 ZERO = f"""{MODEL}
-from megatron import initialize
+from megatron.compat import initialize
 
 config = {{
     "train_batch_size": 16, "train_micro_batch_size_per_gpu": 4,
@@ -151,7 +151,7 @@ def test_its_json_file(tmp_path: Path) -> None:
           "min_loss_scale": 1},
  "gradient_clipping": 1.0, "steps_per_print": 10}"""
     )
-    call = f"{MODEL}\nfrom megatron import initialize\nengine = initialize(model=model, config={str(file)!r})[0]"
+    call = f"{MODEL}\nfrom megatron.compat import initialize\nengine = initialize(model=model, config={str(file)!r})[0]"
     with pytest.raises(
         ConfigError, match=r'needs total_num_steps, .* add "total_num_steps" to scheduler.params'
     ) as error:
@@ -161,7 +161,7 @@ def test_its_json_file(tmp_path: Path) -> None:
     assert run_text(call)["engine"].get_lr() == [0.0]
 
 
-FAIRSCALE = f"{MODEL}\nfrom megatron import OSS, ShardedDataParallel as ShardedDDP\n"
+FAIRSCALE = f"{MODEL}\nfrom megatron.compat import OSS, ShardedDataParallel as ShardedDDP\n"
 MISTAKES = {
     "sharded before OSS": ("model = ShardedDDP(model, optimizer)", "AdamW is no OSS; make that first"),
     "an optimizer instance": ("OSS(optimizer, local_rank=0)", r"give the parameters, and the optimizer's class"),

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import megatron
+from megatron.compat import initialize
 from megatron.errors import ConfigError
 from tests.helpers.any_model import largest_difference
 from tests.helpers.distributed import run_ranks
@@ -33,7 +33,7 @@ def own_boundaries(rank: int, ranks: int, stage: int, folder: str) -> tuple[dict
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     config = {"train_batch_size": 4, "zero_optimization": {"stage": stage}}
-    engine = megatron.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine = initialize(model=model, optimizer=optimizer, config=config)[0]
     for group in GROUPS:
         for seed in group:
             engine.set_gradient_accumulation_boundary(seed == group[-1])

@@ -11,9 +11,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# DESIGN: imports point down, never to a sibling of the same level. errors.py is below everything.
+# DESIGN: imports point down, never to a sibling of the same level. errors.py and version.py are below everything.
 LEVELS = {
-    "errors": -1,
+    **dict.fromkeys(["errors", "version"], -1),
     **dict.fromkeys(["layout", "utils"], 0),
     **dict.fromkeys(["config", "ops", "state"], 1),
     **dict.fromkeys(["distributed", "model", "tokenizer", "data"], 2),
@@ -32,6 +32,9 @@ LEVELS = {
     "cli": 11,
     "pretrain": 12,
 }
+# Parts that other distributions have in the namespace `megatron`: NVIDIA's megatron-core, megatron-bridge and
+# megatron-energon, and the rest of a Megatron-LM checkout.
+PARTS_OF_OTHERS = {"core", "bridge", "energon", "legacy", "post_training", "rl"}
 ABOVE_THE_PACKAGE = {"tools", "tests", "benchmarks", "examples", "pretrain_gpt"}
 # What stands above the package, in its own order: each may import what comes before it.
 ABOVE_IN_ORDER = ("benchmarks", "tools", "tests")
@@ -106,13 +109,11 @@ def imported_modules(tree: ast.AST, module: str, is_package: bool) -> Iterator[t
 
 
 def upward_imports(source: str, path: str) -> list[str]:
-    """`path` is megatron/<part>/... relative to the checkout; `megatron/__init__.py` stands above all parts."""
+    """`path` is megatron/<part>/... relative to the checkout."""
     parts = Path(path).with_suffix("").parts
     is_package = parts[-1] == "__init__"
     module = ".".join(parts[:-1] if is_package else parts)
     own = parts[1] if len(parts) > 1 else ""
-    if own == "__init__":
-        return []
     if own not in LEVELS:
         return [f"{path}: megatron.{own} has no level in tests/policy/rules.py"]
     found = []
@@ -123,14 +124,20 @@ def upward_imports(source: str, path: str) -> list[str]:
         if top != "megatron":
             continue
         other = rest.split(".")[0]
-        if other.startswith("__"):  # megatron.__version__: a value of the package itself, not a part
-            continue
         if other not in LEVELS:
             found.append(f"{path}:{line}: imports {name}, which is no part with a level")
         elif other != own and LEVELS[other] >= LEVELS[own]:
             where = "a sibling" if LEVELS[other] == LEVELS[own] else "above it"
             found.append(f"{path}:{line}: megatron.{own} imports {name}, {where}")
     return found
+
+
+def shadows_other_distributions(path: str) -> list[str]:
+    """What would hide the packages of others in the namespace `megatron`, or be hidden by them."""
+    parts = Path(path).with_suffix("").parts
+    if parts[0] != "megatron" or not (parts[1] == "__init__" or parts[1] in PARTS_OF_OTHERS):
+        return []
+    return [f"{path}: megatron is a namespace package, in which {parts[1]} is not ours to have"]
 
 
 def upward_imports_of_scripts(source: str, path: str) -> list[str]:

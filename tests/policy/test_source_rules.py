@@ -70,6 +70,15 @@ PLANTED: list[tuple[Rule, str, str]] = [
     (rules.upward_imports, "megatron/model/gpt.py", "import importlib\nimportlib.import_module('megatron.training')"),
     (rules.upward_imports, "megatron/ops/__init__.py", "from ..config import run"),
     (rules.upward_imports, "megatron/utils/logging.py", "import tools.generate"),
+    (
+        rules.upward_imports,
+        "megatron/training/settings.py",
+        "def f():\n    from megatron.interop.hf import open_folder",
+    ),
+    (rules.upward_imports, "megatron/optimizer/optimizer.py", "from megatron.compat.client_update import ClientUpdate"),
+    (rules.upward_imports, "megatron/inference/run.py", "if TYPE_CHECKING:\n    import megatron.cli.generate"),
+    (rules.upward_imports, "megatron/engine/build.py", "import_module('megatron.pretrain')"),
+    (rules.upward_imports, "megatron/report/results.py", "from megatron.prove.order import waits"),
     (rules.upward_imports, "megatron/newcomer/part.py", "x = 1"),
     (rules.upward_imports_of_scripts, "tools/a.py", "from tests.helpers import distributed"),
     (rules.upward_imports_of_scripts, "benchmarks/a.py", "def lazily():\n    import tests.helpers"),
@@ -155,6 +164,21 @@ ALLOWED: list[tuple[Rule, str, str]] = [
 @pytest.mark.parametrize(("rule", "path", "source"), ALLOWED)
 def test_the_rule_lets_good_code_pass(rule: Rule, path: str, source: str) -> None:
     assert rule(source, path) == []
+
+
+def test_megatron_is_a_namespace_that_others_have_parts_of() -> None:
+    found = [
+        line for path in package() for line in rules.shadows_other_distributions(str(path.relative_to(rules.ROOT)))
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "path", ["megatron/__init__.py", "megatron/core/a.py", "megatron/bridge/__init__.py", "megatron/rl.py"]
+)
+def test_a_part_that_hides_another_distribution_is_found(path: str) -> None:
+    assert rules.shadows_other_distributions(path)
+    assert rules.shadows_other_distributions("megatron/model/core.py") == []
 
 
 def test_no_modules_import_each_other() -> None:

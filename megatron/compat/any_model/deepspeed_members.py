@@ -105,7 +105,9 @@ METHODS: Mapping[str, Any] = MappingProxyType(
         "zero_multi_rank_bucket_allreduce": OfKey(f"{_ZERO}use_multi_rank_bucket_allreduce"),
         "zero_param_persistence_threshold": OfKey(f"{_ZERO}stage3_param_persistence_threshold"),
         "zero_prefetch_bucket_size": OfKey(f"{_ZERO}stage3_prefetch_bucket_size"),
-        "zero_reduce_bucket_size": Instead("buckets have a size of their own in megatron.initialize(); leave it out"),
+        "zero_reduce_bucket_size": Instead(
+            "buckets have a size of their own in megatron.compat.initialize(); leave it out"
+        ),
         "zero_reduce_scatter": OfKey(f"{_ZERO}reduce_scatter"),
         "zero_round_robin_gradients": OfKey(f"{_ZERO}round_robin_gradients"),
         "zero_save_muon_momentum_buffer_in_memory": OfKey(f"{_ZERO}save_muon_momentum_buffer_in_memory"),
@@ -132,7 +134,7 @@ METHODS: Mapping[str, Any] = MappingProxyType(
             "use engine.no_sync() around all backward passes but the last, then engine.backward(loss) and engine.step()"
         ),
         "deepspeed_io": Instead(
-            "give training_data= to megatron.initialize(), or make a DataLoader with a DistributedSampler"
+            "give training_data= to megatron.compat.initialize(), or make a DataLoader with a DistributedSampler"
         ),
         "dynamic_loss_scale_args": Instead("read engine.cur_scale; the settings are those of fp16 in your config"),
         "get_sequence_parallel_group": _ONE_AXIS,
@@ -145,7 +147,7 @@ METHODS: Mapping[str, Any] = MappingProxyType(
         "scale": Instead("call engine.backward(loss), which applies the loss scale"),
         **_each(
             "set_custom_curriculum_learning_schedule set_data_post_process_func",
-            Instead("not supported; change samples in your dataset, or in collate_fn= of megatron.initialize()"),
+            Instead("not supported; change samples in your dataset, or in collate_fn= of megatron.compat.initialize()"),
         ),
     }
 )
@@ -159,7 +161,7 @@ ATTRIBUTES: Mapping[str, Any] = MappingProxyType(
         **_each("mp_world_size sequence_parallel_size seq_dp_world_size", 1),
         **_each("gate_modules moe_layers num_experts summary_events", ()),
         "communication_data_type": Instead("gradients are reduced in fp32, or in the parameters' wider type"),
-        "config": Instead("it is what you gave to megatron.initialize(); the model's is engine.module.config"),
+        "config": Instead("it is what you gave to megatron.compat.initialize(); the model's is engine.module.config"),
         **_each(
             "compression_scheduler curriculum_scheduler_legacy random_ltd_scheduler",
             Instead("not supported; leave it out"),
@@ -175,7 +177,7 @@ ATTRIBUTES: Mapping[str, Any] = MappingProxyType(
         "losses": Instead("keep what engine.backward(loss) returns"),
         "monitor": Instead("nothing is sent by the engine; log what you need from your loop"),
         "collate_fn": Instead("it is that of the loader: engine.training_dataloader"),
-        "training_data": Instead("it is the dataset that you gave to megatron.initialize()"),
+        "training_data": Instead("it is the dataset that you gave to megatron.compat.initialize()"),
         "param_names": Instead("use engine.module.named_parameters()"),
         "client_lr_scheduler": Instead("use engine.lr_scheduler"),
         **_each("basic_optimizer client_optimizer", Instead("use engine.optimizer")),

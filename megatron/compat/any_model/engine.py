@@ -1,6 +1,6 @@
 """Trains any nn.Module: forward, backward and step, with the call order of DeepSpeed's engine.
 
-    engine, optimizer, loader, scheduler = megatron.initialize(model=model, optimizer=optimizer, config=config)
+    engine, optimizer, loader, scheduler = megatron.compat.initialize(model=model, optimizer=optimizer, config=config)
     for x, y in loader:
         loss = loss_of(engine(x), y)    # the user's own mean loss
         engine.backward(loss)
@@ -328,7 +328,9 @@ class ModelEngine(EngineFacts):
         if hasattr(loss, "device_mesh"):  # a DTensor, of shards alone
             raise divided_now("engine.backward(loss)")
         if self._calls.destroyed:
-            raise ConfigError("engine.backward(loss): engine.destroy() was called; call megatron.initialize() again")
+            raise ConfigError(
+                "engine.backward(loss): engine.destroy() was called; call megatron.compat.initialize() again"
+            )
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ConfigError(f"engine.backward(loss): the loss is {found}, not one number; give the mean, loss.mean()")
@@ -344,9 +346,9 @@ class ModelEngine(EngineFacts):
         thawed = [name for name, one in self._frozen if one.requires_grad]
         if thawed:
             raise ConfigError(
-                f"engine.backward(loss): {thawed[0]} was frozen when megatron.initialize() was called, and requires a "
-                "gradient now, which would train nothing; call initialize() before requires_grad_(False), so that it "
-                "can be trained later"
+                f"engine.backward(loss): {thawed[0]} was frozen when megatron.compat.initialize() was called, and "
+                "requires a gradient now, which would train nothing; call initialize() before requires_grad_(False), "
+                "so that it can be trained later"
             )
         if self._calls.owed and not self._calls.adds_up and (self._calls.boundary is None or self._calls.armed):
             raise ConfigError(
@@ -357,7 +359,7 @@ class ModelEngine(EngineFacts):
     def __deepcopy__(self, memo: Any) -> None:
         raise ConfigError(
             "copy.deepcopy(engine): an engine has its place among the ranks; copy the model before "
-            "megatron.initialize(), and fill the copy with load_state_dict(engine.whole_state_dict())"
+            "megatron.compat.initialize(), and fill the copy with load_state_dict(engine.whole_state_dict())"
         )
 
     def _refuse_direct_step(self, *_: Any) -> None:

@@ -155,8 +155,8 @@ class EngineFacts(nn.Module):
         self._set_batch("set_train_micro_batch_size()", None, micro_batch_size, self.settings.batch.accumulation)
         if self.training_dataloader is not None:
             self.log.info(
-                "set_train_micro_batch_size(): no effect on the loader of megatron.initialize(), which keeps its "
-                "batches; make a DataLoader of your own"
+                "set_train_micro_batch_size(): no effect on the loader of megatron.compat.initialize(), which keeps "
+                "its batches; make a DataLoader of your own"
             )
 
     def _set_batch(self, call: str, whole: int | None, micro: int, accumulation: int | None) -> None:

@@ -118,7 +118,7 @@ class EngineConfig:
             lines.append(f"{self.scheduler_key}: no effect, for lr_scheduler= is given and is used")
         unused = [name for name in self._read.keys if not _is_used(name)]
         lines += [
-            f"{self._read.keys[name]}: no effect in megatron.initialize(model=...); it is for pretrain_gpt.py"
+            f"{self._read.keys[name]}: no effect in megatron.compat.initialize(model=...); it is for pretrain_gpt.py"
             for name in unused
         ]
         for setting, need in without_effect(self.run):

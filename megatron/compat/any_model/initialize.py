@@ -1,4 +1,4 @@
-"""`megatron.initialize(model=...)`: the call of DeepSpeed's users, for any nn.Module."""
+"""`megatron.compat.initialize(model=...)`: the call of DeepSpeed's users, for any nn.Module."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def initialize(
     for name, value in {"mpu": mpu, "mesh_param": mesh_param}.items():
         if value is not None:
             raise ConfigError(
-                f"megatron.initialize(): {name} is not supported: every rank has the whole model; leave it out, or use "
-                "pretrain_gpt.py for tensor and pipeline parallelism"
+                f"megatron.compat.initialize(): {name} is not supported: every rank has the whole model; leave it out, "
+                "or use pretrain_gpt.py for tensor and pipeline parallelism"
             )
     model = checked_model(model)
     read = EngineConfig(_one_config(args, config, config_params))
@@ -109,8 +109,8 @@ def build_model_engine(
     dp = place.parallel.dp
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
-            "megatron.initialize(): LBFGS computes the loss anew within its step, which an engine that is given losses "
-            "cannot do; use another optimizer"
+            "megatron.compat.initialize(): LBFGS computes the loss anew within its step, which an engine that is given "
+            "losses cannot do; use another optimizer"
         )
     held = {id(one) for group in optimizer.param_groups for one in group["params"]}
     trained = [(name, one) for name, one in model.named_parameters() if id(one) in held]
@@ -212,13 +212,15 @@ def _one_config(args: Any, config: Any, config_params: Any) -> Mapping[str, Any]
     }
     named = {name: value for name, value in given.items() if value is not None}
     if not named:
-        raise ConfigError('megatron.initialize(): no config; give config={"train_batch_size": 16, ...} or a path')
+        raise ConfigError(
+            'megatron.compat.initialize(): no config; give config={"train_batch_size": 16, ...} or a path'
+        )
     if len(named) > 1:
-        raise ConfigError(f"megatron.initialize(): {' and '.join(named)} are both given; give one")
+        raise ConfigError(f"megatron.compat.initialize(): {' and '.join(named)} are both given; give one")
     name, value = next(iter(named.items()))
     if not isinstance(value, (Mapping, str, Path)):
         raise ConfigError(
-            f"megatron.initialize(): {name} is a {type(value).__name__}; give a dict or the path of a file"
+            f"megatron.compat.initialize(): {name} is a {type(value).__name__}; give a dict or the path of a file"
         )
     return value
 
@@ -244,20 +246,21 @@ def _make_optimizer(
     groups = list(parameters) if parameters is not None else [one for one in model.parameters() if one.requires_grad]
     if isinstance(client, type) and issubclass(client, torch.optim.Optimizer):
         raise ConfigError(
-            f"megatron.initialize(): optimizer is the class {client.__name__}; give an instance, "
+            f"megatron.compat.initialize(): optimizer is the class {client.__name__}; give an instance, "
             f"{client.__name__}(model.parameters(), lr=...)"
         )
     if client is not None:
         made = client(groups) if callable(client) else client
         if not isinstance(made, torch.optim.Optimizer):
             raise ConfigError(
-                f"megatron.initialize(): optimizer is, or returned, a {type(made).__name__}; give a torch.optim "
+                f"megatron.compat.initialize(): optimizer is, or returned, a {type(made).__name__}; give a torch.optim "
                 "optimizer, or a function from parameters to one"
             )
         return made
     if read.optimizer_key is None:
         raise ConfigError(
-            "megatron.initialize(): no optimizer; give optimizer=torch.optim.AdamW(model.parameters(), lr=...), or the "
+            "megatron.compat.initialize(): no optimizer; give optimizer=torch.optim.AdamW(model.parameters(), lr=...), "
+            "or the "
             'config\'s {"optimizer": {"type": "AdamW", "params": {"lr": ...}}}'
         )
     device = next((one.device for one in model.parameters()), torch.device("cpu"))
@@ -269,15 +272,15 @@ def _make_optimizer(
         return RuleOptimizer(groups, rule, lr=read.lr, weight_decay=settings.weight_decay)
     except (TypeError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"megatron.initialize(): model_parameters is no list of parameters or groups of them ({error}); give "
-            "model.parameters(), or leave it out"
+            f"megatron.compat.initialize(): model_parameters is no list of parameters or groups of them ({error}); "
+            "give model.parameters(), or leave it out"
         ) from None
 
 
 def _nothing_is_trained() -> ConfigError:
     return ConfigError(
-        "megatron.initialize(): nothing is trained: the model has no parameters, or none that requires a gradient; "
-        "call model.requires_grad_(True), or give model_parameters"
+        "megatron.compat.initialize(): nothing is trained: the model has no parameters, or none that requires a "
+        "gradient; call model.requires_grad_(True), or give model_parameters"
     )
 
 
@@ -287,19 +290,19 @@ def _make_scheduler(given: Any, optimizer: torch.optim.Optimizer, read: EngineCo
         return read.scheduler(optimizer)
     if isinstance(given, type):
         raise ConfigError(
-            f"megatron.initialize(): lr_scheduler is the class {given.__name__}; give an instance made from the "
+            f"megatron.compat.initialize(): lr_scheduler is the class {given.__name__}; give an instance made from the "
             f"optimizer, or a function: lr_scheduler=lambda optimizer: {given.__name__}(optimizer, ...)"
         )
     made = given(optimizer) if callable(given) and not hasattr(given, "step") else given
     if not callable(getattr(made, "step", None)):
         raise ConfigError(
-            f"megatron.initialize(): lr_scheduler is a {type(made).__name__} without step(); give a scheduler, or a "
-            "function from the optimizer to one"
+            f"megatron.compat.initialize(): lr_scheduler is a {type(made).__name__} without step(); give a scheduler, "
+            "or a function from the optimizer to one"
         )
     if getattr(made, "optimizer", optimizer) is not optimizer:
         raise ConfigError(
-            "megatron.initialize(): lr_scheduler steps another optimizer than the one given; make it from that one, or "
-            "give a function: lr_scheduler=lambda optimizer: ..."
+            "megatron.compat.initialize(): lr_scheduler steps another optimizer than the one given; make it from that "
+            "one, or give a function: lr_scheduler=lambda optimizer: ..."
         )
     return made
 
@@ -309,6 +312,6 @@ def _check_held(held: set[int], trained: list[tuple[str, nn.Parameter]]) -> None
         raise _nothing_is_trained()
     if not trained or len(held) != len(trained):
         raise ConfigError(
-            f"megatron.initialize(): {len(held) - len(trained)} of the optimizer's {len(held)} parameters are not the "
-            "model's; make the optimizer from model.parameters() of the model that you give"
+            f"megatron.compat.initialize(): {len(held) - len(trained)} of the optimizer's {len(held)} parameters are "
+            "not the model's; make the optimizer from model.parameters() of the model that you give"
         )

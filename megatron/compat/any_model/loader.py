@@ -23,12 +23,12 @@ class EpochLoader:
             samples = len(data)  # type: ignore[arg-type]
         except TypeError:
             raise ConfigError(
-                f"megatron.initialize(): training_data is a {type(data).__name__} without a length; give a dataset "
-                "with len() and [index], or make the DataLoader yourself"
+                f"megatron.compat.initialize(): training_data is a {type(data).__name__} without a length; give a "
+                "dataset with len() and [index], or make the DataLoader yourself"
             ) from None
         if samples // dp.size < micro_batch:
             raise ConfigError(
-                f"megatron.initialize(): training_data has {samples} samples for {dp.size} ranks, less than one "
+                f"megatron.compat.initialize(): training_data has {samples} samples for {dp.size} ranks, less than one "
                 f"micro-batch of {micro_batch} for each; give more, or lower train_micro_batch_size_per_gpu"
             )
         self.sampler: DistributedSampler[Any] = DistributedSampler(data, dp.size, dp.rank, drop_last=True)

@@ -26,8 +26,8 @@ def scheduler_arguments(scheduler: Any, lr_kwargs: Mapping[str, Any] | None, dp:
     if missing:
         raise ConfigError(
             f"engine.step(): lr_scheduler is a {type(scheduler).__name__}, whose step() needs {', '.join(missing)}; "
-            f"call engine.step(lr_kwargs={{'{missing[0]}': ...}}), or leave lr_scheduler out of megatron.initialize() "
-            "and call its step() yourself"
+            f"call engine.step(lr_kwargs={{'{missing[0]}': ...}}), or leave lr_scheduler out of "
+            "megatron.compat.initialize() and call its step() yourself"
         )
     for name, value in given.items() if dp.size > 1 else ():
         values = all_gather_json(repr(value.item() if isinstance(value, torch.Tensor) else value), dp, str)

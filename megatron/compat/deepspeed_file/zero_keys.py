@@ -87,7 +87,7 @@ ZERO = (
     no_effect(
         "zero_allow_untested_optimizer",
         "switch",
-        "except for an optimizer of your own in megatron.initialize(), which is tried on pieces of parameters",
+        "except for an optimizer of your own in megatron.compat.initialize(), which is tried on pieces of parameters",
     ),
     no_effect("zero_force_ds_cpu_optimizer", "switch", "an offloaded step has one implementation"),
 )

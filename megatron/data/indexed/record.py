@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron import __version__
 from megatron.data.indexed.checksums import FileChecksums, checksums_of
 from megatron.data.indexed.dataset import IndexedDataset, bin_path, idx_path
 from megatron.data.indexed.files import regular_file_size
 from megatron.errors import ConfigError, DataError
 from megatron.utils.durable import write_atomically, writing
+from megatron.version import __version__
 
 FORMAT = "megatron-data-record"
 VERSION = 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import docs
-from megatron.config.compat import compat_flags, refused_family
+from megatron.config.megatron_lm_flags import compat_flags, refused_family
 from megatron.config.run import all_settings, settings_by_name
 from megatron.config.sources import canonical_spellings, spelling_table
 

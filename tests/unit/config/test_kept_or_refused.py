@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from megatron.config import parse_args
 from megatron.config import sources as sources_module
-from megatron.config.compat import compat_flags
 from megatron.config.flag import Setting
+from megatron.config.megatron_lm_flags import compat_flags
 from megatron.config.run import all_settings
 from megatron.errors import ConfigError
 from tests.unit.config.commands import SMALL, argv, without

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config import compat_deepspeed, compat_table
-from megatron.config.compat import compat_flags, retired_flags
+from megatron.config import megatron_deepspeed_flags, megatron_lm_flag_table
 from megatron.config.flag import Setting
+from megatron.config.megatron_lm_flags import compat_flags, retired_flags
 from megatron.config.run import all_settings
 from megatron.config.sources import canonical_spellings, spelling_table
 from megatron.errors import ConfigError
@@ -175,7 +175,7 @@ def test_every_way_out_names_flags_that_exist_and_work() -> None:
 
 def test_no_flag_stands_twice_in_the_table() -> None:
     words: list[str] = []
-    for table in (compat_table, compat_deepspeed):
+    for table in (megatron_lm_flag_table, megatron_deepspeed_flags):
         groups = (table.LATER, table.NEVER, table.IMPLEMENTATIONS)
         words += [word for group in groups for text in group.values() for word in text.split()]
         words += [*table.NO_OPS, *table.RETIRED]

@@ -242,3 +242,12 @@ def test_every_whole_number_has_a_largest_value(setting: Setting) -> None:
     for value in (str(int(setting.largest) + 1), "9" * 30):
         with pytest.raises(ConfigError, match=f"of at most {setting.largest}|choose from"):
             parse_value(setting, [value] * many)
+
+
+def test_another_programs_file_is_refused_by_an_entry_that_reads_none(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_batch_size": 4}')
+    with pytest.raises(
+        ConfigError, match=r"--deepspeed_config .*ds.json: is read by megatron.pretrain and by the tools"
+    ):
+        parse_args(argv(SMALL, "--deepspeed --deepspeed_config", str(file)))

@@ -78,7 +78,7 @@ def test_a_tool_in_a_python_without_torch_and_numpy(tool: str, tmp_path: Path) -
 
 
 def test_an_older_python_is_refused_in_one_line() -> None:
-    code = "import sys; sys.version_info = (3, 10, 13); import megatron"
+    code = "import sys; sys.version_info = (3, 10, 13); import megatron.cli"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and not done.stdout
     assert "use Python 3.11 to 3.13" in done.stderr and len(done.stderr.splitlines()) == 1

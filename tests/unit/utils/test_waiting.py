@@ -126,7 +126,7 @@ WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
     [
         ("import megatron", {}, "None None False"),  # only what trains is our business
         ("from megatron.pretrain import pretrain", {}, "PASSIVE 30000 False"),  # which watches the machine
-        ("from megatron import initialize", {}, "PASSIVE None True"),
+        ("from megatron.compat import initialize", {}, "PASSIVE None True"),
         ("from megatron.pretrain import pretrain", {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE None False"),
         ("from megatron.pretrain import pretrain", {"OMP_WAIT_POLICY": "PASSIVE"}, "PASSIVE None False"),
         ("from megatron.pretrain import pretrain", {"GOMP_SPINCOUNT": "7"}, "PASSIVE 7 False"),

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import megatron
+from megatron.compat import initialize
 from megatron.compat.any_model import ModelEngine
 from megatron.errors import ConfigError, NonFiniteError
 from tests.helpers.runs import REPOSITORY
@@ -117,7 +117,7 @@ ACTING = {
 def make(model: nn.Module | None = None, **config: Any) -> ModelEngine:
     torch.manual_seed(0)
     given = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **config}
-    return megatron.initialize(model=model or nn.Linear(4, 4), config=given)[0]
+    return initialize(model=model or nn.Linear(4, 4), config=given)[0]
 
 
 def loss_of(model: Callable[[torch.Tensor], torch.Tensor], seed: int) -> torch.Tensor:
@@ -314,7 +314,7 @@ def test_a_destroyed_engine_leaves_a_plain_model(stage: dict[str, Any]) -> None:
 def test_rates_and_momenta_of_ones_own_optimizer() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "lr": 1.0}], lr=0.1, momentum=0.9)
-    engine = megatron.initialize(model=model, optimizer=optimizer, config={"train_batch_size": 4})[0]
+    engine = initialize(model=model, optimizer=optimizer, config={"train_batch_size": 4})[0]
     assert (engine.optimizer_name(), engine.get_mom(), engine.get_lr()) == ("SGD", [0.9, 0.9], [0.1, 1.0])
     assert engine.optimizer_params() is None and engine.scheduler_name() is None
     engine.set_lr(0.3)

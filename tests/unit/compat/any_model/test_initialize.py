@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import megatron
+from megatron.compat import initialize
 from megatron.compat.any_model import ModelEngine
 from megatron.compat.client_update import ClientUpdate
 from megatron.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
@@ -28,7 +28,7 @@ def make(**given: Any) -> ModelEngine:
     torch.manual_seed(0)
     model = given.pop("model", None) or nn.Linear(10, 10)
     config = given.pop("config", None) or {**BATCH, **ADAMW}
-    return megatron.initialize(model=model, config=config, **given)[0]
+    return initialize(model=model, config=config, **given)[0]
 
 
 def loss_of(engine: ModelEngine, seed: int = 0) -> torch.Tensor:
@@ -81,7 +81,7 @@ def test_configured_optimizers_train_without_a_line(
 
 def test_settings_of_another_program_have_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     make(config={**BATCH, **ADAMW, "wandb": {"enabled": True}, "steps_per_print": 1})
-    assert "no effect in megatron.initialize(model=...); it is for pretrain_gpt.py" in capsys.readouterr().out
+    assert "no effect in megatron.compat.initialize(model=...); it is for pretrain_gpt.py" in capsys.readouterr().out
 
 
 def test_a_key_without_effect_names_the_key_that_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,9 +95,7 @@ def test_a_key_without_effect_names_the_key_that_it_needs(capsys: pytest.Capture
 def test_what_it_says_of_itself() -> None:
     config = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4, **ADAMW, "zero_optimization": {"stage": 0}}
     data = torch.utils.data.TensorDataset(torch.randn(10, 10))
-    engine, optimizer, loader, scheduler = megatron.initialize(
-        model=nn.Linear(10, 10), config=config, training_data=data
-    )
+    engine, optimizer, loader, scheduler = initialize(model=nn.Linear(10, 10), config=config, training_data=data)
     assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (12, 4)
     assert engine.gradient_accumulation_steps() == 3 and engine.zero_optimization_stage() == 0
     assert (engine.local_rank, engine.global_rank, engine.world_size) == (0, 0, 1)
@@ -124,7 +122,7 @@ def test_the_config_as_a_path_and_as_an_argument(tmp_path: Path) -> None:
         {"config_params": file},
         {"args": SimpleNamespace(deepspeed_config=str(file))},
     ):
-        assert megatron.initialize(model=nn.Linear(2, 2), **given)[0].get_lr() == [0.01]
+        assert initialize(model=nn.Linear(2, 2), **given)[0].get_lr() == [0.01]
 
 
 @pytest.mark.parametrize("half", ["fp16", "bf16"])
@@ -175,14 +173,14 @@ def test_groups_schedulers_and_edits_of_rates_take_effect() -> None:
 def test_the_configs_scheduler_starts_and_steps(tmp_path: Path) -> None:
     params = {"warmup_num_steps": 4, "total_num_steps": 8, "warmup_type": "linear"}
     config = {**BATCH, **ADAMW, "scheduler": {"type": "WarmupDecayLR", "params": params}}
-    engine, _, _, scheduler = megatron.initialize(model=nn.Linear(10, 10), config=config)
+    engine, _, _, scheduler = initialize(model=nn.Linear(10, 10), config=config)
     rates = []
     for _ in range(8):
         rates += engine.get_lr()
         take_step(engine)
     assert rates[0] == 0.0 and max(rates) == rates[5] == 0.001 and rates[7] < rates[6] < rates[5]
     engine.save_checkpoint(tmp_path)
-    again = megatron.initialize(model=nn.Linear(10, 10), config=config)[0]
+    again = initialize(model=nn.Linear(10, 10), config=config)[0]
     again.load_checkpoint(tmp_path)
     assert again.get_lr() == engine.get_lr() == scheduler.get_last_lr()
 
@@ -258,18 +256,18 @@ def test_state_in_host_memory_is_the_same_update() -> None:
 
 
 def without_model() -> None:
-    megatron.initialize(model=None, config=BATCH)
+    initialize(model=None, config=BATCH)
 
 
 MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "no model": (without_model, "no model"),
-    "a class for a model": (lambda: megatron.initialize(model=nn.Linear, config=BATCH), "model is the class Linear"),
-    "no config": (lambda: megatron.initialize(model=nn.Linear(2, 2)), "no config"),
+    "a class for a model": (lambda: initialize(model=nn.Linear, config=BATCH), "model is the class Linear"),
+    "no config": (lambda: initialize(model=nn.Linear(2, 2)), "no config"),
     "two configs": (
-        lambda: megatron.initialize(model=nn.Linear(2, 2), config=BATCH, config_params=BATCH),
+        lambda: initialize(model=nn.Linear(2, 2), config=BATCH, config_params=BATCH),
         "config and config_params are both given",
     ),
-    "a list for a config": (lambda: megatron.initialize(model=nn.Linear(2, 2), config=[1]), "config is a list"),
+    "a list for a config": (lambda: initialize(model=nn.Linear(2, 2), config=[1]), "config is a list"),
     "a missing file": (lambda: make(config="/nonexistent.json"), "^config /nonexistent.json: no such file"),
     "model parallelism": (lambda: make(mpu=object()), "mpu is not supported"),
     "a closure": (

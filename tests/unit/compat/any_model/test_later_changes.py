@@ -1,5 +1,5 @@
-"""What a program does to a model after `megatron.initialize` has the effect that it has in a plain loop of torch, or is
-one line."""
+"""What a program does to a model after `megatron.compat.initialize` has the effect that it has in a plain loop of
+torch, or is one line."""
 
 from __future__ import annotations
 
@@ -160,8 +160,8 @@ SLIPS: dict[Callable[[ModelEngine], None], str] = {
     save_nowhere: "save_checkpoint: save_dir is None, no path; give a directory",
     load_nowhere: "load_checkpoint: load_dir is 3, no path; give a directory",
     double_inputs: r"engine\(x\): an input is float64 and the model float32 .*; cast it, as in x.float\(\)",
-    halve: "the model was cast to float16 after megatron.initialize.* choose precision in the config",
-    halve_both: "the model was cast to float16 after megatron.initialize",
+    halve: "the model was cast to float16 after megatron.compat.initialize.* choose precision in the config",
+    halve_both: "the model was cast to float16 after megatron.compat.initialize",
 }
 
 
@@ -194,8 +194,8 @@ def by_columns(engine: ModelEngine) -> None:
 @pytest.mark.parametrize(
     ("does", "said"),
     [
-        (by_columns, "weight was given another memory format after megatron.initialize.*; leave that out"),
-        (thaw, "weight was frozen when megatron.initialize.* call initialize.. before requires_grad_.False."),
+        (by_columns, "weight was given another memory format after megatron.compat.initialize.*; leave that out"),
+        (thaw, "weight was frozen when megatron.compat.initialize.* call initialize.. before requires_grad_.False."),
         (another_group, r"add_param_group\(\): the engine has no place .* give the optimizer all of them before"),
         (another_engine, "bias was taken by an engine that the model was given to before; go on with that engine"),
     ],

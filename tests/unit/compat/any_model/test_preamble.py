@@ -11,14 +11,14 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-import megatron
+from megatron.compat import add_config_arguments, init_distributed, initialize
 from megatron.distributed.launch import shutdown
 from megatron.errors import ConfigError
 from tests.helpers.runs import REPOSITORY, launch
 
 PROGRAM = f"""
 import sys; sys.path.insert(0, {str(REPOSITORY)!r})
-import argparse, torch, megatron as deepspeed
+import argparse, torch, megatron.compat as deepspeed
 from megatron.utils.log import print_line
 args = deepspeed.add_config_arguments(argparse.ArgumentParser()).parse_args()
 deepspeed.init_distributed()
@@ -44,14 +44,14 @@ def no_group() -> Iterator[None]:
 @pytest.mark.usefixtures("no_group")
 def test_the_first_lines_of_a_program_for_deepspeed(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
-    parser = megatron.add_config_arguments(argparse.ArgumentParser())
+    parser = add_config_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(tmp_path / "ds.json")])
     assert args.deepspeed
-    megatron.init_distributed()
-    megatron.init_distributed(dist_backend="nccl")  # one is open, and is used
+    init_distributed()
+    init_distributed(dist_backend="nccl")  # one is open, and is used
     assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
     model = nn.Linear(2, 2)
-    engine = megatron.initialize(args=args, model=model, model_parameters=model.parameters())[0]
+    engine = initialize(args=args, model=model, model_parameters=model.parameters())[0]
     assert engine.get_lr() == [0.01]
 
 
@@ -66,7 +66,7 @@ def test_the_first_lines_of_a_program_for_deepspeed(tmp_path: Path) -> None:
 )
 def test_what_it_cannot_follow_is_refused(given: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        megatron.init_distributed(**given)
+        init_distributed(**given)
     assert not dist.is_initialized()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-import megatron
+from megatron.compat import initialize
 from megatron.compat.any_model import ModelEngine, schedule
 from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
@@ -20,7 +20,7 @@ def make(scheduler: Any, **config: Any) -> ModelEngine:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     given = {"train_batch_size": 4, **config}
-    return megatron.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler(optimizer), config=given)[0]
+    return initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler(optimizer), config=given)[0]
 
 
 def step(engine: ModelEngine, **named: Any) -> None:

@@ -12,13 +12,13 @@ from functools import cache
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal
 
-from megatron.config import compat_deepspeed, compat_table
+from megatron.config import megatron_deepspeed_flags, megatron_lm_flag_table
 from megatron.config.flag import Status
 from megatron.errors import ConfigError
 from megatron.utils.numerals import real_number
 
 Takes = Literal["switch", "value", "values"]
-_TABLES = (compat_table, compat_deepspeed)
+_TABLES = (megatron_lm_flag_table, megatron_deepspeed_flags)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ def _rows_of(table: ModuleType) -> Iterator[CompatFlag]:
 
 def refused_family(spelling: str) -> str | None:
     """The refusal of a whole family (RETRO, reinforcement learning, vision, ...), recognised by its prefix."""
-    return next((note for prefix, note in compat_table.FAMILIES.items() if spelling.startswith(prefix)), None)
+    return next((note for prefix, note in megatron_lm_flag_table.FAMILIES.items() if spelling.startswith(prefix)), None)
 
 
 def apply_compat(flag: CompatFlag, text: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The flags of compat.py, as data: way out (or meaning here) -> flags.
+"""The flags of megatron_lm_flags.py, as data: way out (or meaning here) -> flags.
 
 "--x" is a switch, "--x=" takes a value, "--x=1" takes a value of which 1 asks for nothing new, "--x=..." takes several.
 """

@@ -1,4 +1,4 @@
-"""The flags of Megatron-DeepSpeed that Megatron-LM does not have, in the form of compat_table.py."""
+"""The flags of Megatron-DeepSpeed that Megatron-LM does not have, in the form of megatron_lm_flag_table.py."""
 
 from __future__ import annotations
 
