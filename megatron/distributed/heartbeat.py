@@ -145,8 +145,7 @@ class Heartbeat:
         if self._store_lock.acquire(timeout=_LOCK_HELD_AT_MOST):
             with suppress(RuntimeError):
                 self._read_announcement()
-                first = self._info.rank - self._info.local_rank
-                others = [r for r in range(first, first + self._info.local_world_size) if r != self._info.rank]
+                others = [rank for rank in self._info.ranks_here if rank != self._info.rank]
                 for status in self._board.read(others):
                     self._check(self._board, status)
                 self._announce("terminated", by_sigterm(self._where()))
