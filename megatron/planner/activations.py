@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from megatron.config import RunConfig
 from megatron.config.stages import stage_layers
-from megatron.pipeline_parallel.schedules import schedule_of
 
 Backend = Callable[[str], str]
 """operation -> what computes it: native, torch, cpu or ref."""
@@ -42,7 +43,7 @@ def activation_bytes(
     chunks = [sum(_kept(config, run, backend)) * tokens for run in runs]
     last = stage == parallel.pipeline_model_parallel_size - 1
     rows = vocabulary / parallel.tensor_model_parallel_size if last else 0
-    return ActivationBytes(_most_in_flight(config, stage, micro_batches, chunks), tokens * rows * size)
+    return ActivationBytes(_in_flight(config, stage, micro_batches, chunks), tokens * rows * size)
 
 
 def _size(config: RunConfig) -> int:
@@ -110,23 +111,28 @@ def _experts(config: RunConfig) -> float:
     return chosen + per_width * (moe.moe_shared_expert_intermediate_size or 0) / tp
 
 
-def _most_in_flight(config: RunConfig, stage: int, micro_batches: int, chunks: Sequence[float]) -> float:
+def _in_flight(config: RunConfig, stage: int, micro_batches: int, chunks: Sequence[float]) -> float:
     """The most that is kept at once, where `chunks` are the bytes of a micro-batch in each chunk of the stage."""
     parallel = config.parallel
-    ranks, group = parallel.pipeline_model_parallel_size, parallel.micro_batch_group
+    ranks = parallel.pipeline_model_parallel_size
     if ranks == 1:
         return sum(chunks)
     if parallel.schedule == "gpipe":
         return micro_batches * sum(chunks)
-    if len(set(chunks)) == 1:  # then the first backward pass follows the most forward passes
-        warm_up = ranks - stage - 1
-        if len(chunks) > 1:
-            warm_up = 2 * warm_up + (len(chunks) - 1) * (group or ranks)
-        return chunks[0] * min(warm_up + 1, micro_batches * len(chunks))
-    # More micro-batches than this come and go alike.
-    few = min(micro_batches, 4 * ranks) if group is None else min(micro_batches, 2 * group + micro_batches % group)
-    now = most = 0.0
-    for action in schedule_of(parallel.schedule, group)(ranks, stage, few, len(chunks)):
-        now += {"F": chunks[action.chunk], "B": -chunks[action.chunk], "W": 0.0}[action.kind]
-        most = max(most, now)
-    return most
+    return most_in_flight(ranks, stage, micro_batches, chunks, parallel.micro_batch_group or ranks)
+
+
+def most_in_flight(ranks: int, stage: int, micro_batches: int, chunks: Sequence[float], group: int) -> float:
+    """The most that 1F1B keeps at once, interleaved if there are several chunks. Between two ends of a group's passes
+    through a chunk it changes by the same at every step, so the ends alone are compared."""
+    count = len(chunks)
+    warm_up = ranks - stage - 1 if count == 1 else 2 * (ranks - stage - 1) + (count - 1) * group
+    if micro_batches > 4 * group:  # more groups come and go alike
+        micro_batches = 4 * group + micro_batches % group
+    sizes = np.diff([*map(float, range(0, micro_batches, group)), float(micro_batches)])
+    ends, kept, freed = (
+        np.append(0.0, np.cumsum(np.outer(sizes, each))) for each in ([1.0] * count, chunks, chunks[::-1])
+    )
+    ahead = min(warm_up + 1.0, ends[-1])  # forward passes before the first backward pass
+    backward = np.clip(np.append(ends, ends - ahead), 0.0, ends[-1] - ahead)
+    return float(np.max(np.interp(backward + ahead, ends, kept) - np.interp(backward, ends, freed)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ from megatron.config.run import build
 from megatron.model import GPT
 from megatron.ops import Kernels, resolve
 from megatron.ops.library import Library, library
+from megatron.pipeline_parallel.schedules import schedule_of
 from megatron.planner import activation_bytes
+from megatron.planner.activations import most_in_flight
 
 BATCH, SEQ, VOCABULARY = 2, 64, 128
 SHAPE: dict[str, Any] = {
@@ -127,3 +131,34 @@ def test_chunks_in_flight() -> None:
     assert [in_flight(stage, 32, **layout) for stage in (0, 1)] == pytest.approx([2.5, 1.5])
     larger = {**layout, "microbatch_group_size_per_virtual_pipeline_stage": 5}
     assert [in_flight(stage, 35, **larger) for stage in (0, 1)] == pytest.approx([4.0, 3.0])
+
+
+def peak_of_schedule(ranks: int, stage: int, micro_batches: int, chunks: list[float], group: int | None) -> float:
+    schedule = schedule_of("interleaved" if len(chunks) > 1 else "1f1b", group)
+    now = most = 0.0
+    for action in schedule(ranks, stage, micro_batches, len(chunks)):
+        now += chunks[action.chunk] if action.kind == "F" else -chunks[action.chunk]
+        most = max(most, now)
+    return most
+
+
+def test_the_peak_is_that_of_the_schedule() -> None:
+    choose = random.Random(5)
+    for _ in range(300):
+        ranks, count = choose.randint(2, 5), choose.randint(1, 4)
+        group = choose.choice([None, ranks, choose.randint(ranks, 9), 40]) if count > 1 else None
+        micro_batches = choose.randint(1, 5) * (group or ranks) + choose.randint(ranks, group or ranks)
+        chunks = [float(choose.randint(0, 9)) for _ in range(count)]
+        for stage in range(ranks):
+            place = ranks, stage, micro_batches, chunks
+            assert most_in_flight(*place, group or ranks) == peak_of_schedule(*place, group), (place, group)
+
+
+@pytest.mark.parametrize("group", [10**6, 10**9, 10**18])
+def test_a_group_of_any_size_is_counted_at_once(group: int) -> None:
+    """Of 1000 stages with chunks that differ."""
+    began = time.process_time()
+    for micro_batches in (group // 2, group, 9 * group + 1001):
+        for stage in range(1000):
+            assert most_in_flight(1000, stage, micro_batches, [1.0, 2.0], group) >= min(micro_batches, group)
+    assert time.process_time() - began < 2
