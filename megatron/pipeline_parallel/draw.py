@@ -15,6 +15,7 @@ from megatron.pipeline_parallel.pass_recorder import read_timelines
 from megatron.pipeline_parallel.schedules import SCHEDULES, schedule_of
 from megatron.pipeline_parallel.timeline import Span, Timeline, cost_of_kinds, simulate
 from megatron.utils.command_line import Parser, integer, run_tool
+from megatron.utils.log import print_line
 
 NAME = "draw_pipeline.py"
 _LANE, _LEFT, _TOP, _WIDTH, _GAP = 34, 70, 46, 1400, 6
@@ -67,7 +68,7 @@ def _draw(arguments: argparse.Namespace) -> None:
             f"--output {arguments.output}: drawing needs pillow, which is not installed for {sys.executable}; "
             f"{sys.executable} -m pip install pillow (the extra 'plot')"
         ) from None
-    print(f"{arguments.output}: {title}")
+    print_line(f"{arguments.output}: {title}")
 
 
 def _simulated(arguments: argparse.Namespace) -> Timeline:

@@ -23,7 +23,7 @@ from megatron.distributed.rendezvous import init_process_group, open_to_other_ma
 from megatron.distributed.rng import seed_rank
 from megatron.distributed.start_watch import watched_start
 from megatron.distributed.state import ParallelState
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, printable
 from megatron.layout import padded_vocab_size
 from megatron.ops.library import library
 from megatron.ops.select import Kernels, left_to_compiler, usable_library
@@ -130,7 +130,7 @@ def setup(argv: Sequence[str] | None = None, *, needs_data: bool = True) -> Run:
     """
     run = start(read_settings(argv, needs_data=needs_data), needs_data=needs_data)
     if run.config.runtime.print_config:
-        run.log.info(describe(run.config))
+        run.log.info(*describe(run.config).split("\n"))
         sys.exit(0)
     return run
 
@@ -142,8 +142,7 @@ def start(config: RunConfig, *, needs_data: bool = True, stream: TextIO | None =
     refusals = Refusals()
     check_world(config, launch.world_size, refusals)
     log = RankLog(launch.rank, stream or sys.stdout, stamped=LOG_FORMS[config.logging.log_format].stamped)
-    for notice in config.notices:
-        log.info(notice)
+    log.info(*map(printable, config.notices))
     device, backend = None, "gloo"
     with refusals.of_checking():
         device = resolve_device(config.runtime.device, launch.local_rank)
@@ -192,7 +191,7 @@ def start(config: RunConfig, *, needs_data: bool = True, stream: TextIO | None =
         f"{verb} {launch.world_size} x {device.type} with {threads} CPU threads each, backend {backend}, "
         f"data parallel {run.parallel.dp.size}"
     )
-    log.info(run.kernels.table() if config.logging.log_kernels else run.kernels.summary())
+    log.info(*(run.kernels.table().split("\n") if config.logging.log_kernels else [run.kernels.summary()]))
     if config.kernels.compile and (left := left_to_compiler(run.kernels)):
         log.info(f"--compile: inside a layer the plain formulas of {', '.join(left)} are fused instead")
     return run

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from megatron.errors import ConfigError, InterruptError, MegatronError
 from megatron.utils.loading import before_torch
-from megatron.utils.log import escape_unprintable, print_line
+from megatron.utils.log import escape_unprintable, print_line, print_lines
 from megatron.utils.numerals import LARGEST, real_number, whole_number
 
 DEPENDENCIES = ("numpy", "regex", "safetensors", "tokenizers", "torch", "transformers", "xxhash", "yaml")
@@ -137,7 +137,7 @@ def _exit_code(name: str, job: Callable[[], int | None]) -> int:
     try:
         code = job()
     except MegatronError as error:
-        print_line("\n".join(f"{name}: {line}" for line in error.lines), sys.stderr)
+        print_lines([f"{name}: {line}" for line in error.lines], sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print_line(f"{name}: interrupted; nothing was written", sys.stderr)

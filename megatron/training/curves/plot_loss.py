@@ -13,6 +13,7 @@ from megatron.training.curves.picture import draw_curves
 from megatron.training.curves.read import LoggedRun, read_log, read_metrics
 from megatron.training.curves.terminal import draw_in_terminal
 from megatron.utils.command_line import Parser, integer, run_tool
+from megatron.utils.log import print_line
 from megatron.utils.picture import write_picture
 
 EXAMPLES = """examples:
@@ -63,7 +64,7 @@ def _plot(arguments: argparse.Namespace) -> None:
         runs = [LoggedRun(name, run.curves) for name, run in zip(arguments.names, runs, strict=True)]
     if arguments.output is not None:
         write_picture(lambda: draw_curves(runs, arguments.value), arguments.output)
-        print(f"{arguments.output}: {arguments.value} of {', '.join(run.name for run in runs)}")
+        print_line(f"{arguments.output}: {arguments.value} of {', '.join(run.name for run in runs)}")
     else:
         plain = (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
         print(

@@ -10,6 +10,7 @@ from megatron.errors import ConfigError
 from megatron.training.results.picture import draw_bars
 from megatron.training.results.rows import Published, SizeResult, read_published, row_of_run
 from megatron.utils.command_line import Parser, run_tool
+from megatron.utils.log import print_line
 from megatron.utils.picture import write_picture
 
 NAME = "results_table.py"
@@ -41,7 +42,7 @@ def _show(arguments: argparse.Namespace) -> None:
     print(render(rows, published.source))
     if arguments.output is not None:
         write_picture(lambda: draw_bars(rows, published.source), arguments.output)
-        print(f"{arguments.output}: the same as a picture")
+        print_line(f"{arguments.output}: the same as a picture")
 
 
 def render(rows: Sequence[SizeResult], source: str) -> str:
