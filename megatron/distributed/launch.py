@@ -91,7 +91,7 @@ class LaunchInfo:
     def detect(local_rank: int | None = None, env: Mapping[str, str] | None = None) -> LaunchInfo:
         """Reads the environment; `local_rank` is the value of --local-rank if the launcher passed one."""
         env = os.environ if env is None else env
-        if "RANK" in env or "WORLD_SIZE" in env:
+        if env.get("RANK") or env.get("WORLD_SIZE"):
             info = _from_torch(env, local_rank)
         elif _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1:  # set by srun, not in the batch script
             info = _from_slurm(env, local_rank)
@@ -104,9 +104,9 @@ class LaunchInfo:
 
 
 def _from_torch(env: Mapping[str, str], local_rank: int | None) -> LaunchInfo:
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
     world_size = _number(env, "WORLD_SIZE", 1)
-    if missing and not (world_size == 1 and "RANK" in env):
+    if missing and not (world_size == 1 and env.get("RANK")):
         raise ConfigError(
             f"the environment has RANK or WORLD_SIZE but not {' and '.join(missing)}: start with torchrun, "
             "or unset them to run one process"
@@ -119,7 +119,7 @@ def _from_torch(env: Mapping[str, str], local_rank: int | None) -> LaunchInfo:
         local_rank=_local_rank(env, "LOCAL_RANK", local_rank, rank),
         local_world_size=_number(env, "LOCAL_WORLD_SIZE", world_size),
         local_is_said="LOCAL_WORLD_SIZE" in env,
-        master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+        master_addr=env.get("MASTER_ADDR") or "127.0.0.1",
         master_port=_number(env, "MASTER_PORT", 0),
         run_id=env.get("TORCHELASTIC_RUN_ID", "none"),
         attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", 0),

@@ -120,6 +120,8 @@ def test_first_host(nodes: str, first: str) -> None:
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, None, ["MASTER_ADDR and MASTER_PORT", "torchrun"]),
         ({"WORLD_SIZE": "2"}, None, ["RANK", "torchrun"]),
+        ({**TORCHRUN, "RANK": ""}, None, ["RANK", "torchrun"]),
+        ({**TORCHRUN, "MASTER_ADDR": ""}, None, ["MASTER_ADDR", "torchrun"]),
         ({**TORCHRUN, "RANK": "8"}, None, ["RANK=8", "WORLD_SIZE=8"]),
         ({**TORCHRUN, "LOCAL_RANK": "4"}, None, ["LOCAL_RANK=4", "LOCAL_WORLD_SIZE=4"]),
         ({**TORCHRUN, "RANK": "x"}, None, ["RANK='x'", "whole number"]),
