@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.errors import ConfigError, InterruptError, MegatronError
@@ -31,6 +32,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
         self.register("action", None, _Once)
+        self.register("type", Path, _path)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message[:1].lower()}{message[1:]}; see --help".removeprefix("argument "))
@@ -93,6 +95,12 @@ def number(text: str) -> float:
         return real_number(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is {error}") from None
+
+
+def _path(text: str) -> Path:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the path is empty (an unset shell variable?); give one, or leave it out")
+    return Path(text)
 
 
 def fraction(text: str) -> float:
