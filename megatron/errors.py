@@ -30,20 +30,21 @@ def _public(scheme: str, rest: str) -> str:
 
 
 _LONGEST_WORD, _LONGEST_LINE = 200, 2000
-_WORD = re.compile(rf"\S{{{_LONGEST_WORD + 1},}}")
+_WORD = re.compile(rf"\S{{{_LONGEST_WORD + len('...') + 1},}}")
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that a terminal obeys (escapes, line ends, a change of the writing direction), and halves of surrogate
 pairs, which stand for bytes that are not UTF-8 in names of files and cannot be encoded."""
 
 
-def printable(text: str) -> str:
-    """The text in one line of limited length. Characters that a terminal obeys become escapes such as \\x1b. Of a long
-    word the beginning stays; of a long line the beginning and the end, where errors have the reason and the fix."""
-    text = _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+def printable(text: str, longest: int = _LONGEST_LINE) -> str:
+    """The text in one line of limited length, without secrets. Characters that a terminal obeys become escapes such as
+    \\x1b. Of a long word the beginning stays; of a long line the beginning and the end, where errors have the reason
+    and the fix."""
+    text = _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), without_secrets(text))
     text = _WORD.sub(lambda found: _beginning(found[0]), text)
-    if len(text) <= _LONGEST_LINE:
+    if len(text) <= longest:
         return text
-    half = _LONGEST_LINE // 2
+    half = longest // 2 - 20  # what stands between them included, so that it is cut once
     return f"{text[:half]} ... ({len(text)} characters) ... {text[-half:]}"
 
 
@@ -58,7 +59,7 @@ class MegatronError(Exception):
     exit_code: int = 1
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(printable(without_secrets(str(message))))
+        super().__init__(printable(str(message)))
 
     @property
     def lines(self) -> tuple[str, ...]:

@@ -71,6 +71,6 @@ def setup(argv: Sequence[str] | None = None, *, needs_data: bool = True) -> Run:
     config = read_settings(argv, needs_data=needs_data, source=OTHER_PROGRAMS, other_file=deepspeed_assignments)
     run = start(config, needs_data=needs_data, source=OTHER_PROGRAMS)
     if run.config.runtime.print_config:
-        run.log.info(describe(run.config))
+        run.log.info(*describe(run.config).split("\n"))
         sys.exit(0)
     return run

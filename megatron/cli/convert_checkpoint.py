@@ -15,6 +15,7 @@ from megatron.compat.renamed_tools import converting
 from megatron.errors import ConfigError
 from megatron.utils.command_line import Parser, integer, run_tool
 from megatron.utils.foreign import hub_hint, is_hugging_face
+from megatron.utils.log import print_line
 from megatron.utils.numerals import INT32, LARGEST_WORLD
 from megatron.utils.progress import ByteProgress
 
@@ -109,7 +110,7 @@ def check_exported_folder(arguments: argparse.Namespace) -> None:
     tokenizer = None if found is None else found.tokenizer_files
     if found is not None and (tokenizer is None or not tokenizer.has_json):
         raise ConfigError(f"--load {arguments.load}: has no tokenizer.json to compare with; leave --load out")
-    print(check_folder(arguments.check, tokenizer))
+    print_line(check_folder(arguments.check, tokenizer))
 
 
 def convert_checkpoint(arguments: argparse.Namespace) -> None:
@@ -176,7 +177,7 @@ def save_for_megatron(arguments: argparse.Namespace) -> None:
     )
     with _ours(arguments, target) as found, _progress("written") as show:
         written = to_megatron(found, arguments.save, target, show)
-    print(
+    print_line(
         f"saved {written} for Megatron-LM, TP {target.tp}, PP {target.pp}, {target.names} names; load it there with "
         "--no-load-rng: random states are not carried over"
     )
@@ -192,7 +193,7 @@ def from_megatron(arguments: argparse.Namespace) -> None:
     rows = found.saved_settings()["tokenizer"]["vocab_size"]
     ending = "--finetune" if info.step == 0 else "--no-load-rng"
     path = arguments.save / info.path.name
-    print(f"saved {path}, vocabulary {rows}; train on with --load and {ending}")
+    print_line(f"saved {path}, vocabulary {rows}; train on with --load and {ending}")
 
 
 @contextmanager
@@ -248,9 +249,9 @@ def to_hugging_face(arguments: argparse.Namespace) -> None:
         shard_bytes=_shard_bytes(arguments.max_shard_size),
         as_bin=arguments.no_safe_serialization,
     )
-    print(f"exporting {found.directory} as {export.family.architecture}, vocabulary {export.facts.vocab_size}")
+    print_line(f"exporting {found.directory} as {export.family.architecture}, vocabulary {export.facts.vocab_size}")
     if export.instead_of is not None:
-        print(
+        print_line(
             f"not as {export.instead_of.architecture}: transformers 5.8 and later read every tokenizer in such a "
             f"folder as Qwen2's; {export.family.architecture} is the same model, with zeros for more biases"
         )
@@ -259,10 +260,10 @@ def to_hugging_face(arguments: argparse.Namespace) -> None:
             export,
             arguments.save,
             overwrite=arguments.overwrite,
-            check=lambda folder: check_export(export, folder, print, insist=arguments.verify, show=checked),
+            check=lambda folder: check_export(export, folder, print_line, insist=arguments.verify, show=checked),
             show=written,
         )
-    print(f"saved {arguments.save}")
+    print_line(f"saved {arguments.save}")
 
 
 def _shard_bytes(given: str | None) -> int:
@@ -282,11 +283,11 @@ def from_hugging_face(arguments: argparse.Namespace) -> None:
     with _target(arguments) as directory, _progress("converted") as show:
         info = import_weights(source, directory, arguments.save, show)
     path = arguments.save / info.path.name
-    print(f"saved {path} ({source.family.architecture}, {source.dtype}); train on with --load and --finetune")
+    print_line(f"saved {path} ({source.family.architecture}, {source.dtype}); train on with --load and --finetune")
 
 
 def _warn(text: str) -> None:
-    print(f"warning: {text}")
+    print_line(f"warning: {text}")
 
 
 def _refuse_occupied(arguments: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from megatron.pipeline_parallel.schedules import SCHEDULES, schedule_of
 from megatron.report.pipeline_picture import draw_step
 from megatron.report.pipeline_timeline import Timeline, cost_of_kinds, read_timelines, simulate
 from megatron.utils.command_line import Parser, integer, run_tool
+from megatron.utils.log import print_line
 
 NAME = "draw_pipeline.py"
 _MOST_PASSES = 100_000
@@ -57,7 +58,7 @@ def _draw(arguments: argparse.Namespace) -> None:
             f"--output {arguments.output}: drawing needs pillow, which is not installed for {sys.executable}; "
             f"{sys.executable} -m pip install pillow (the extra 'plot')"
         ) from None
-    print(f"{arguments.output}: {title}")
+    print_line(f"{arguments.output}: {title}")
 
 
 def _simulated(arguments: argparse.Namespace) -> Timeline:

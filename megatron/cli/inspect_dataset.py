@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.utils.command_line import Parser, fields_from, integer, run_tool
+from megatron.utils.log import print_line
 from megatron.utils.numerals import INT32
 from megatron.utils.progress import ByteProgress
 
@@ -77,7 +78,7 @@ def inspect_all(arguments: argparse.Namespace) -> int:
         try:
             facts = _inspect_anywhere(prefix.removesuffix(".idx").removesuffix(".bin"), arguments, tokenizer)
         except MegatronError as error:
-            print(f"{NAME}: {error}", file=sys.stderr)
+            print_line(f"{NAME}: {error}", sys.stderr)
             code = code or error.exit_code
             if arguments.json:
                 print(json.dumps({"prefix": prefix, "error": str(error)}))
@@ -99,7 +100,7 @@ def _inspect_anywhere(prefix: str, arguments: argparse.Namespace, tokenizer: Tok
     refuse_secrets(prefix)
     with temporary_folder(arguments.work_folder) as folder:
         if not arguments.json:
-            print(f"{prefix}:")
+            print_line(f"{prefix}:")
         return {**inspect(fetch_pair(prefix, folder), arguments, tokenizer), "prefix": prefix}
 
 
@@ -250,9 +251,9 @@ def _verify(
     if not arguments.json:
         seconds = max(time.monotonic() - started, 1e-9)
         speed = f"{verified.bytes / 1e9:.2f} GB in {seconds:.1f} s"
-        print(f"{prefix}: good: {', '.join(verified.checked)} ({speed})")
+        print_line(f"{prefix}: good: {', '.join(verified.checked)} ({speed})")
         for line in verified.not_checked:
-            print(f"{prefix}: not checked: {line}")
+            print_line(f"{prefix}: not checked: {line}")
         if verified.eod_inside:
             print(f"{prefix}: {verified.eod_inside:,} end-of-document tokens are not the last of their document")
     return verified

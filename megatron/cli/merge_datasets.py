@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError
 from megatron.utils.command_line import Parser, run_tool
+from megatron.utils.log import print_line
 from megatron.utils.progress import ByteProgress
 
 if TYPE_CHECKING:
@@ -99,9 +100,9 @@ def _merge(arguments: argparse.Namespace, inputs: Sequence[str], output: str) ->
 
 def _print(merged: MergeResult, prefix: str) -> None:
     written = merged.summary
-    print(
+    print_line(
         f"{prefix}: {merged.parts} datasets merged, {written.documents} documents, {written.sequences} "
         f"sequences, {written.tokens} tokens ({written.dtype})"
     )
     for note in merged.notes:
-        print(f"{prefix}: {note}", file=sys.stderr)
+        print_line(f"{prefix}: {note}", sys.stderr)

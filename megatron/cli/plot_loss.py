@@ -12,6 +12,7 @@ from megatron.errors import ConfigError
 from megatron.report.loss_curves import LoggedRun, draw_curves, draw_in_terminal, read_log, read_metrics
 from megatron.report.picture import write_picture
 from megatron.utils.command_line import Parser, integer, run_tool
+from megatron.utils.log import print_line
 
 EXAMPLES = """examples:
   python tools/plot_loss.py --metrics-jsonl metrics.jsonl
@@ -61,7 +62,7 @@ def _plot(arguments: argparse.Namespace) -> None:
         runs = [LoggedRun(name, run.curves) for name, run in zip(arguments.names, runs, strict=True)]
     if arguments.output is not None:
         write_picture(lambda: draw_curves(runs, arguments.value), arguments.output)
-        print(f"{arguments.output}: {arguments.value} of {', '.join(run.name for run in runs)}")
+        print_line(f"{arguments.output}: {arguments.value} of {', '.join(run.name for run in runs)}")
     else:
         plain = (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
         print(

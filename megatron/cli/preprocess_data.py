@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError
 from megatron.utils.command_line import Parser, fields_from, fraction, integer, run_tool
+from megatron.utils.log import print_line
 from megatron.utils.numerals import INT32, LARGEST_WORLD, MOST_PROCESSES
 from megatron.utils.process import usable_cpus
 
@@ -186,7 +187,7 @@ def settings_and_folder(arguments: argparse.Namespace) -> tuple[PreprocessSettin
         print("--keep-sequential-samples: nothing to do, documents always keep their order", file=sys.stderr)
     if arguments.tiktoken_pattern is not None and arguments.tokenizer_type != "TikTokenizer":
         without = "has no effect without --tokenizer-type TikTokenizer"
-        print(f"--tiktoken-pattern {arguments.tiktoken_pattern}: {without}", file=sys.stderr)
+        print_line(f"--tiktoken-pattern {arguments.tiktoken_pattern}: {without}", sys.stderr)
     from megatron.preprocess.settings import PreprocessSettings
     from megatron.tokenizer import TokenizerSettings
 
@@ -237,10 +238,10 @@ def _world(arguments: argparse.Namespace) -> int:
         if arguments.world not in (None, 1):
             raise ConfigError(f"--world {arguments.world}: --rank is missing; give each partition its number from 0")
         if arguments.partitions is not None and arguments.partitions > 1:
-            print(
+            print_line(
                 f"--partitions {arguments.partitions}: nothing to do, all --workers share the files and the output is "
                 "the same; with --rank it makes one partition of many",
-                file=sys.stderr,
+                sys.stderr,
             )
         return 1
     if arguments.world and arguments.partitions and arguments.world != arguments.partitions:
@@ -289,17 +290,17 @@ def print_summary(report: Report) -> None:
     for key in report.keys:
         totals = key.totals
         per_token = totals.text_bytes / max(totals.tokens, 1)
-        print(
+        print_line(
             f"{key.prefix}: {totals.documents} documents, {totals.tokens} tokens ({key.dtype}), "
             f"{per_token:.2f} bytes per token, longest document {totals.longest} tokens, {totals.empty} empty"
         )
     if report.blank_lines:
         print(f"blank lines skipped: {report.blank_lines}")
     for kind, count in sorted(report.bad_lines.items()):
-        print(f"bad lines skipped: {count} ({kind})")
+        print_line(f"bad lines skipped: {count} ({kind})")
     if report.engine:
         print(f"encoder: {report.engine}")
-    print(
+    print_line(
         f"{report.documents} documents in {report.seconds:.1f} s: {report.documents / report.seconds:.1f} docs/s, "
         f"{report.megabytes_per_second:.2f} MB/s"
     )

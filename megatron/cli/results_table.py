@@ -10,6 +10,7 @@ from megatron.errors import ConfigError
 from megatron.report.picture import write_picture
 from megatron.report.results import Published, SizeResult, draw_bars, read_published, row_of_run
 from megatron.utils.command_line import Parser, run_tool
+from megatron.utils.log import print_line
 
 NAME = "results_table.py"
 _COLUMNS = ("size", "devices", "samples/s", "PPL", "steps", "measured")
@@ -40,7 +41,7 @@ def _show(arguments: argparse.Namespace) -> None:
     print(render(rows, published.source))
     if arguments.output is not None:
         write_picture(lambda: draw_bars(rows, published.source), arguments.output)
-        print(f"{arguments.output}: the same as a picture")
+        print_line(f"{arguments.output}: the same as a picture")
 
 
 def render(rows: Sequence[SizeResult], source: str) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.utils.command_line import Parser, integer, run_tool
+from megatron.utils.log import print_line
 from megatron.utils.numerals import INT32
 
 if TYPE_CHECKING:
@@ -79,12 +80,12 @@ def _train(argv: Sequence[str]) -> None:
     except StorageError as error:
         raise StorageError(f"--output-dir {error}; give another folder") from None
     if bpe.vocab_size < arguments.vocab_size:
-        print(
+        print_line(
             f"{NAME}: --vocab-size {arguments.vocab_size}: this text only gives {bpe.vocab_size} tokens (pairs seen at "
             f"least {arguments.min_frequency} times); give more text or a smaller size",
-            file=sys.stderr,
+            sys.stderr,
         )
-    print(
+    print_line(
         f"{directory}: {bpe.vocab_size} tokens, {len(bpe.merges)} merges from {progress.documents} documents in "
         f"{progress.seconds:.1f} s; end of document is id {bpe.eod_id}"
     )

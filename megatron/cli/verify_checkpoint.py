@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron.errors import CheckpointError, ConfigError, printable
 from megatron.utils.command_line import Parser, run_tool
+from megatron.utils.log import print_line, print_lines
 
 if TYPE_CHECKING:
     from megatron.checkpoint.step_source import ForeignStep
@@ -60,13 +61,13 @@ def verify(arguments: argparse.Namespace) -> int:
     chosen, codes = _steps(directory, everything=arguments.all)
     for step in chosen:
         try:
-            foreign = open_foreign(step, lambda text: print(f"warning: {text}"))
+            foreign = open_foreign(step, lambda text: print_line(f"warning: {text}"))
         except DamagedMemberError as error:
-            print(f"{step.name}: corrupt: {printable(str(error))}")
+            print_line(f"{step.name}: corrupt: {printable(str(error))}")
             codes.append(EXIT["corrupt"])
             continue
         except CheckpointError as error:
-            print(f"{step.name}: {_kind(error)}: {printable(str(error))}")
+            print_line(f"{step.name}: {_kind(error)}: {printable(str(error))}")
             codes.append(EXIT[_kind(error)])
             continue
         if foreign is not None:
@@ -74,12 +75,12 @@ def verify(arguments: argparse.Namespace) -> int:
             continue
         record, problems = inspect_step(step, deep=arguments.deep)
         for problem in problems:
-            print(f"{step.name}: {problem.kind}: {printable(problem.text)}")
+            print_line(f"{step.name}: {problem.kind}: {printable(problem.text)}")
         if record is not None and not problems:
-            print(f"{step.name}: good", *summary.lines(record), sep="\n  ")
+            print_lines([f"{step.name}: good", *(f"  {line}" for line in summary.lines(record))])
         codes += [EXIT[problem.kind] for problem in problems]
     for line in summary.set_aside(directory):
-        print(line)
+        print_line(line)
     # The most severe problem decides: unsafe, then corrupt, then incomplete.
     return next((code for code in (3, 1, 4) if code in codes), 0)
 
@@ -104,12 +105,13 @@ def _tell_foreign(step: Path, foreign: ForeignStep, *, deep: bool) -> list[int]:
         for name, record in all_tensors(foreign.manifest) if deep else ():
             foreign.reader.logical(name, record)
     except DamagedMemberError as error:
-        print(f"{step.name}: corrupt: {printable(str(error))}")
+        print_line(f"{step.name}: corrupt: {printable(str(error))}")
         return [EXIT["corrupt"]]
     told = "all its tensors were read" if deep else "the bytes of its tensors were not read (--deep reads them)"
-    print(f"{step.name}: complete, written by Megatron-LM; {told}", *summary.lines(foreign.manifest), sep="\n  ")
+    lines = (f"  {line}" for line in summary.lines(foreign.manifest))
+    print_lines([f"{step.name}: complete, written by Megatron-LM; {told}", *lines])
     if foreign.optimizer_problem is not None:
-        print(f"  note: {foreign.optimizer_problem}")
+        print_line(f"  note: {foreign.optimizer_problem}")
     return []
 
 
@@ -121,7 +123,9 @@ def _compare(arguments: argparse.Namespace) -> int:
 
     one, other = (open_step(directory) for directory in arguments.compare)
     difference = first_difference(one, other)
-    print(difference or f"equal: {one.directory} and {other.directory}, every bit of {len(one.manifest.model)} tensors")
+    print_line(
+        difference or f"equal: {one.directory} and {other.directory}, every bit of {len(one.manifest.model)} tensors"
+    )
     return 0 if difference is None else EXIT["corrupt"]
 
 
@@ -130,7 +134,7 @@ def _steps(directory: Path, *, everything: bool) -> tuple[list[Path], list[int]]
     from megatron.checkpoint import paths, summary
 
     if why := summary.meaning(directory.name):
-        print(f"{directory.name}: incomplete: {why}")
+        print_line(f"{directory.name}: incomplete: {why}")
         return [], [EXIT["incomplete"]]
     if (directory / paths.MANIFEST).exists() or paths.step_of(directory.name) is not None:
         return [directory], []
@@ -143,5 +147,5 @@ def _steps(directory: Path, *, everything: bool) -> tuple[list[Path], list[int]]
     if tracker.problem is None and named in steps:
         return (steps if everything else [named]), []
     problem = tracker.problem or f"{directory / paths.TRACKER} names {named.name}, which is not there"
-    print(f"{directory}: incomplete: {problem}")
+    print_line(f"{directory}: incomplete: {problem}")
     return (steps if everything else steps[:1]), [EXIT["incomplete"]]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from megatron.config.split import Shares, parse_split
 from megatron.errors import ConfigError, without_secrets
 from megatron.utils.numerals import real_number
+from megatron.utils.regular_file import regular
 
 if TYPE_CHECKING:
     from megatron.config.sections.data import DataConfig
@@ -155,7 +156,7 @@ def _is_text(word: str) -> bool:
 
 def _read(flag: str, path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return regular(Path(path)).read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"{flag}: not UTF-8 text; give the file that lists the sources") from None
     except OSError as error:

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.config.flag import Setting
 from megatron.config.run import SECTIONS, RunConfig, all_settings, build, settings_by_name
 from megatron.config.values import parse_switch, parse_value, show
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, printable
 
 
 def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
@@ -150,7 +150,8 @@ def describe(config: RunConfig) -> str:
     for section in SECTIONS:
         rows.append((f"[{section}]", "", ""))
         for setting in (s for s in all_settings() if s.section == section):
-            rows.append((setting.name, show(config.value(setting)), config.origins.get(setting.name, "default")))
+            value, origin = show(config.value(setting)), config.origins.get(setting.name, "default")
+            rows.append((setting.name, printable(value), printable(origin)))
     width = [max(len(row[column]) for row in rows) for column in range(2)]
     width[1] = min(width[1], 60)
     table = [f"{name:<{width[0]}}  {value:<{width[1]}}  {origin}".rstrip() for name, value, origin in rows]

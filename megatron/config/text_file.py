@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.errors import ConfigError
+from megatron.utils.regular_file import regular
 
 _LARGEST_FILE = 1 << 20  # bytes
 
@@ -13,7 +14,7 @@ def text_of(flag: str, path: str, kind: str) -> str:
     """`flag`: the one that named the file. `kind`: YAML or JSON."""
     file = Path(path)
     try:
-        if not file.is_file():
+        if not regular(file).is_file():
             raise ConfigError(f"{flag} {path}: no such file; give the path of a {kind} file")
         if file.stat().st_size > _LARGEST_FILE:
             raise ConfigError(
@@ -23,4 +24,4 @@ def text_of(flag: str, path: str, kind: str) -> str:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{flag} {path}: not valid {kind} ({error}); correct the file") from None
     except OSError as error:
-        raise ConfigError(f"{flag} {path}: cannot be read ({error.strerror}); check its permissions") from None
+        raise ConfigError(f"{flag} {path}: cannot be read ({error.strerror}); check the file") from None

@@ -145,8 +145,8 @@ class Heartbeat:
         if self._store_lock.acquire(timeout=_LOCK_HELD_AT_MOST):
             with suppress(RuntimeError):
                 self._read_announcement()
-                others = set(self._info.ranks_here) - {self._info.rank}
-                for status in self._board.read(sorted(others)):
+                others = [rank for rank in self._info.ranks_here if rank != self._info.rank]
+                for status in self._board.read(others):
                     self._check(self._board, status)
                 self._announce("terminated", by_sigterm(self._where()))
         self._end("terminated", by_sigterm(self._where()), prints=True)  # the store does not answer

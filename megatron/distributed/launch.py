@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -29,7 +29,6 @@ from megatron.errors import ConfigError, PeerLostError
 from megatron.utils.numerals import whole_number
 from megatron.utils.process import signal_at_parent_death
 
-_TASKS = re.compile(r"(\d{1,7})(?:\(x(\d{1,7})\))?", re.ASCII)
 _WITHOUT_THREADS = ("fake", "recorded")
 """Backends that do nothing, and record at most what a rank would do: torch's, and that of `megatron.prove.order`."""
 
@@ -63,17 +62,20 @@ class LaunchInfo:
     local_is_said: bool = True
     """The launcher has said how many ranks this machine has; `local_world_size` is all of them otherwise."""
 
+    listed_here: tuple[int, ...] = ()
+    """The ranks of this machine, where the launcher lists them."""
+
+    @property
+    def ranks_here(self) -> Sequence[int]:
+        """Ranks of this machine; launchers that do not list them number them in a row."""
+        first = self.rank - self.local_rank
+        return self.listed_here or range(max(0, first), min(first + self.local_world_size, self.world_size))
+
     @property
     def single_node(self) -> bool:
         """All ranks are certainly on this machine: the launcher says so, or they meet on loopback."""
         on_loopback = self.master_addr == "localhost" or self.master_addr.startswith(("127.", "::1"))
         return self.local_world_size == self.world_size and (self.local_is_said or on_loopback)
-
-    @property
-    def ranks_here(self) -> range:
-        """The ranks of this machine, by the launcher's numbers."""
-        first = max(0, self.rank - self.local_rank)
-        return range(first, min(first + self.local_world_size, self.world_size))
 
     @property
     def keeps_store(self) -> bool:
@@ -89,10 +91,10 @@ class LaunchInfo:
     def detect(local_rank: int | None = None, env: Mapping[str, str] | None = None) -> LaunchInfo:
         """Reads the environment; `local_rank` is the value of --local-rank if the launcher passed one."""
         env = os.environ if env is None else env
-        if "RANK" in env or "WORLD_SIZE" in env:
+        if env.get("RANK") or env.get("WORLD_SIZE"):
             info = _from_torch(env, local_rank)
         elif _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1:  # set by srun, not in the batch script
-            info = _from_slurm(env)
+            info = _from_slurm(env, local_rank)
         else:
             info = LaunchInfo(local_rank=local_rank or 0, parent=os.getppid())
         _check(info)
@@ -102,27 +104,22 @@ class LaunchInfo:
 
 
 def _from_torch(env: Mapping[str, str], local_rank: int | None) -> LaunchInfo:
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
     world_size = _number(env, "WORLD_SIZE", 1)
-    if missing and not (world_size == 1 and "RANK" in env):
+    if missing and not (world_size == 1 and env.get("RANK")):
         raise ConfigError(
             f"the environment has RANK or WORLD_SIZE but not {' and '.join(missing)}: start with torchrun, "
             "or unset them to run one process"
         )
-    from_env = _number(env, "LOCAL_RANK", -1)
-    if local_rank is not None and from_env >= 0 and local_rank != from_env:
-        raise ConfigError(f"--local-rank {local_rank} contradicts LOCAL_RANK={from_env} of the launcher; leave it out")
     rank = _number(env, "RANK", 0)
     elastic = "TORCHELASTIC_RUN_ID" in env
-    if from_env < 0:
-        from_env = rank if local_rank is None else local_rank
     return LaunchInfo(
         rank=rank,
         world_size=world_size,
-        local_rank=from_env,
+        local_rank=_local_rank(env, "LOCAL_RANK", local_rank, rank),
         local_world_size=_number(env, "LOCAL_WORLD_SIZE", world_size),
         local_is_said="LOCAL_WORLD_SIZE" in env,
-        master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+        master_addr=env.get("MASTER_ADDR") or "127.0.0.1",
         master_port=_number(env, "MASTER_PORT", 0),
         run_id=env.get("TORCHELASTIC_RUN_ID", "none"),
         attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", 0),
@@ -132,13 +129,21 @@ def _from_torch(env: Mapping[str, str], local_rank: int | None) -> LaunchInfo:
     )
 
 
-def _from_slurm(env: Mapping[str, str]) -> LaunchInfo:
-    job = _number(env, "SLURM_JOB_ID", 0)
+def _local_rank(env: Mapping[str, str], name: str, flag: int | None, default: int) -> int:
+    said = _number(env, name, default if flag is None else flag)
+    if flag not in (None, said):
+        raise ConfigError(f"--local-rank {flag} contradicts {name}={said} of the launcher; leave it out")
+    return said
+
+
+def _from_slurm(env: Mapping[str, str], local_rank: int | None) -> LaunchInfo:
+    job, here = _number(env, "SLURM_JOB_ID", 0), _listed_tasks(env)
     return LaunchInfo(
         rank=_number(env, "SLURM_PROCID", 0),
         world_size=_number(env, "SLURM_STEP_NUM_TASKS", 1),
-        local_rank=_number(env, "SLURM_LOCALID", 0),
-        local_world_size=_tasks_of_node(env, _number(env, "SLURM_NODEID", 0)),
+        local_rank=_local_rank(env, "SLURM_LOCALID", local_rank, 0),
+        local_world_size=len(here) or _tasks_of_node(env),
+        listed_here=here,
         master_addr=env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", "127.0.0.1")),
         # The port follows from the job and step numbers, so that two jobs on one machine use different ones.
         master_port=_number(env, "MASTER_PORT", 20000 + (job * 7 + _number(env, "SLURM_STEP_ID", 0)) % 20000),
@@ -149,22 +154,36 @@ def _from_slurm(env: Mapping[str, str]) -> LaunchInfo:
     )
 
 
-def _tasks_of_node(env: Mapping[str, str], node: int) -> int:
-    """The number of tasks of this node in a list such as "8(x2),4": eight on each of two nodes, four on the third."""
-    text = env.get("SLURM_STEP_TASKS_PER_NODE") or "1"
-    tasks = 1
-    for part in text.split(","):
-        found = _TASKS.fullmatch(part)
-        if found is None:
-            raise ConfigError(
-                f"SLURM_STEP_TASKS_PER_NODE={text!r} in the environment: must be numbers of tasks such as 8(x2),4; "
-                "start with srun"
-            )
-        tasks = int(found[1])
-        node -= int(found[2] or 1)
-        if node < 0:
-            break
+def _listed_tasks(env: Mapping[str, str]) -> tuple[int, ...]:
+    """The tasks of this node, if Slurm lists them: those of `srun --distribution=cyclic` are not numbered in a row."""
+    text = env.get("SLURM_GTIDS", "")
+    try:
+        tasks = tuple(map(whole_number, text.split(","))) if text else ()
+    except ValueError:
+        raise ConfigError(f"SLURM_GTIDS={text!r} in the environment: no list of tasks; start with srun") from None
+    size = _number(env, "SLURM_STEP_NUM_TASKS", 1)
+    if tasks and (_number(env, "SLURM_PROCID", 0) not in tasks or not all(0 <= task < size for task in tasks)):
+        raise ConfigError(
+            f"SLURM_GTIDS={text!r} in the environment: not the tasks of a node that has SLURM_PROCID="
+            f"{env.get('SLURM_PROCID', 0)} of {size}; start with srun"
+        )
     return tasks
+
+
+def _tasks_of_node(env: Mapping[str, str]) -> int:
+    """The number of tasks of this node, from a list of all nodes such as "2(x3),1"."""
+    name, node = "SLURM_STEP_TASKS_PER_NODE", _number(env, "SLURM_NODEID", 0)
+    text, left = env.get(name, "1"), node
+    try:
+        for entry in text.split(","):
+            tasks, _, times = entry.removesuffix(")").partition("(x")
+            nodes = whole_number(times or "1")
+            if left < nodes:
+                return whole_number(tasks)
+            left -= nodes
+    except ValueError:
+        raise ConfigError(f"{name}={text!r} in the environment: cannot be read; start with srun") from None
+    raise ConfigError(f"SLURM_NODEID={node} is outside {name}={text}; start with srun")
 
 
 def first_host(nodelist: str) -> str:
@@ -185,14 +204,29 @@ def _number(env: Mapping[str, str], name: str, default: int) -> int:
         ) from None
 
 
+_SAID_BY_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_SAID_BY_SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+
+
 def _check(info: LaunchInfo) -> None:
+    rank, size, local_rank, local_size = _SAID_BY_SLURM if info.launcher == "slurm" else _SAID_BY_TORCH
+    start = "start with srun" if info.launcher == "slurm" else "start with torchrun"
     if not 0 <= info.rank < info.world_size:
-        raise ConfigError(f"RANK={info.rank} is outside WORLD_SIZE={info.world_size}; start with torchrun")
-    # A single process may name the device that it wants by its local rank.
-    beyond = info.world_size > 1 and info.local_rank >= info.local_world_size
-    if info.local_world_size < 1 or info.local_rank < 0 or beyond:
+        raise ConfigError(f"{rank}={info.rank} is outside {size}={info.world_size}; {start}")
+    if not 1 <= info.local_world_size <= info.world_size:
         raise ConfigError(
-            f"LOCAL_RANK={info.local_rank} is outside LOCAL_WORLD_SIZE={info.local_world_size}; start with torchrun"
+            f"{local_size}={info.local_world_size} is not from 1 to {size}={info.world_size}, the number of ranks; "
+            f"{start}"
+        )
+    if not 0 <= info.local_rank < info.local_world_size:
+        own = f"--local-rank {info.local_rank}" if info.launcher == "python" else f"{local_rank}={info.local_rank}"
+        last = info.local_world_size - 1
+        raise ConfigError(f"{own}: local ranks are 0 to {last} where {local_size}={last + 1}; leave it out, or {start}")
+    if info.local_rank > info.rank:
+        raise ConfigError(f"{local_rank}={info.local_rank} is above {rank}={info.rank}; {start}")
+    if info.world_size > 1 and not 0 < info.master_port < 2**16:
+        raise ConfigError(
+            f"MASTER_PORT={info.master_port}: not a port; give 1 to 65535, as torchrun --master-port does"
         )
     if info.world_size > 1 and info.local_rank > info.rank:
         raise ConfigError(f"LOCAL_RANK={info.local_rank} is above RANK={info.rank}; start with torchrun")

@@ -53,8 +53,9 @@ def row_of_run(size: str, devices: str, path: Path) -> SizeResult:
 
 
 def read_published(path: Path) -> Published:
+    text = _text("--published", path)
     try:
-        found = typed(Published, json.loads(_text("--published", path)))
+        found = typed(Published, json.loads(text))
         for row in found.rows:
             if not all(
                 0 <= value < math.inf for value in (row.samples_per_second, row.perplexity) if value is not None

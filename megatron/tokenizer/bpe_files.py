@@ -15,6 +15,7 @@ from pathlib import Path
 from megatron.errors import ConfigError
 from megatron.tokenizer.base import END_OF_TEXT
 from megatron.tokenizer.byte_alphabet import CHARACTER_OF_BYTE, SPACE
+from megatron.utils.regular_file import regular
 
 Merge = tuple[str, str]
 
@@ -64,7 +65,7 @@ def merge_pair(merge: str | list[str]) -> Merge:
 def read_text(path: Path, setting: str) -> str:
     """Reads a UTF-8 file of the tokenizer; a ConfigError names the setting."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return regular(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{setting} {path}: there is no such file") from None
     except UnicodeDecodeError as error:

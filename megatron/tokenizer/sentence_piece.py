@@ -18,6 +18,7 @@ import numpy as np
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Ids, Tokenizer, package, refuse_surrogates
 from megatron.tokenizer.byte_lengths import Lengths, by_decoding
+from megatron.utils.regular_file import regular
 
 ADDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 
@@ -143,7 +144,7 @@ class SentencePieceTokenizer(GPTSentencePieceTokenizer):
 
 def _read(path: Path) -> bytes:
     try:
-        content = path.read_bytes()
+        content = regular(path).read_bytes()
     except FileNotFoundError:
         raise ConfigError(f"--tokenizer-model {path}: there is no such file; nothing is downloaded") from None
     except OSError as error:

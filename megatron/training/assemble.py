@@ -197,9 +197,9 @@ def build_data(
 
 
 def _show(run: Run, datasets: Datasets) -> None:
-    for text in (datasets.table, *datasets.notes):
-        if text:
-            run.log.info(text)
+    if datasets.table:
+        run.log.info(*datasets.table.split("\n"))
+    run.log.info(*filter(None, datasets.notes))
     for warning in datasets.warnings:
         run.log.warn(warning)
     path = run.config.data.data_table_path

@@ -19,6 +19,7 @@ from megatron.data.build import sources_of
 from megatron.data.splits import sample_counts
 from megatron.data.validation import sizes_of_sets
 from megatron.distributed.state import ParallelState
+from megatron.errors import printable
 from megatron.layout import Layout
 from megatron.model.gpt import GPT
 from megatron.optimizer import offloads
@@ -159,7 +160,8 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
         ),
     ]
     width = max(len(name) for name, _ in rows)
-    return "\n".join(["dry run: all settings are valid", *(f"  {name:<{width}}  {text}" for name, text in rows)])
+    lines = (f"  {name:<{width}}  {printable(text)}" for name, text in rows)
+    return "\n".join(["dry run: all settings are valid", *lines])
 
 
 def _described(run: Run, model_provider: Callable[[Run], nn.Module]) -> tuple[nn.Module, MoEConfig | None]:

@@ -76,7 +76,7 @@ class SplitEvaluator:
             counted_tokens=result.counted_tokens,
             counted_bytes=result.counted_bytes,
         )
-        self._log.info(self._line_of(record, where))
+        self._log.info(*self._line_of(record, where).split("\n"))
         for hook in self._hooks:
             hook.on_evaluate(record)
         return record

@@ -30,7 +30,7 @@ from megatron.errors import (
 )
 from megatron.utils.command_line import NO_PATH, forget_stdout, not_installed, stdout_is_unread
 from megatron.utils.durable import fix_of, write_atomically
-from megatron.utils.log import escape_unprintable, print_line
+from megatron.utils.log import escape_unprintable, print_lines
 
 if TYPE_CHECKING:
     from megatron.distributed.launch import LaunchInfo
@@ -243,7 +243,7 @@ def _say_first_of_machine(error: MegatronError, launch: LaunchInfo) -> None:
 
 def _print(error: MegatronError, rank: int, *, named: bool) -> None:
     where = f" (rank {rank})" if named else ""
-    print_line("\n".join(f"error{where}: {line}" for line in error.lines), sys.stderr)
+    print_lines([f"error{where}: {line}" for line in error.lines], sys.stderr)
 
 
 def _leave(*, together: bool) -> None:

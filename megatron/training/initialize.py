@@ -118,8 +118,7 @@ def start(
     refusals = Refusals()
     check_world(config, launch.world_size, refusals)
     log = RankLog(launch.rank, stream or sys.stdout, stamped=LOG_FORMS[config.logging.log_format].stamped)
-    for notice in config.notices:
-        log.info(printable(notice))
+    log.info(*map(printable, config.notices))
     device, backend = None, "gloo"
     with refusals.of_checking():
         device = resolve_device(config.runtime.device, launch.local_rank)
@@ -169,7 +168,7 @@ def start(
         f"{verb} {launch.world_size} x {device.type} with {threads} CPU threads each, backend {backend}, "
         f"data parallel {run.parallel.dp.size}"
     )
-    log.info(run.kernels.table() if config.logging.log_kernels else run.kernels.summary())
+    log.info(*(run.kernels.table().split("\n") if config.logging.log_kernels else [run.kernels.summary()]))
     if config.kernels.compile and (left := left_to_compiler(run.kernels)):
         log.info(f"--compile: inside a layer the plain formulas of {', '.join(left)} are fused instead")
     return run

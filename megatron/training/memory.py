@@ -87,7 +87,9 @@ def _check_memory(run: Run, model: nn.Module) -> None:
     without a line. `model` describes the whole one. The prediction is a lower bound."""
     if run.device.type != "cpu" or run.config.training.skip_train or not isinstance(model, GPT):
         return
-    if (text := shortage(predicted(run, model, run.launch.ranks_here))) is None:
+    launch = run.launch
+    here = launch.ranks_here if launch.local_is_said or launch.single_node else [launch.rank]
+    if (text := shortage(predicted(run, model, here))) is None:
         return
     line, short = text
     if short:

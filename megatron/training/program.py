@@ -59,7 +59,7 @@ def run_training(
         if config.runtime.plans:
             check_launch_files(run, needs_data=needs_data)
             plan = render_plan(run, model_provider)
-            run.log.info(describe(config) if config.runtime.print_config else plan)
+            run.log.info(*(describe(config) if config.runtime.print_config else plan).split("\n"))
             return StopReason("planned", "--print-config" if config.runtime.print_config else "--dry-run")
         checked = with_memory_checked(model_provider)
         with held_save_directory(run) as (history, exit_record):

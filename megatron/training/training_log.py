@@ -93,7 +93,7 @@ class TrainingLog:
         config = self._config
         if config.timing_log_level > 0:
             times = all_gather_json(dict(mine), self._engine.parallel.world, dict[str, float])
-            self._log.info(render_times(times, config.timing_log_option))
+            self._log.info(*render_times(times, config.timing_log_option).split("\n"))
 
     def _log_memory(self, iteration: int) -> None:
         """Logs the memory of the rank that uses most. A collective, so only when asked for."""

@@ -12,11 +12,12 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.errors import ConfigError, InterruptError, MegatronError
 from megatron.utils.loading import before_torch
-from megatron.utils.log import escape_unprintable, print_line
+from megatron.utils.log import escape_unprintable, print_line, print_lines
 from megatron.utils.numerals import LARGEST, real_number, whole_number
 
 DEPENDENCIES = ("numpy", "regex", "safetensors", "tokenizers", "torch", "transformers", "xxhash", "yaml")
@@ -31,6 +32,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
         self.register("action", None, _Once)
+        self.register("type", Path, _path)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message[:1].lower()}{message[1:]}; see --help".removeprefix("argument "))
@@ -95,6 +97,12 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is {error}") from None
 
 
+def _path(text: str) -> Path:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the path is empty (an unset shell variable?); give one, or leave it out")
+    return Path(text)
+
+
 def fraction(text: str) -> float:
     value = number(text)
     if not 0 <= value <= 1:
@@ -137,7 +145,7 @@ def _exit_code(name: str, job: Callable[[], int | None]) -> int:
     try:
         code = job()
     except MegatronError as error:
-        print_line("\n".join(f"{name}: {line}" for line in error.lines), sys.stderr)
+        print_lines([f"{name}: {line}" for line in error.lines], sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print_line(f"{name}: interrupted; nothing was written", sys.stderr)

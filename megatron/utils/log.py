@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TextIO
@@ -18,11 +19,17 @@ def escape_unprintable(stream: TextIO) -> None:
         stream.reconfigure(errors="backslashreplace")
 
 
-def print_line(text: str, stream: TextIO) -> None:
-    """Prints a line in one write. torchrun starts ranks with unbuffered output (`python -u`), where `print` writes the
-    text and the end of the line apart, and the line of another rank can come between them."""
-    stream.write(text + "\n")
+def print_lines(lines: Iterable[str], stream: TextIO | None = None) -> None:
+    """Prints the lines, made `printable` whatever their length, in one write, to stdout if no stream is given. torchrun
+    starts ranks with unbuffered output (`python -u`), where `print` writes the text and the end of the line apart, and
+    the line of another rank can come between them."""
+    stream = stream or sys.stdout
+    stream.write("".join(f"{printable(line, sys.maxsize)}\n" for line in lines))
     stream.flush()
+
+
+def print_line(text: str, stream: TextIO | None = None) -> None:
+    print_lines([text], stream)
 
 
 @dataclass(frozen=True)
@@ -41,11 +48,11 @@ class RankLog:
     def main(self) -> bool:
         return self.rank == 0
 
-    def info(self, text: str) -> None:
+    def info(self, *lines: str) -> None:
         """Prints on rank 0 only."""
         if self.main:
             stamp = f"{datetime.now():%H:%M:%S} " if self.stamped else ""
-            print_line(stamp + text.replace("\n", "\n" + stamp), self.stream)
+            print_lines([stamp + line for line in lines], self.stream)
 
     def warn(self, text: str) -> None:
         """Prints one line of limited length on rank 0: it may quote what a user or a file gave."""

@@ -31,11 +31,12 @@ LONG = "x" * 300_000  # twelve minutes for a search that is quadratic
     ],
 )
 def test_a_message_is_one_line_that_a_terminal_does_not_obey(message: str, shown: str) -> None:
-    assert str(ConfigError(message)) == shown
+    assert str(ConfigError(message)) == shown == str(ConfigError(shown)), "once is enough"
     assert ConfigErrors([ConfigError(message), ConfigError("b")]).lines == (shown, "b")
 
 
 def test_a_value_of_many_words_is_cut_and_the_reason_stays() -> None:
     line = str(ConfigError(f"--data-path {'word ' * 20_000}: no such file; check the path"))
     assert len(line) < 2100 and line.startswith("--data-path word word")
+    assert line == str(ConfigError(line)), "cut once"
     assert "(100042 characters)" in line and line.endswith(": no such file; check the path")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron.config.blend import data_sources, fetch_first, prefix_meant
 from megatron.config.refusals import Refusals
-from megatron.config.run import RunConfig
+from megatron.config.run import RunConfig, all_settings
 from megatron.errors import ConfigError
 
 
@@ -25,7 +25,25 @@ def check_paths(config: RunConfig, refusals: Refusals | None = None) -> None:
         found.end()
 
 
+def _unusable_paths(config: RunConfig) -> Iterator[ConfigError]:
+    """Paths that no file can have, or that this user may not look at."""
+    for setting in (setting for setting in all_settings() if setting.flag.path):
+        value = config.value(setting)
+        for path in (value,) if isinstance(value, str) else value or ():
+            try:
+                Path(path).stat()
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except (OSError, ValueError) as error:
+                reason = error.strerror if isinstance(error, OSError) else error
+                yield ConfigError(f"{setting.spelling} {path}: {reason}; name another path")
+
+
 def _wrong_paths(config: RunConfig) -> Iterator[ConfigError]:
+    unusable = list(_unusable_paths(config))
+    yield from unusable
+    if unusable:
+        return  # the checks below would meet the same
     told: set[tuple[Path, str]] = set()  # of the two files of one prefix, one is enough
     for flag, path, hint in _named_files(config):
         line = _wrong_file(f"{flag} {path}", path, hint)

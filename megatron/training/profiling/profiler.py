@@ -15,7 +15,7 @@ from megatron.training.metric_writers import writing_file_of
 from megatron.training.profiling.trace_summary import STEP, read_trace, summarise
 from megatron.utils.device import end_memory_history, record_memory_history
 from megatron.utils.device_kind import kind_of
-from megatron.utils.log import RankLog, print_line
+from megatron.utils.log import RankLog, print_line, print_lines
 
 
 def build_profiler(
@@ -95,7 +95,7 @@ class StepProfiler(Hook):
             if self.config.record_memory_history and kind_of(self.device.type).memory_history:
                 end_memory_history(self.device, self._snapshot_path())
         self._profile = None
-        print_line(f"--profile: {path}\n{summarise(read_trace(path)).table()}", sys.stdout)
+        print_lines([f"--profile: {path}", *summarise(read_trace(path)).table().split("\n")], sys.stdout)
 
     def _snapshot_path(self) -> Path:
         default = Path(self.config.profile_dir) / "memory.pickle"

@@ -166,3 +166,11 @@ def test_checkpoints_of_verify(tmp_path: Path, capsys: Printed) -> None:
     manifest = step / "manifest.json"
     only_our_errors(use, written(manifest, texts(json.loads(manifest.read_bytes()), COUNT, 11)))
     assert codes == {CheckpointError.exit_code}
+
+
+def test_published_rows_that_cannot_be_read_are_told_once(tmp_path: Path, capsys: Printed) -> None:
+    run = tmp_path / "run.jsonl"
+    run.write_text("\n".join(map(json.dumps, metrics())))
+    assert results_table(["--run", "1B", "8", str(run), "--published", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.count(str(tmp_path)) == 1 and "Is a directory" in said

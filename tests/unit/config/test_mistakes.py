@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import check_paths, check_settings, check_world
+from megatron.config.run import all_settings, build
 from megatron.config.sources import _ELSEWHERE, spelling_table
 from megatron.errors import ConfigError
 from tests.helpers.other_programs import parse_args
@@ -278,6 +279,15 @@ def test_profiled_ranks_must_exist() -> None:
     check_world(config, 2)
     with pytest.raises(ConfigError, match=r"--profile-ranks 0 1: there is no rank 1; the ranks are 0 to 0"):
         check_world(config, 1)
+
+
+@pytest.mark.parametrize("flag", [setting.spelling for setting in all_settings() if setting.flag.path])
+@pytest.mark.parametrize(("path", "reason"), [("n" * 5000, "File name too long"), ("a\0b", "embedded null byte")])
+def test_a_path_that_no_file_can_have(flag: str, path: str, reason: str) -> None:
+    """A null byte comes from a file of settings."""
+    values = {flag.lstrip("-").replace("-", "_"): (path,) if flag.endswith("data-path") else path}
+    with pytest.raises(ConfigError, match=rf"{flag} .*{reason}; name another path"):
+        check_paths(build(values))
 
 
 def test_files_must_exist(tmp_path_factory: pytest.TempPathFactory) -> None:

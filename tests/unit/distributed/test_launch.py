@@ -29,6 +29,7 @@ TORCHRUN = {
     "TORCHELASTIC_MAX_RESTARTS": "3",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
+ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
 SLURM = {
     "SLURM_STEP_NUM_TASKS": "16",
     "SLURM_PROCID": "9",
@@ -72,23 +73,30 @@ def test_slurm_step() -> None:
     assert 20000 <= info.master_port < 40000
 
 
-def test_nodes_of_a_slurm_step_may_have_different_numbers_of_tasks() -> None:
-    """Each rank knows the ranks of its own machine: the memory that they need together is checked there."""
-    uneven = {**SLURM, "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "2(x2),3"}
-    places = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)]
-    here = [[0, 1]] * 2 + [[2, 3]] * 2 + [[4, 5, 6]] * 3
-    for rank, (node, local) in enumerate(places):
-        env = {**uneven, "SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)}
-        assert list(LaunchInfo.detect(env=env).ranks_here) == here[rank]
+UNEVEN = {**SLURM, "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}
 
 
-def test_a_single_process_may_name_its_device_by_any_local_rank() -> None:
-    for info in (
-        LaunchInfo.detect(5, {}),
-        LaunchInfo.detect(env={"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "99999"}),
-        LaunchInfo.detect(env={"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "5"}),
-    ):
-        assert list(info.ranks_here) == [0]
+@pytest.mark.parametrize(
+    ("rank", "local", "node", "here"), [(0, 0, 0, [0, 1]), (1, 1, 0, [0, 1]), (3, 1, 1, [2, 3]), (4, 0, 2, [4])]
+)
+def test_slurm_with_uneven_nodes(rank: int, local: int, node: int, here: list[int]) -> None:
+    place = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local), "SLURM_NODEID": str(node)}
+    info = LaunchInfo.detect(env={**UNEVEN, **place})
+    assert info.local_world_size == len(here) and list(info.ranks_here) == here
+
+
+def test_slurm_with_tasks_dealt_to_nodes_in_turn() -> None:
+    """`srun --distribution=cyclic`."""
+    place = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_GTIDS": "0,3"}
+    info = LaunchInfo.detect(env={**UNEVEN, **place})
+    assert info.local_world_size == 2 and list(info.ranks_here) == [0, 3]
+
+
+def test_the_ranks_of_a_machine() -> None:
+    assert list(LaunchInfo().ranks_here) == [0]
+    assert list(LaunchInfo.detect(env=TORCHRUN).ranks_here) == [4, 5, 6, 7]
+    last = {**TORCHRUN, "RANK": "6", "WORLD_SIZE": "7", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
+    assert list(LaunchInfo.detect(env=last).ranks_here) == [6]
 
 
 def test_a_slurm_allocation_without_srun_is_one_process() -> None:
@@ -112,19 +120,30 @@ def test_first_host(nodes: str, first: str) -> None:
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, None, ["MASTER_ADDR and MASTER_PORT", "torchrun"]),
         ({"WORLD_SIZE": "2"}, None, ["RANK", "torchrun"]),
+        ({**TORCHRUN, "RANK": ""}, None, ["RANK", "torchrun"]),
+        ({**TORCHRUN, "MASTER_ADDR": ""}, None, ["MASTER_ADDR", "torchrun"]),
         ({**TORCHRUN, "RANK": "8"}, None, ["RANK=8", "WORLD_SIZE=8"]),
         ({**TORCHRUN, "LOCAL_RANK": "4"}, None, ["LOCAL_RANK=4", "LOCAL_WORLD_SIZE=4"]),
         ({**TORCHRUN, "RANK": "x"}, None, ["RANK='x'", "whole number"]),
         (TORCHRUN, 0, ["--local-rank 0", "LOCAL_RANK=1"]),
         ({"SLURM_STEP_NUM_TASKS": "many"}, None, ["SLURM_STEP_NUM_TASKS='many'"]),
-        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "9" * 5000}, None, ["SLURM_STEP_TASKS_PER_NODE", "8(x2),4"]),
-        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "8(x2"}, None, ["SLURM_STEP_TASKS_PER_NODE='8(x2'"]),
-        ({**SLURM, "SLURM_LOCALID": "-1"}, None, ["LOCAL_RANK=-1"]),
-        ({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "1"}, None, ["LOCAL_RANK=1", "RANK=0"]),
+        ({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "1"}, None, ["LOCAL_RANK=1 is above RANK=0", "torchrun"]),
+        ({**SLURM, "SLURM_STEP_NODELIST": "["}, None, ["SLURM_STEP_NODELIST", "MASTER_ADDR"]),
+        ({}, 5, ["--local-rank 5", "0 to 0"]),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "99999"}, None, ["LOCAL_RANK=99999", "0 to 0"]),
+        ({**ALONE, "LOCAL_WORLD_SIZE": "5", "LOCAL_RANK": "4"}, None, ["LOCAL_WORLD_SIZE=5", "WORLD_SIZE=1"]),
+        ({**TORCHRUN, "LOCAL_RANK": "-1"}, None, ["LOCAL_RANK=-1"]),
+        (SLURM, 0, ["--local-rank 0", "SLURM_LOCALID=1"]),
         ({**TORCHRUN, "MASTER_PORT": "99999999"}, None, ["MASTER_PORT=99999999", "65535"]),
         ({**TORCHRUN, "MASTER_PORT": "-5"}, None, ["MASTER_PORT=-5", "65535"]),
-        ({**TORCHRUN, "MASTER_PORT": "0"}, None, ["MASTER_PORT=0", "free port"]),
-        ({**SLURM, "SLURM_STEP_NODELIST": "["}, None, ["SLURM_STEP_NODELIST", "MASTER_ADDR"]),
+        ({**TORCHRUN, "MASTER_PORT": "0"}, None, ["MASTER_PORT=0", "65535"]),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "9" * 5000}, None, ["SLURM_STEP_TASKS_PER_NODE", "srun"]),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "8(x1)", "SLURM_NODEID": "1"}, None, ["SLURM_NODEID=1", "8(x1)"]),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "8(y2)"}, None, ["SLURM_STEP_TASKS_PER_NODE", "8(y2)"]),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "٣"}, None, ["SLURM_STEP_TASKS_PER_NODE"]),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1"}, None, ["SLURM_LOCALID=1", "0 to 0"]),
+        ({**SLURM, "SLURM_GTIDS": "8,x"}, None, ["SLURM_GTIDS", "8,x"]),
+        ({**SLURM, "SLURM_GTIDS": "8,11"}, None, ["SLURM_GTIDS", "SLURM_PROCID=9"]),
     ],
 )
 def test_refusals(env: dict[str, str], local_rank: int | None, words: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -209,3 +210,32 @@ def test_a_plan_for_gpus_is_made_without_one(
     assert "--distributed-backend nccl: this machine has no accelerator, so the plan is for CPUs with gloo" in shown
     assert pretrain_here(command) == 2
     assert "--distributed-backend nccl: needs an accelerator" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("special", ["a pipe", "/dev/zero"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--config FILE",
+        "--deepspeed --deepspeed_config FILE",
+        "--data-args-path FILE",
+        "--per-split-data-args-path FILE",
+        "--data-path FILE --tokenizer-type NullTokenizer",
+        "--vocab-file FILE --merge-file FILE",
+        *(
+            f"--tokenizer-type {kind} --tokenizer-model FILE"
+            for kind in ("HuggingFaceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
+        ),
+        "--tokenizer-type BertWordPieceLowerCase --vocab-file FILE",
+    ],
+)
+def test_a_file_without_an_end_is_not_read(
+    given: str, special: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file" if special == "a pipe" else Path(special)
+    if special == "a pipe":
+        os.mkfifo(file)
+    mock = "--mock-data" if "tokenizer" in given and "--data-path" not in given else "--mock-data --vocab-size 100"
+    command = argv(SMALL.replace("--mock-data --vocab-size 100", mock), given.replace("FILE", str(file)))
+    lines = refused(command, capsys)
+    assert any(str(file) in line for line in lines), lines

@@ -63,6 +63,24 @@ def test_an_evaluation_needs_none_of_it(monkeypatch: pytest.MonkeyPatch, capsys:
     capsys.readouterr()
 
 
+@pytest.mark.parametrize(
+    ("launch", "ranks"),
+    [
+        (LaunchInfo(rank=2, world_size=3, local_rank=0, local_world_size=2), 1),
+        (LaunchInfo(rank=1, world_size=3, local_rank=1, local_world_size=2), 2),
+        (LaunchInfo(rank=1, world_size=3, local_rank=1, local_world_size=3, local_is_said=False), 3),
+        (LaunchInfo(world_size=3, local_world_size=3, local_is_said=False, master_addr="node1"), 1),
+    ],
+    ids=["last of uneven nodes", "first of uneven nodes", "on loopback", "anywhere"],
+)
+def test_the_ranks_of_this_machine_are_counted(launch: LaunchInfo, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse_args(flags())
+    run, counted = replace(make_run(config), launch=launch), list[int]()
+    monkeypatch.setattr(memory, "shortage", lambda needs: counted.append(len(needs)))
+    memory.with_memory_checked(pretrain_gpt().model_provider)(run)
+    assert counted == [ranks]
+
+
 def test_stages_are_counted_each_with_its_own() -> None:
     first, last = needed(2, num_layers=4, micro_batch_size=1, pipeline_model_parallel_size=2)
     (alone,) = needed(num_layers=4, micro_batch_size=1)

@@ -59,3 +59,21 @@ def test_the_largest_value_of_a_setting_is_planned_or_rejected(
         assert code == 2 and told.err.startswith("error: "), told.err
     else:
         assert "dry run: all settings are valid" in told.out
+
+
+STRANGE = f"a\x1b[31m\nerror: forged {'b' * 100_000}"
+QUOTED = ("fim-split-sample", "fim-eod-token", "moe-layer-freq", "wandb-exp-name", "async-strategy", "cuda-graph-scope")
+"""Settings of text whose value a notice quotes as it was given."""
+
+
+@pytest.mark.parametrize("way", ["--dry-run", "--print-config"])
+def test_what_quotes_a_value_is_lines_without_its_control_characters(
+    way: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word for name in QUOTED for word in (f"--{name}", STRANGE)]
+    again = ["--wandb-entity", STRANGE, "--wandb-entity", f"{STRANGE}b", "--data-cache-path", "https://me:pw@host/x"]
+    assert pretrain_here([*flags(), *words, *again, way]) == 0
+    lines = capsys.readouterr().out.split("\n")
+    assert sum(line.count("\\x1b[31m\\nerror: forged bbb") for line in lines) > len(QUOTED)
+    assert all(line.isprintable() and len(line) < 2500 for line in lines)
+    assert not any("pw" in line for line in lines)

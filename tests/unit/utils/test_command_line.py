@@ -140,3 +140,12 @@ def test_numbers_of_tools(text: str) -> None:
     assert parser.parse_known_flags(["--x", "-.5"]).x == -0.5
     with pytest.raises(ConfigError, match=r"is not a (finite )?number|is out of range"):
         parser.parse_known_flags([f"--x={text}"])
+
+
+@pytest.mark.parametrize("given", ["", "  "])
+def test_an_empty_path_is_not_the_current_folder(given: str) -> None:
+    parser = Parser()
+    parser.add_argument("--output", type=Path)
+    with pytest.raises(ConfigError, match=r"--output: the path is empty"):
+        parser.parse_known_flags(["--output", given])
+    assert parser.parse_known_flags(["--output", "a"]).output == Path("a")

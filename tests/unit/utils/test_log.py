@@ -37,11 +37,30 @@ class Writes(io.StringIO):
 def test_a_line_is_one_write() -> None:
     stream = Writes()
     print_line("one line", stream)
-    RankLog(stream=stream).info("two\nlines")
+    RankLog(stream=stream).info("two", "lines")
     print("a line", file=stream)
     assert stream.calls == ["one line\n", "two\nlines\n", "a line", "\n"], (
         "print needs two, and so is not used for this"
     )
+
+
+def test_a_line_stays_one_whatever_it_quotes() -> None:
+    stream = io.StringIO()
+    log = RankLog(stream=stream)
+    for say in (log.info, log.warn, lambda text: print_line(text, stream)):
+        say("--load a\nerror: \x1b[31m\u202e" + "b" * 1000)
+    *lines, end = stream.getvalue().split("\n")
+    assert len(lines) == 3 and not end
+    assert all("--load a\\nerror: \\x1b[31m\\u202ebbb" in line and line.endswith(" characters)") for line in lines)
+
+
+def test_a_long_line_of_the_log_is_whole_and_a_warning_is_not() -> None:
+    stream = io.StringIO()
+    log = RankLog(stream=stream)
+    log.info("rank 7: 1.00, " * 1000)
+    log.warn("many words " * 1000)
+    times, warning = stream.getvalue().splitlines()
+    assert len(times) == 14_000 and len(warning) < 2100
 
 
 def test_an_error_of_a_command_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
