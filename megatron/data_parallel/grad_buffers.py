@@ -21,6 +21,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron.data_parallel.buckets import Slot, make_buckets
 from megatron.data_parallel.late_gather import LateGather
@@ -92,18 +93,21 @@ class GradBuffers(SummedGrads):
         self._buckets = make_buckets(in_buffers, bucket_size, divided, finds_unused)
         self._lacking: list[str] = []
         self._divided = {slot.name for bucket in self._buckets if bucket.divided for slot in bucket.slots}
-        self._armed = False
-        self._reduced = False
+        self._armed = self._reduced = False
         self._next_bucket = 0
         self._adder = Adder()
-        self._hooks = [
-            slot.parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, slot))
-            for slot in self._slots.values()
-            if slot.view is not None
-        ]
         self._gathers_late = late_gather is not None
+        self._hooks = self._listen(late_gather)
+
+    def _listen(self, late_gather: nn.Module | None) -> list[RemovableHandle]:
+        """Registers the hooks by which gradients come here and late weights are waited for."""
+        in_buffers = [slot for slot in self._slots.values() if slot.view is not None]
+        hooks = [
+            slot.parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, slot)) for slot in in_buffers
+        ]
         if late_gather is not None:
-            self._hooks += LateGather(late_gather, [bucket for bucket in self._buckets if bucket.divided]).hooks
+            hooks += LateGather(late_gather, [bucket for bucket in self._buckets if bucket.divided]).hooks
+        return hooks
 
     def zero(self) -> None:
         """Begins a step. No memory is touched: the first gradient overwrites what is in the buffer."""

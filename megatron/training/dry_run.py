@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron.checkpoint import find_checkpoint
 from megatron.checkpoint.find import find_candidates
-from megatron.config import CheckpointConfig, MoEConfig, ParallelConfig
+from megatron.config import CheckpointConfig, MoEConfig, ParallelConfig, RunConfig
 from megatron.config.blend import data_sources, given_sets
 from megatron.config.refusals import Refusals
 from megatron.config.stages import stage_layers
@@ -117,12 +117,6 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
         global_batch_size=plan.evaluation_batch_size,
     )
     train, valid, test = (count if given else 0 for count, given in zip(counts, given_sets(config.data)))
-    on_host = config.parallel.parameters_on_host and run.device.type != "cpu"
-    away = (
-        config.optimizer.optimizer_offload_fraction if not on_host and offloads(config.optimizer, run.device) else 0.0
-    )
-    dp = layout.expert_dp
-    kept = state_bytes(config, held, dp // layout.instances, offloaded=away, on_host=on_host)
     rows = [
         ("ranks", f"{run.launch.world_size} (data parallel {plan.dp})"),
         *_groups(layout),
@@ -146,22 +140,32 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
         ("tokens", f"{tokens}"),
         ("checkpoints", _checkpoints(config.checkpoint)),
         *_compute(run, model, tokens),
-        (
-            "memory per rank",
-            f"{human_bytes(round(kept.total))} of weights, gradients and optimizer"
-            + (", in host memory; a layer is on the device when it runs" if on_host else "")
-            + (f"; {away:.0%} of the optimizer's state is offloaded" if away else ""),
-        ),
+        _memory(run, layout, held),
         *plan_rows(run, model, moe),
-        *(
-            [("copy to save", f"{human_bytes(round(copy_bytes(config, held, dp)))} of host memory (--async-save)")]
-            if config.checkpoint.async_save
-            else []
-        ),
+        *(_copy_to_save(config, held, layout.expert_dp) if config.checkpoint.async_save else []),
     ]
     width = max(len(name) for name, _ in rows)
     lines = (f"  {name:<{width}}  {printable(text)}" for name, text in rows)
     return "\n".join(["dry run: all settings are valid", *lines])
+
+
+def _memory(run: Run, layout: Layout, held: int) -> tuple[str, str]:
+    """The row of weights, gradients and optimizer of a rank that holds so many parameters."""
+    config = run.config
+    on_host = config.parallel.parameters_on_host and run.device.type != "cpu"
+    offloaded = not on_host and offloads(config.optimizer, run.device)
+    away = config.optimizer.optimizer_offload_fraction if offloaded else 0.0
+    kept = state_bytes(config, held, layout.expert_dp // layout.instances, offloaded=away, on_host=on_host)
+    return (
+        "memory per rank",
+        f"{human_bytes(round(kept.total))} of weights, gradients and optimizer"
+        + (", in host memory; a layer is on the device when it runs" if on_host else "")
+        + (f"; {away:.0%} of the optimizer's state is offloaded" if away else ""),
+    )
+
+
+def _copy_to_save(config: RunConfig, held: int, dp: int) -> list[tuple[str, str]]:
+    return [("copy to save", f"{human_bytes(round(copy_bytes(config, held, dp)))} of host memory (--async-save)")]
 
 
 def _described(run: Run, model_provider: Callable[[Run], nn.Module]) -> tuple[nn.Module, MoEConfig | None]:

@@ -26,7 +26,7 @@ from megatron.distributed.start_watch import watched_start
 from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError, printable
 from megatron.layout import padded_vocab_size
-from megatron.ops.library import library
+from megatron.ops.library import Library, library
 from megatron.ops.select import Kernels, left_to_compiler, usable_library
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.chat import build_chat_encoder
@@ -132,11 +132,9 @@ def start(
 
     def connect(timeout: timedelta, tokenizer: Tokenizer | None) -> dist.Store | None:
         die_with_parent(launch)
-        raised = allow_open_files(config.parallel.layout(launch.world_size), backend)
-        if raised is not None:
+        if (raised := allow_open_files(config.parallel.layout(launch.world_size), backend)) is not None:
             log.info(raised)
-        exposed = open_to_other_machines(launch)
-        if exposed is not None:
+        if (exposed := open_to_other_machines(launch)) is not None:
             log.warn(exposed)
         compared = None
         if launch.world_size > 1:  # it reads the whole package
@@ -168,10 +166,16 @@ def start(
         f"{verb} {launch.world_size} x {device.type} with {threads} CPU threads each, backend {backend}, "
         f"data parallel {run.parallel.dp.size}"
     )
-    log.info(*(run.kernels.table().split("\n") if config.logging.log_kernels else [run.kernels.summary()]))
-    if config.kernels.compile and (left := left_to_compiler(run.kernels)):
-        log.info(f"--compile: inside a layer the plain formulas of {', '.join(left)} are fused instead")
+    log.info(*_kernel_lines(config, run.kernels))
     return run
+
+
+def _kernel_lines(config: RunConfig, kernels: Kernels) -> list[str]:
+    """Which implementations run."""
+    lines = kernels.table().split("\n") if config.logging.log_kernels else [kernels.summary()]
+    if config.kernels.compile and (left := left_to_compiler(kernels)):
+        lines.append(f"--compile: inside a layer the plain formulas of {', '.join(left)} are fused instead")
+    return lines
 
 
 def _planned_backend(config: RunConfig, device: torch.device, log: RankLog) -> str | None:
@@ -208,25 +212,9 @@ def build_run(
     by default the caller has joined it already. `dtype` overrides the settings, which have no fp64: layouts are
     compared in it. `refusals`: those of this launch so far, told with what is found here.
     """
-    found = Refusals() if refusals is None else refusals
     log = log or RankLog(launch.rank)
     native = library() if config.runtime.plans else usable_library(config.kernels.spec, device, log.info)
-    kernels, tokenizer, has_tokenizer = None, None, False
-    with found.of_checking():
-        kernels = resolve_kernels(config.kernels, device, native, log)
-    with found.of_checking():
-        tokenizer, has_tokenizer = tokenizer_of(config, required=needs_data), True
-    check_parts(
-        config,
-        launch=launch,
-        device=device,
-        kernels=kernels,
-        tokenizer=tokenizer,
-        needs_data=needs_data and has_tokenizer,
-        refusals=found,
-    )
-    found.end()
-    assert kernels is not None
+    kernels, tokenizer = _checked_parts(config, launch, device, native, needs_data, refusals or Refusals(), log)
     layout, run_id, store = config.parallel.layout(launch.world_size), "dry-run", None
     if config.runtime.plans:
         parallel = ParallelState.plan(layout, launch.rank)
@@ -253,6 +241,35 @@ def build_run(
         started=time.monotonic() if started is None else started,
         source=source,
     )
+
+
+def _checked_parts(
+    config: RunConfig,
+    launch: LaunchInfo,
+    device: torch.device,
+    native: Library,
+    needs_data: bool,
+    refusals: Refusals,
+    log: RankLog,
+) -> tuple[Kernels, Tokenizer | None]:
+    """The kernels and the tokenizer of the run. Raises what is refused, all together."""
+    kernels, tokenizer, has_tokenizer = None, None, False
+    with refusals.of_checking():
+        kernels = resolve_kernels(config.kernels, device, native, log)
+    with refusals.of_checking():
+        tokenizer, has_tokenizer = tokenizer_of(config, required=needs_data), True
+    check_parts(
+        config,
+        launch=launch,
+        device=device,
+        kernels=kernels,
+        tokenizer=tokenizer,
+        needs_data=needs_data and has_tokenizer,
+        refusals=refusals,
+    )
+    refusals.end()
+    assert kernels is not None
+    return kernels, tokenizer
 
 
 def timeout_of_collectives(config: RunConfig, device: torch.device) -> timedelta:
