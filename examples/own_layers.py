@@ -24,8 +24,8 @@ from megatron.distributed.rendezvous import init_process_group
 from megatron.distributed.state import Axis, ParallelState
 from megatron.layout import Layout
 from megatron.pipeline_parallel.pipeline import Pipeline
-from megatron.pipeline_parallel.schedules import SCHEDULES
 from megatron.pipeline_parallel.sequential import cut_sequential, sequential_step
+from megatron.pipeline_schedules import SCHEDULES
 from megatron.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 WIDTH, LAYERS, MICRO_BATCHES, SAMPLES = 32, 4, 4, 8

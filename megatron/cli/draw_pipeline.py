@@ -7,9 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.config.stages import fills_groups
 from megatron.errors import ConfigError
-from megatron.pipeline_parallel.schedules import SCHEDULES, schedule_of
+from megatron.pipeline_schedules import SCHEDULES, fills_groups, schedule_of
 from megatron.report.pipeline_picture import draw_step
 from megatron.report.pipeline_timeline import Timeline, cost_of_kinds, read_timelines, simulate
 from megatron.utils.command_line import Parser, integer, run_tool
@@ -63,12 +62,13 @@ def _draw(arguments: argparse.Namespace) -> None:
 
 def _simulated(arguments: argparse.Namespace) -> Timeline:
     schedule, ranks, micro_batches = arguments.schedule, arguments.stages, arguments.micro_batches
+    record = SCHEDULES[schedule]
     chunks, group = arguments.chunks, arguments.group
-    if (chunks > 1) != (schedule == "interleaved"):
+    if (chunks > 1) != record.interleaves:
         raise ConfigError(f"--chunks {chunks}: --schedule interleaved, and it alone, has several chunks a rank")
-    if group is not None and schedule != "interleaved":
+    if group is not None and not record.interleaves:
         raise ConfigError(f"--group {group}: --schedule interleaved alone has groups; leave it out")
-    if schedule == "interleaved" and not fills_groups(micro_batches, group or ranks, ranks):
+    if record.interleaves and not fills_groups(micro_batches, group or ranks, ranks):
         raise ConfigError(
             f"--micro-batches {micro_batches}: --schedule interleaved takes groups of {group or ranks} micro-batches, "
             f"and no group of fewer than --stages {ranks}; give a multiple of {max(group or ranks, ranks)}"
@@ -78,5 +78,5 @@ def _simulated(arguments: argparse.Namespace) -> Timeline:
             f"--stages {ranks} --micro-batches {micro_batches} --chunks {chunks}: no picture shows more than "
             f"{_MOST_PASSES} passes; give fewer"
         )
-    backward = 1 if schedule == "zero-bubble" else 2  # without the weight gradients, or with them
+    backward = 1 if record.defers_wgrads else 2  # without the weight gradients, or with them
     return simulate(schedule_of(schedule, group), ranks, micro_batches, chunks, cost=cost_of_kinds(1, backward, 1))

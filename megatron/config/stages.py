@@ -53,13 +53,6 @@ def split_layers(layers: int, ranks: int, *, first: int | None = None, last: int
     return StageLayers(_runs([fixed.get(rank, rest // max(others, 1)) for rank in range(ranks)]), ranks)
 
 
-def fills_groups(micro_batches: int, group: int, ranks: int) -> bool:
-    """Whether the interleaved schedule can take the micro-batches in groups of `group`: the last group may be smaller,
-    but no group has fewer than one micro-batch per pipeline rank."""
-    rest = micro_batches % group
-    return ranks <= group <= micro_batches and (rest == 0 or rest >= ranks)
-
-
 def _runs(counts: list[int]) -> tuple[range, ...]:
     return tuple(range(end - count, end) for count, end in zip(counts, accumulate(counts)))
 

@@ -27,7 +27,7 @@ from megatron.parallelize.specs import Cut, Held, Piece, foreign_specs, held_spe
 from megatron.pipeline_parallel.links import Links
 from megatron.pipeline_parallel.pass_recorder import PassRecorder
 from megatron.pipeline_parallel.pipeline import BoundStage, HiddenLike, Pipeline
-from megatron.pipeline_parallel.schedules import schedule_of
+from megatron.pipeline_schedules import SCHEDULES, schedule_of
 from megatron.state.ranges import even_ranges
 from megatron.state.shard import Shard
 from megatron.utils.dtype import default_dtype
@@ -93,7 +93,7 @@ def parallelize(
         device,
         {name: cut.stored_shape(rows[name], spec) for name, spec in specs.items()},
     )
-    queued = state.pp.size > 1 and config.schedule == "zero-bubble"
+    queued = state.pp.size > 1 and SCHEDULES[config.schedule].defers_wgrads
     wgrads = WgradQueue() if queued else WgradRoute()
     with default_dtype(dtype), made_on or device:
         part = _part_of(model, held, ParallelFactory(model.make, table, place, wgrads))

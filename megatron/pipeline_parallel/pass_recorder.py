@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.pipeline_parallel.schedules import Action
+from megatron.pipeline_schedules import Action
 
 if TYPE_CHECKING:  # drawing loads no torch
     from megatron.distributed.state import Axis

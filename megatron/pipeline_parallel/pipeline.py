@@ -23,7 +23,7 @@ from megatron.model.passes import Batch, ForwardStep
 from megatron.model.wgrads import WgradQueue
 from megatron.pipeline_parallel.links import Links, Message
 from megatron.pipeline_parallel.pass_recorder import PassRecorder
-from megatron.pipeline_parallel.schedules import Action, PipelineSchedule
+from megatron.pipeline_schedules import Action, Order
 
 HiddenStep = Callable[[Any, Batch, Tensor | None], Tensor]
 """(stage, batch, the previous stage's hidden states or None on the first stage) -> this stage's hidden states."""
@@ -36,7 +36,7 @@ class Pipeline:
         self,
         stages: Sequence[Callable[..., Tensor]],
         pp: Axis,
-        schedule: PipelineSchedule,
+        schedule: Order,
         *,
         loss_step: ForwardStep,
         hidden_step: HiddenStep,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError, DataError
-from megatron.pipeline_parallel.schedules import Action, PassKind, PipelineSchedule
+from megatron.pipeline_schedules import Action, Order, PassKind
 from megatron.utils.numerals import INT32
 from megatron.utils.typed import typed
 
@@ -68,7 +68,7 @@ def cost_of_kinds(forward: float, backward: float, weights: float = 0.0) -> Cost
 
 
 def simulate(
-    schedule: PipelineSchedule,
+    schedule: Order,
     ranks: int,
     micro_batches: int,
     chunks: int = 1,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from megatron.config import RunConfig
 from megatron.config.stages import stage_layers
+from megatron.pipeline_schedules import SCHEDULES
 
 Backend = Callable[[str], str]
 """operation -> what computes it: native, torch, cpu or ref."""
@@ -115,7 +116,7 @@ def _most_in_flight(config: RunConfig, stage: int, micro_batches: int, chunks: S
     ranks, group = parallel.pipeline_model_parallel_size, parallel.micro_batch_group
     if ranks == 1:
         return sum(chunks)
-    if parallel.schedule == "gpipe":
+    if SCHEDULES[parallel.schedule].keeps_all:
         return micro_batches * sum(chunks)
     if len(set(chunks)) == 1:  # then the first backward pass follows the most forward passes
         warm_up = ranks - stage - 1

@@ -13,7 +13,7 @@ from megatron.layout import Layout
 from megatron.model.wgrads import WgradQueue
 from megatron.pipeline_parallel.links import Links
 from megatron.pipeline_parallel.pipeline import Pipeline
-from megatron.pipeline_parallel.schedules import schedule_of
+from megatron.pipeline_schedules import schedule_of
 from megatron.prove.order.events import Recording
 from megatron.prove.order.recorder import Tape, recorded
 

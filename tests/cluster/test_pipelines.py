@@ -11,7 +11,7 @@ import pytest
 
 from megatron.pipeline_parallel.links import Links
 from megatron.pipeline_parallel.pipeline import _Execution
-from megatron.pipeline_parallel.schedules import SCHEDULES, Action, one_forward_one_backward, schedule_of
+from megatron.pipeline_schedules import SCHEDULES, Action, one_forward_one_backward, schedule_of
 from megatron.prove.order.agreement import disagreements
 from megatron.prove.order.events import Op, Recording, Wait
 from megatron.prove.order.waits import INDEPENDENT, LAUNCH_BLOCKS, ONE_QUEUE, STRICTEST, Rules, play

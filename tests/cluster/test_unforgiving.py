@@ -15,7 +15,7 @@ from megatron.distributed import collectives
 from megatron.distributed.state import Axis
 from megatron.layout import AXES
 from megatron.pipeline_parallel.links import Links, Message
-from megatron.pipeline_parallel.schedules import SCHEDULES
+from megatron.pipeline_schedules import SCHEDULES
 from megatron.prove.check_layout.outcome import RankOutcome, join, train_outcome
 from megatron.training.assemble import Parts
 from tests.cluster.unforgiving import Order, Unforgiven, order_of_operations, unforgiving

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.config.sections.optimizer import OptimizerConfig
-from megatron.pipeline_parallel.schedules import SCHEDULES
+from megatron.pipeline_schedules import SCHEDULES
 from tests.compare_commits import Difference, first_difference, same_metrics
 from tests.compare_commits_table import TABLE
 

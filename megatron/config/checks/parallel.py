@@ -9,6 +9,7 @@ from megatron.config.run import RunConfig
 from megatron.config.stages import stage_layers
 from megatron.errors import ConfigError
 from megatron.layout import nearest_divisors, nearest_multiples
+from megatron.pipeline_schedules import SCHEDULES
 
 
 def check_context(config: RunConfig) -> None:
@@ -110,7 +111,7 @@ def check_pipeline(config: RunConfig) -> None:
     parallel = config.parallel
     if config.model.num_layers:
         stage_layers(config.model.num_layers, parallel)
-    if (parallel.schedule == "interleaved") != parallel.has_virtual_stages:
+    if SCHEDULES[parallel.schedule].interleaves != parallel.has_virtual_stages:
         way = (
             "use --pipeline-schedule interleaved"
             if parallel.has_virtual_stages

@@ -8,9 +8,9 @@ from megatron.config.batch import BatchPlan
 from megatron.config.notices import spelled
 from megatron.config.refusals import Refusals
 from megatron.config.run import RunConfig
-from megatron.config.stages import fills_groups
 from megatron.errors import ConfigError
 from megatron.layout import nearest_divisors, nearest_multiples
+from megatron.pipeline_schedules import fills_groups
 from megatron.utils.numerals import LARGEST_WORLD
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.config.notices import spelled
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
+from megatron.pipeline_schedules import SCHEDULES
 
 
 def check_gathered_weights(config: RunConfig) -> None:
@@ -14,7 +15,7 @@ def check_gathered_weights(config: RunConfig) -> None:
     (asked, *_) = (name for name, stage in parallel.zero_asked.items() if stage == parallel.zero)
     obstacles = {
         "pipeline_schedule": (
-            parallel.schedule == "zero-bubble",
+            SCHEDULES[parallel.schedule].defers_wgrads,
             "it computes weight gradients after those of the layer were reduced; use 1f1b",
         ),
         "cuda_graphs": (

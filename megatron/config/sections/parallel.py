@@ -8,6 +8,7 @@ from math import lcm
 
 from megatron.config.flag import Need, flag
 from megatron.layout import Layout
+from megatron.pipeline_schedules import SCHEDULES
 from megatron.utils.numerals import LARGEST_WORLD
 
 _SEVERAL_TENSOR_RANKS = Need("several tensor-parallel ranks", lambda run: run.parallel.tensor_model_parallel_size > 1)
@@ -41,7 +42,7 @@ class ParallelConfig:
     pipeline_schedule: str | None = flag(
         None,
         "Order of the forward and backward passes. Unset: 1f1b, or interleaved with virtual stages.",
-        choices=("gpipe", "1f1b", "interleaved", "zero-bubble"),
+        choices=tuple(SCHEDULES),
         needs=(_STAGES,),
         insists=True,
     )
@@ -242,7 +243,7 @@ class ParallelConfig:
     def micro_batch_group(self) -> int | None:
         """The size of a group of the interleaved schedule; None for the others, which have none."""
         given = self.microbatch_group_size_per_virtual_pipeline_stage or self.pipeline_model_parallel_size
-        return given if self.schedule == "interleaved" else None
+        return given if SCHEDULES[self.schedule].interleaves else None
 
     @property
     def has_virtual_stages(self) -> bool:

@@ -27,6 +27,7 @@ from megatron.config import (
 )
 from megatron.config.sources import SettingsSource, no_other_file
 from megatron.config.stages import stage_layers
+from megatron.pipeline_schedules import SCHEDULES
 from megatron.prove.check_layout.check import load_script
 from megatron.prove.check_layout.settings import changed_settings, shrink
 from megatron.prove.order.classes import representatives
@@ -134,7 +135,7 @@ def _as_few_as_the_order_needs(config: RunConfig, world_size: int) -> RunConfig:
     Of equal stages one layer is enough where nothing begins in a layer and ends in the next."""
     parallel, training, layers = config.parallel, config.training, config.model.num_layers
     pp, dp = parallel.pipeline_model_parallel_size, config.parallel.layout(world_size).dp
-    if pp < _LONG or stage_layers(layers, parallel).chunks > 1 or parallel.schedule == "zero-bubble":
+    if pp < _LONG or stage_layers(layers, parallel).chunks > 1 or SCHEDULES[parallel.schedule].defers_wgrads:
         return config
     assert training.global_batch_size is not None and training.micro_batch_size is not None
     few = min(training.global_batch_size, training.micro_batch_size * dp * (pp + 2))

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron.config.run import build
-from megatron.config.stages import fills_groups
 from megatron.model import GPT
 from megatron.ops import Kernels, resolve
 from megatron.ops.library import Library, library
-from megatron.pipeline_parallel.schedules import interleaved
+from megatron.pipeline_schedules import fills_groups, interleaved
 from megatron.training.activation_bytes import _most_of_interleaved, activation_bytes
 
 BATCH, SEQ, VOCABULARY = 2, 64, 128

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.config import ParallelConfig
 from megatron.config.stages import split_layers, stage_layers
-from megatron.pipeline_parallel.schedules import SCHEDULES, Action, PipelineSchedule, schedule_of
+from megatron.pipeline_schedules import SCHEDULES, Action, PipelineSchedule, schedule_of
 from megatron.report.pipeline_timeline import Timeline, cost_of_kinds, simulate, without_transfers
 
 RANKS = range(2, 9)

@@ -1,8 +1,8 @@
 """Pipeline schedules as data: the order in which one rank runs its forward and backward passes.
 
-Each schedule is a function of the pipeline's shape that returns a list of actions; `pipeline.py` executes such a list
-and `timeline.py` times it, whatever the schedule. A rank may hold several chunks of the model (virtual stages): chunk c
-of rank r is stage c * ranks + r of the model.
+Each schedule is a function of the pipeline's shape that returns a list of actions, with what follows from it elsewhere.
+`pipeline_parallel/pipeline.py` executes such a list, and `report/pipeline_timeline.py` times it, whatever the schedule.
+A rank may hold several chunks of the model (virtual stages): chunk c of rank r is stage c * ranks + r of the model.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
-
-from megatron.config.stages import fills_groups
 
 PassKind = Literal["F", "B", "W"]
 
@@ -30,8 +28,31 @@ class Action:
         return f"{self.kind}{self.chunk}.{self.micro_batch}"
 
 
-PipelineSchedule = Callable[[int, int, int, int], list[Action]]
+Order = Callable[[int, int, int, int], list[Action]]
 """(ranks, rank, micro-batches, chunks per rank) -> that rank's actions, in order."""
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """A schedule, and what the rest of a run has to know of it."""
+
+    order: Order
+    interleaves: bool = False
+    """A rank has several chunks of the model, and micro-batches go through them in groups."""
+    defers_wgrads: bool = False
+    """Weight gradients are passes of their own (W), which come after the backward pass."""
+    keeps_all: bool = False
+    """All forward passes come before the first backward pass, so every micro-batch's activations are kept."""
+
+    def __call__(self, ranks: int, rank: int, micro_batches: int, chunks: int) -> list[Action]:
+        return self.order(ranks, rank, micro_batches, chunks)
+
+
+def fills_groups(micro_batches: int, group: int, ranks: int) -> bool:
+    """Whether the interleaved schedule can take the micro-batches in groups of `group`: the last group may be smaller,
+    but no group has fewer than one micro-batch per pipeline rank."""
+    rest = micro_batches % group
+    return ranks <= group <= micro_batches and (rest == 0 or rest >= ranks)
 
 
 def gpipe(ranks: int, rank: int, micro_batches: int, chunks: int) -> list[Action]:
@@ -80,14 +101,14 @@ def zero_bubble(ranks: int, rank: int, micro_batches: int, chunks: int) -> list[
 
 
 SCHEDULES: dict[str, PipelineSchedule] = {
-    "gpipe": gpipe,
-    "1f1b": one_forward_one_backward,
-    "interleaved": interleaved,
-    "zero-bubble": zero_bubble,
+    "gpipe": PipelineSchedule(gpipe, keeps_all=True),
+    "1f1b": PipelineSchedule(one_forward_one_backward),
+    "interleaved": PipelineSchedule(interleaved, interleaves=True),
+    "zero-bubble": PipelineSchedule(zero_bubble, defers_wgrads=True),
 }
 
 
-def schedule_of(name: str, group: int | None = None) -> PipelineSchedule:
+def schedule_of(name: str, group: int | None = None) -> Order:
     """Returns the schedule called `name`; `group` is the size of a group of the interleaved one."""
     return SCHEDULES[name] if group is None else partial(interleaved, group=group)
 
