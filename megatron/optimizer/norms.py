@@ -8,6 +8,7 @@ an error of 3e-9 at the same speed. The native kernel adds up in double precisio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -186,6 +187,16 @@ def add_over_axes(values: Mapping[SplitOver, Tensor], device: torch.device) -> T
     return sum(sums[1:], sums[0]) if sums else torch.zeros((), dtype=dtype, device=device)
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where the elements of one parameter are counted."""
+
+    spec: Shard | None
+    """None: every rank counts all that it has."""
+    group: int
+    """The number of the group of parameters that are split and divided over the same axes."""
+
+
 class CountedParts:
     """Groups tensors, given with the names of their parameters, by the axes that the parameters are split and divided
     over."""
@@ -200,21 +211,22 @@ class CountedParts:
         """`shards`: of a parameter without one every rank counts all that it has. `axes`: groups that are returned even
         if they are empty."""
         numbers = {over: number for number, over in enumerate(dict.fromkeys(axes))}
-        self._shards, self._group_of = shards, dict[str, int]()
+        self._places: dict[str, _Place] = {}
         for name in grads.names:  # here, not in every step: a small step has as many parameters as a large one
             divided = grads.divided_over(name)
             own = (divided,) if divided.size > 1 else ()
-            self._group_of[name] = numbers.setdefault((*split_over.get(name, ()), *own), len(numbers))
+            group = numbers.setdefault((*split_over.get(name, ()), *own), len(numbers))
+            self._places[name] = _Place(shards.get(name), group)
         self._axes = tuple(numbers)
 
     def __call__(self, tensors: Iterable[tuple[str, Tensor]], counted: bool = True) -> dict[SplitOver, list[Tensor]]:
         """The elements that this rank counts or, unless `counted`, those that another rank counts."""
         groups: list[list[Tensor]] = [[] for _ in self._axes]
         for name, tensor in tensors:
-            shard = self._shards.get(name)
-            if shard is None:
+            place = self._places[name]
+            if place.spec is None:
                 parts = [tensor] if counted else []
             else:
-                parts = shard.counted(tensor) if counted else shard.copied(tensor)
-            groups[self._group_of[name]].extend(parts)
+                parts = place.spec.counted(tensor) if counted else place.spec.copied(tensor)
+            groups[place.group].extend(parts)
         return dict(zip(self._axes, groups, strict=True))

@@ -283,9 +283,9 @@ def test_twice_the_sequence_moves_at_most_twice_the_bytes() -> None:
 
 
 def test_only_the_batch_comes_from_the_host_and_only_the_outcome_goes_there() -> None:
-    """Tokens, labels and positions of 8 bytes each, weights of 4, the sample's number; six numbers of the step."""
+    """Tokens, labels and positions of 8 bytes each, weights of 4, the sample's number; five numbers of the step."""
     found = watched(Case(2, 1, tuple(TENSORS)))
-    assert found.host_bytes == 2 * (LONG * (8 + 8 + 8 + 4) + 8) + 6 * 8
+    assert found.host_bytes == 2 * (LONG * (8 + 8 + 8 + 4) + 8) + 5 * 8
 
 
 def test_the_exchange_of_reasons_to_stop_is_read_a_step_later() -> None:
