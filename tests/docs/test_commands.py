@@ -84,7 +84,7 @@ def known_flags() -> set[str]:
     sources = [ROOT / "docs" / "flags.md", *(ROOT / "tools").glob("*.py"), *(ROOT / "examples").glob("*.*")]
     sources += [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "csrc").glob("*.py")]
     sources.append(ROOT / "megatron" / "config" / "docs.py")
-    for package in ("preprocess", "inference", "evaluation", "checkpoint", "pipeline_parallel", "training"):
+    for package in ("cli", "preprocess", "inference", "evaluation", "training"):
         sources += (ROOT / "megatron" / package).rglob("*.py")
     return {flag for path in sources for flag in FLAG.findall(path.read_text(encoding="utf-8"))}
 

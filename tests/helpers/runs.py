@@ -132,7 +132,7 @@ class Recorder(Hook):
         self.into = into
 
     def on_log(self, record: TrainRecord) -> None:
-        self.into.append(dataclasses.asdict(record))
+        self.into.append(dataclasses.asdict(record) | dict(record.reported))
 
 
 def launch(
