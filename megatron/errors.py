@@ -25,8 +25,8 @@ def _public(scheme: str, rest: str) -> str:
     if not web and ":" not in user:
         place, at = host, ""
     place = f"...@{place}{slash}{path}" if at else f"{place}{slash}{path}"
-    before, mark, query = place.partition("?")
-    return f"{before}?..." if mark and (web or "=" in query) else place
+    before, _, query = place.partition("?")
+    return f"{before}?..." if query and (web or "=" in query) else place
 
 
 _LONGEST_WORD, _LONGEST_LINE = 200, 2000

@@ -289,6 +289,9 @@ class Heartbeat:
             assert isinstance(found, Announcement)
             self._end(found.kind, found.text, prints=True)
         named = isinstance(found, Announcement) and found.rank == self._info.rank
+        if named:
+            with suppress(RuntimeError):
+                self._publish("announced")  # so that the others leave the line to this rank
         if named or (self._info.local_rank == 0 and not self._seen_to_print(found)):
             quoted = found if isinstance(found, Unreadable) else Unreadable(announced, "a valid announcement")
             who = (
