@@ -3,7 +3,8 @@ draws the whole.
 
     python benchmarks/initial_values.py            # one thread, then all; about 20 s
 
-CPU time on one thread, wall clock on all; contenders take turns, and a ratio is of times of the same round.
+CPU time on one thread, wall clock on all; contenders take turns, and a ratio is of times of the same round. Memory is
+allocated as in a run of pretrain_gpt.py.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.model.random_values import Run, normal_values
+from megatron.utils.cpu import set_allocator
 from megatron.utils.process import usable_cpus
 
 ROWS, COLUMNS, RANKS = 4096, 4096, 8
@@ -36,6 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
+    print(set_allocator("auto"))
     whole = ROWS * COLUMNS
     contenders: dict[str, tuple[Callable[[], object], int]] = {
         "torch, whole": (lambda: torch.empty(whole).normal_(), whole),
