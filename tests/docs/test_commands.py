@@ -83,7 +83,7 @@ def known_flags() -> set[str]:
     """Those of training, and those that tools, benchmarks and example scripts spell out in their sources."""
     sources = [ROOT / "docs" / "flags.md", *(ROOT / "tools").glob("*.py"), *(ROOT / "examples").glob("*.*")]
     sources += [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "csrc").glob("*.py")]
-    sources.append(ROOT / "megatron" / "config" / "docs.py")
+    sources += [ROOT / "megatron" / "config" / "docs.py", ROOT / "tests" / "run.sh"]
     for package in ("cli", "preprocess", "inference", "evaluation", "training"):
         sources += (ROOT / "megatron" / package).rglob("*.py")
     return {flag for path in sources for flag in FLAG.findall(path.read_text(encoding="utf-8"))}
