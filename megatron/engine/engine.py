@@ -132,6 +132,7 @@ class Engine(Evaluation):
         may depend on whether that one was skipped. `then` is told what the step did when it is settled: before this
         returns, or if the engine is asynchronous within the next step or by `settle`. `iteration` is for messages.
         """
+        self._reports.clear()
         expected_tokens = batch_size * tokens_per_sample
         loss_scale = self._optimizer.next_loss_scale
         factor = loss_scale / expected_tokens
@@ -265,6 +266,7 @@ class Engine(Evaluation):
 
     def _nonfinite(self, step: _Step, what: str, where: str = "") -> NonFiniteError:
         if self.asynchronous:  # the gradients may be the next step's by now, but the weights are those of this one
+            self._reports.clear()
             with torch.enable_grad():
                 self._gradients(step.micro_batches, step.factor, step.batch_size)
         first = first_nonfinite(self._optimizer, self.parallel)

@@ -27,6 +27,10 @@ class StepReports:
         assert name not in self._values, f"{name} is reported twice"
         self._values[name] = value.detach().double(), reduce
 
+    def clear(self) -> None:
+        """Drops what has been reported: by a step that ended with an error, or by one that is computed again."""
+        self._values = {}
+
     def take(self) -> dict[str, Tensor]:
         """Returns the reduced numbers, and begins the next step. A collective where there are some to reduce."""
         values, self._values = self._values, {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ import torch
 from megatron.distributed.state import Axis, ParallelState
 from megatron.engine import Engine
 from megatron.engine.reports import StepReports
+from megatron.errors import NonFiniteError
 from megatron.layout import Layout
 from tests.helpers.distributed import run_ranks
-from tests.helpers.runs import flags, pretrain_here
+from tests.helpers.runs import flags, make_parts, pretrain_here
 
 RANKS = 3
 
@@ -41,10 +43,7 @@ def test_two_numbers_of_one_name_are_our_mistake() -> None:
         reports.report("a", torch.tensor(1.0))
 
 
-@pytest.mark.parametrize("form", ["classic", "compact"])
-def test_a_new_number_needs_no_other_place(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def reports_beside_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     gradients = Engine._gradients
 
     def and_report(self: Engine, *args: object) -> object:
@@ -52,6 +51,33 @@ def test_a_new_number_needs_no_other_place(
         return gradients(self, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Engine, "_gradients", and_report)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_that_is_computed_again_reports_again(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of a step whose loss is NaN are computed once more, after those of the step after it; and a caller
+    that goes on after the error begins a new step."""
+    reports_beside_its_gradients(monkeypatch)
+    monkeypatch.setattr("megatron.engine.build.runs_ahead", lambda device: ahead)
+    _, parts = make_parts(flags())
+    forward = parts.engine.passes.forward_step
+
+    def bad(model: Any, batch: Any) -> Any:
+        total, count = forward(model, batch)
+        return total * float("nan"), count
+
+    parts.engine.passes.forward_step = bad
+    with parts:
+        for _ in range(2):
+            with pytest.raises(NonFiniteError, match="the loss is nan"):
+                parts.trainer.iterate(2)
+
+
+@pytest.mark.parametrize("form", ["classic", "compact"])
+def test_a_new_number_needs_no_other_place(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reports_beside_its_gradients(monkeypatch)
     metrics = tmp_path / "metrics.jsonl"
     settings = flags(train_iters=2, log_format=form, metrics_jsonl=metrics, log_num_zeros_in_grad=True)
     assert pretrain_here(settings) == 0
