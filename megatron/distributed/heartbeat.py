@@ -272,10 +272,10 @@ class Heartbeat:
     def _announce(self, kind: ErrorKind, text: str) -> None:
         """Announces a failure to all ranks. The first rank to announce one is the one that prints it."""
         mine = Announcement(self._info.rank, kind, text)
+        self._announced = encode_announcement(mine)  # set first: another thread of this rank may read it at once
         first = self._board.announce(mine)
-        if first != encode_announcement(mine):
+        if first != self._announced:
             self._end_by(first)
-        self._announced = first
         with suppress(RuntimeError):
             self._publish("announced")
         self._end(kind, text, prints=True)

@@ -20,6 +20,7 @@ from megatron.distributed.meeting import Patience, wait_for_all
 from megatron.distributed.status_board import StatusBoard
 from megatron.distributed.store_values import (
     QUOTED,
+    Announcement,
     FirstRank,
     Unreadable,
     parse_announcement,
@@ -253,6 +254,23 @@ def test_an_announcement_that_its_rank_has_made_is_printed_by_that_rank_alone() 
     for _ in cluster.pass_time(2.0):
         pass
     assert [number for number, _, prints in cluster.ended if prints] == [3] and len(cluster.ended) == WORLD
+
+
+def test_an_announcement_that_its_own_rank_reads_at_once_is_its_own() -> None:
+    """The thread that beats may read it before the thread that answers goes on."""
+    cluster = Cluster(WORLD)
+    rank, announce = cluster.ranks[3], cluster.ranks[3]._board.announce
+
+    def then_read(mine: Announcement) -> bytes:
+        first = announce(mine)
+        rank._read_announcement()
+        return first
+
+    rank._board.announce = then_read  # type: ignore[method-assign]
+    with pytest.raises(Ended):
+        rank._announce("hang", "rank 1 waits")
+    ((number, error, prints),) = cluster.ended
+    assert (number, prints) == (3, True) and isinstance(error, HangError) and str(error).startswith("rank 1 waits. ")
 
 
 @pytest.mark.parametrize("key", ["identity", "identity_values", "outcome", "came", "number", "came_1", "told_0"])
