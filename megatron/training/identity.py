@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron.checkpoint.local.copies import Copies
 from megatron.config import RunConfig
 from megatron.config.run import all_settings
 from megatron.data.datasets import Datasets
@@ -16,21 +17,23 @@ from megatron.distributed.identity import DATA, Identity
 from megatron.distributed.launch import LaunchInfo
 from megatron.distributed.meeting import TOLD_EVERY, Patience, wait_for_all
 from megatron.tokenizer import Tokenizer
+from megatron.training.checks import copies_of
 from megatron.utils.durable import hash_of_files
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def started_with(config: RunConfig, tokenizer: Tokenizer | None = None, *, one_machine: bool = False) -> dict[str, str]:
+def started_with(config: RunConfig, launch: LaunchInfo, tokenizer: Tokenizer | None = None) -> dict[str, str]:
     """Settings by their spelling, but for paths, which may differ between machines, and for what concerns one launch;
-    whether there are checkpoints to load and to save, and on one machine where; hashes of the package, of the script
-    and of the tokenizer's files; the version of torch."""
+    whether there are checkpoints to load and to save, and on one machine where; where copies of shares go; hashes of
+    the package, of the script and of the tokenizer's files; the version of torch."""
     compared = (setting for setting in all_settings() if not setting.flag.path and not setting.flag.cli_only)
     values = {setting.spelling: config.value(setting) for setting in compared}
     script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
     return {
         **{name: str(value) for name, value in values.items() if value is not None},
-        **_checkpoints(config, one_machine),
+        **_checkpoints(config, one_machine=launch.single_node),
+        **_copies(config, launch),
         "the code of megatron": hash_of_files(_PACKAGE, _PACKAGE.rglob("*.py"))[:12],
         "the script": hash_of_files(script.parent, [script])[:12] if script.is_file() else "none",
         "the tokenizer": "none" if tokenizer is None else f"{tokenizer.name} {tokenizer.fingerprint[:12]}",
@@ -38,7 +41,7 @@ def started_with(config: RunConfig, tokenizer: Tokenizer | None = None, *, one_m
     }
 
 
-def _checkpoints(config: RunConfig, one_machine: bool) -> dict[str, str]:
+def _checkpoints(config: RunConfig, *, one_machine: bool) -> dict[str, str]:
     """Which directories of checkpoints a rank was given decides what it asks of the others, wherever they are."""
     places = [setting for setting in all_settings() if setting.flag.path and setting.section == "checkpoint"]
     given = {setting.spelling: "given" for setting in places if config.value(setting) is not None}
@@ -49,6 +52,13 @@ def _checkpoints(config: RunConfig, one_machine: bool) -> dict[str, str]:
     if load is not None and save is not None and Path(load).resolve() == Path(save).resolve():
         given["--load"] = "the directory of --save"
     return given
+
+
+def _copies(config: RunConfig, launch: LaunchInfo) -> dict[str, str]:
+    """Machines with different numbers of ranks would send copies of their shares to different ranks."""
+    if config.checkpoint.replication_jump is not None or (copies := copies_of(config, launch)) == Copies():
+        return {}
+    return {"--replication-jump (not given: the ranks of the machine; give one number)": str(copies.jump)}
 
 
 def meet_over_data(datasets: Datasets, store: dist.Store, launch: LaunchInfo, told_every: float = TOLD_EVERY) -> None:

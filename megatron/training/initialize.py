@@ -138,7 +138,7 @@ def start(
             log.warn(exposed)
         compared = None
         if launch.world_size > 1:  # it reads the whole package
-            compared = started_with(config, tokenizer, one_machine=launch.single_node)
+            compared = started_with(config, launch, tokenizer)
         longest = timeout_of_collectives(config, device)
         connection = init_process_group(launch, backend, timeout, device, compared, met, longest)
         if connection is None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.config.run import all_settings
 from megatron.data.datasets import Datasets
 from megatron.data.sources import SourceContent
+from megatron.distributed.identity import Identity
 from megatron.distributed.launch import LaunchInfo
 from megatron.errors import DataError
 from megatron.tokenizer import build_tokenizer
@@ -22,9 +23,11 @@ from megatron.training.identity import meet_over_data, started_with
 from megatron.training.settings import read_settings
 from tests.helpers.runs import flags
 
+MACHINES = LaunchInfo(world_size=8, local_world_size=2)
 
-def of(**changes: object) -> dict[str, str]:
-    return started_with(read_settings(flags(**changes), needs_data=False))
+
+def of(launch: LaunchInfo = MACHINES, **changes: object) -> dict[str, str]:
+    return started_with(read_settings(flags(**changes), needs_data=False), launch)
 
 
 def test_a_setting_shows_and_a_path_does_not(tmp_path: Path) -> None:
@@ -51,10 +54,22 @@ def test_on_one_machine_the_places_of_checkpoints_show(tmp_path: Path) -> None:
     here.mkdir(), there.mkdir(), link.symlink_to(here)
 
     def on_one(**changes: object) -> dict[str, str]:
-        return started_with(read_settings(flags(**changes), needs_data=False), one_machine=True)
+        return of(LaunchInfo(world_size=2, local_world_size=2), **changes)
 
     assert on_one(save=here) == on_one(save=link) != on_one(save=there)
     assert on_one(load=here) == on_one(load=link) != on_one(load=there)
+
+
+def test_machines_with_different_numbers_of_ranks_copy_to_the_same_ones(tmp_path: Path) -> None:
+    """4, 2 and 2 ranks: the first machine would exchange shares over 4 ranks, the others over 2."""
+    local = {"non_persistent_ckpt_type": "local", "non_persistent_local_ckpt_dir": tmp_path, "save": tmp_path / "save"}
+    launches = [LaunchInfo(rank=rank, world_size=8, local_world_size=size) for rank, size in ((0, 4), (4, 2))]
+    first, other = (of(launch, replication=True, **local) for launch in launches)
+    told = Identity(4, other).difference(Identity(0, first), "rank 0", "rank 4")
+    assert ": --replication-jump (not given: the ranks of the machine; give one number) is 4 there and 2 here; " in told
+    first, other = (of(launch, replication=True, replication_jump=4, **local) for launch in launches)
+    assert first == other
+    assert of(launches[0], **local) == of(launches[1], **local)
 
 
 def test_every_setting_that_names_a_place_is_marked() -> None:
@@ -83,7 +98,7 @@ def test_other_code_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_another_tokenizer_shows() -> None:
     config = read_settings(flags(tokenizer_type="NullTokenizer"), needs_data=False)
     names = [
-        started_with(config, build_tokenizer(dataclasses.replace(config.tokenizer, vocab_size=size)))["the tokenizer"]
+        started_with(config, MACHINES, build_tokenizer(replace(config.tokenizer, vocab_size=size)))["the tokenizer"]
         for size in (97, 97, 98)
     ]
     assert names[0] == names[1] != names[2] and names[0].startswith("NullTokenizer ")
