@@ -3,13 +3,15 @@
     python tests/changed.py [COMMIT]        # compared with the checkout as it is; default: HEAD
     bash tests/run.sh --changed [COMMIT]    # runs them
 
-A changed file that is no module (a page, a recipe, a kernel's source) affects the test files that name it or its folder
-of csrc/, and `tests/docs` if it is a page.
+A test also imports what its texts name: a script that it starts ("tools/x.py"), a name that it patches. A changed file
+that is no module (a page, a recipe, a kernel's source) affects the test files that name it or its folder of csrc/, and
+`tests/docs` if it is a page.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -27,36 +29,49 @@ def changed_files(commit: str) -> list[str]:
     return sorted({line for text in found for line in text.splitlines()})
 
 
-def modules(root: Path = ROOT) -> dict[str, str]:
-    """Dotted name -> file, of every module of the checkout."""
+def modules(root: Path, deleted: Iterable[str]) -> dict[str, str]:
+    """Dotted name -> file, of every module of the checkout and of the deleted ones."""
     files = [path.relative_to(root) for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
-    files += [path.relative_to(root) for path in sorted(root.glob("*.py"))]
+    files += [path.relative_to(root) for path in sorted(root.glob("*.py"))] + [Path(file) for file in deleted]
     return {".".join(file.with_suffix("").parts).removesuffix(".__init__"): file.as_posix() for file in files}
 
 
-def imported(text: str, known: Mapping[str, str]) -> set[str]:
-    """The modules of the checkout that a file imports anywhere, with the packages that they are in."""
+def imported(module: str, text: str, known: Mapping[str, str]) -> set[str]:
+    """The modules of the checkout that a module imports anywhere, with the packages that they are in."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.update([node.module, *(f"{node.module}.{alias.name}" for alias in node.names)])
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in known:
-            names.add(node.value)  # import_module("...")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if module.startswith("tests."):
+                names.update(named(node.value, known))
+            elif node.value in known:
+                names.add(node.value)  # import_module("...")
     for name in list(names):
         parts = name.split(".")
         names.update(".".join(parts[:count]) for count in range(1, len(parts)))
     return names & known.keys()
 
 
+def named(text: str, known: Mapping[str, str]) -> set[str]:
+    """The scripts that a text of a test names by their files, and the names of megatron in it."""
+    files = set(re.findall(r"[\w/]*\w\.py\b", text)) - {"__init__.py"}
+    scripts = {module: f"/{file}" for module, file in known.items() if not module.startswith(("megatron.", "tests."))}
+    found = {module for module, file in scripts.items() if any(file.endswith(f"/{name.lstrip('/')}") for name in files)}
+    return found | set(re.findall(r"\bmegatron(?:\.\w+)+", text))
+
+
 def affected(changed: Iterable[str], root: Path = ROOT) -> list[str]:
     """The test files that a change of these files can affect."""
-    known, changed = modules(root), set(changed)
-    texts = {name: (root / file).read_text(encoding="utf-8") for name, file in known.items()}
+    changed = set(changed)
+    deleted = {file for file in changed if file.endswith(".py") and not (root / file).exists()}
+    known = modules(root, deleted)
+    texts = {name: (root / file).read_text(encoding="utf-8") for name, file in known.items() if file not in deleted}
     importers: dict[str, set[str]] = defaultdict(set)
     for name, text in texts.items():
-        for other in imported(text, known):
+        for other in imported(name, text, known):
             importers[other].add(name)
     others = {file for file in changed if not file.endswith(".py")}
     words = {Path(file).name for file in others} | {f"csrc/{file.split('/')[1]}" for file in others if "csrc/" in file}
@@ -69,7 +84,7 @@ def affected(changed: Iterable[str], root: Path = ROOT) -> list[str]:
         for name in importers[waiting.pop()] - reached:
             reached.add(name)
             waiting.append(name)
-    found = {known[name] for name in reached if Path(known[name]).name.startswith("test_")}
+    found = {known[name] for name in reached & texts.keys() if Path(known[name]).name.startswith("test_")}
     if any(file.endswith(".md") for file in others):
         found |= {file for file in known.values() if file.startswith("tests/docs/test_")}
     return sorted(found)

@@ -31,8 +31,8 @@ check "ruff format" ruff format --check .
 { found=$("$PYTHON" -m mypy 2>&1) && code=0 || code=$?; echo "== mypy"; echo "$found"; exit "$code"; } &
 types=$!
 # One file more at a time than there are cores: with two on two cores, one core was idle for an eighth of the time, since
-# tests also wait (for ranks, for a limit to pass). In the order of the folders, which are those with the long files first, so that none
-# of them is what remains for one process at the end.
+# tests also wait (for ranks, for a limit to pass). Folders run in order: those with the long files come first, so that
+# no long file is left to one process at the end.
 check "pytest" pytest -n "$workers" --dist loadfile --no-loadscope-reorder
 wait "$types" || failed="$failed mypy"
 if [ -n "$failed" ]; then
