@@ -179,7 +179,7 @@ def _optimizer(
 
 
 def _division(kinds: Mapping[str, Sharded]) -> Division | None:
-    """How ranks divide the state of one parameter; its other kinds, such as sums of rows, all of them have."""
+    """How ranks divide the state of one parameter. Some kinds, such as sums of rows, are whole on each."""
     return next((shard.division for shard, _ in kinds.values() if shard.division is not None), None)
 
 

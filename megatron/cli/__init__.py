@@ -1,4 +1,4 @@
-"""The command lines of tools/, a file each; `--help` of every one answers without torch."""
+"""The command lines of tools/, a file each. None of them imports torch to print its `--help`."""
 
 from __future__ import annotations
 

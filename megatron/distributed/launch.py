@@ -67,7 +67,7 @@ class LaunchInfo:
 
     @property
     def ranks_here(self) -> Sequence[int]:
-        """Ranks of this machine; launchers that do not list them number them in a row."""
+        """Ranks of this machine; consecutive numbers, unless the launcher lists them."""
         first = self.rank - self.local_rank
         return self.listed_here or range(max(0, first), min(first + self.local_world_size, self.world_size))
 

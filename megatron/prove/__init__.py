@@ -1,1 +1,1 @@
-"""Proofs about a layout: that it trains what one process trains, and that its ranks never wait for ever."""
+"""Proofs about a layout: it trains what one process trains, and its ranks never deadlock."""

@@ -44,7 +44,7 @@ def _is_template(value: Any) -> bool:
     return all(isinstance(text, str) for text in texts)
 
 
-# What an export takes over, if it is what `transformers` can read.
+# Values of a tokenizer's configuration that an export copies if `transformers` can read them.
 _KEPT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "model_max_length": (_is_length, "a positive number"),
     "padding_side": (_is_side, "left or right"),

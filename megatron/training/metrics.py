@@ -34,7 +34,7 @@ class TrainRecord:
     model_flops_utilisation: float | None
     eta_seconds: float
     reported: Mapping[str, float] = field(default_factory=dict)
-    """What else was reported of it, by name: see `NUMBERS`."""
+    """Numbers that `Engine.report` was given, by name."""
 
     def as_json(self) -> dict[str, Any]:
         values = asdict(self)
