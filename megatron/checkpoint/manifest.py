@@ -18,7 +18,7 @@ from megatron.checkpoint import paths, storage
 from megatron.checkpoint.lineage import Line
 from megatron.checkpoint.storage import FileRecord
 from megatron.errors import CheckpointError
-from megatron.state.ranges import Range, piece_of, pieces_between
+from megatron.state.division import Division, Members, Range
 from megatron.utils.typed import typed
 
 SCHEMA = 3
@@ -93,13 +93,13 @@ class Manifest:
 
     def places(self, piece: Slice, held: Range | None = None) -> Iterator[tuple[str, Range]]:
         """(file, elements of the slice in it), in order, for all elements of the slice or for those in `held`."""
-        start, stop = (0, piece.elements) if held is None else held
         if not piece.share:
             yield piece.file, (0, piece.elements)
             return
         files = self.divisions[piece.file]
-        for number, _ in pieces_between(start, stop, piece.offset, piece.share):
-            yield files[number], piece_of(piece.elements, piece.offset, piece.share, number)
+        division = Division(Members(piece.file, 0, len(files)), piece.elements, piece.share, piece.offset)
+        for number, _ in division.shares(held or (0, piece.elements)):
+            yield files[number], division.held_by(number)
 
     def blocks_of(self, part: int, parts: int) -> dict[str, range]:
         """One of `parts` equal parts of the blocks of all files, one file after the other: by file, consecutive."""

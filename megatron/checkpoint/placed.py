@@ -23,7 +23,7 @@ from megatron.checkpoint.state import Held, Sharded
 from megatron.checkpoint.storage import Plan
 from megatron.checkpoint.torch_files import TorchFile
 from megatron.checkpoint.verify import description_problem
-from megatron.state.ranges import Range, common
+from megatron.state.division import Range, common
 from megatron.state.shard import Shard
 
 Own = Mapping[str, Mapping[str, Tensor]]

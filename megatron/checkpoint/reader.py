@@ -13,7 +13,7 @@ from megatron.checkpoint import classic, paths, safe_load, slices
 from megatron.checkpoint.manifest import Manifest, Slice, TensorRecord
 from megatron.checkpoint.verify import DamagedCheckpointError, stored_problem
 from megatron.errors import CheckpointError
-from megatron.state.ranges import Range, common
+from megatron.state.division import Range, common
 from megatron.state.shard import Shard
 
 

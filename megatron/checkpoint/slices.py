@@ -16,8 +16,19 @@ from torch import Tensor
 from megatron.checkpoint import paths
 from megatron.checkpoint.manifest import Slice, TensorRecord
 from megatron.errors import CheckpointError
-from megatron.state.ranges import Range
-from megatron.state.shard import Shard, along_one_dim, copy_common, missing_ranges, pieces
+from megatron.state.division import Range
+from megatron.state.shard import (
+    Shard,
+    along_one_dim,
+    copy_common,
+    in_three_dimensions,
+    is_whole,
+    missing_ranges,
+    narrowed,
+    pieces,
+    split_shape,
+    split_size,
+)
 
 Read = Callable[[Slice], Tensor]
 ReadElements = Callable[[Slice, Range], Tensor]
@@ -38,7 +49,7 @@ def covers_exactly(record: TensorRecord) -> bool:
     dims = len(record.logical_shape)
     if not record.slices or (dims and not 0 <= record.dim <= record.dim + record.fold - 1 < dims):
         return False
-    size = whole_spec("", record).size
+    size = split_size(whole_spec("", record))
     whole = ((0, size),)
     held = {interval for piece in record.slices for interval in (whole if piece.ranges is None else piece.ranges)}
     position = 0
@@ -60,7 +71,7 @@ def whole_stored_shape(record: TensorRecord) -> tuple[int, ...]:
     if len(piece.shape) == 1:
         return (prod(logical),)
     spec = source_spec("", record, piece)
-    local, joined = spec.local_shape, spec.split_shape
+    local, joined = spec.local_shape, split_shape(spec)
     for first_column in range(1, len(joined)):
         if prod(local[first_column:]) == piece.shape[1]:
             return (prod(joined[:first_column]), prod(joined[first_column:]))
@@ -70,7 +81,7 @@ def whole_stored_shape(record: TensorRecord) -> tuple[int, ...]:
 def check_is_whole(name: str, record: TensorRecord) -> None:
     """A tensor whose shape is its own, and not that of the parameter it belongs to, is stored whole and as it is."""
     for piece in record.slices:
-        if piece.shape != record.logical_shape or not source_spec(name, record, piece).is_whole:
+        if piece.shape != record.logical_shape or not is_whole(source_spec(name, record, piece)):
             raise CheckpointError(f"{name}: {_contradiction(record, piece)}")
 
 
@@ -119,13 +130,13 @@ def read_elements(
     if held[0] >= held[1]:
         return found
     sources = [(source_spec(spec.name, record, piece), piece) for piece in _distinct(record.slices)]
-    split = next((source for source, _ in sources if not source.is_whole), sources[0][0])
-    wanted, window, base = _window(along_one_dim(split, spec)[1].in_three, held)
+    split = next((source for source, _ in sources if not is_whole(source)), sources[0][0])
+    wanted, window, base = _window(in_three_dimensions(along_one_dim(split, spec)[1]), held)
     if missing := missing_ranges([source for source, _ in sources], spec):
         raise CheckpointError(f"{spec.name}: indices {missing} of dimension {record.dim} are in no file")
     buffer = torch.zeros(wanted.local_shape, dtype=dtype)
     for source, piece in sources:
-        three = along_one_dim(source, along_one_dim(split, spec)[1])[0].in_three
+        three = in_three_dimensions(along_one_dim(source, along_one_dim(split, spec)[1])[0])
         part, elements = _needed(three, wanted, window)
         if part is not None:
             copy_common(part, read(piece, elements), wanted, buffer)
@@ -134,19 +145,19 @@ def read_elements(
 
 
 def _window(three: Shard, held: Range) -> tuple[Shard, Range, int]:
-    """The smallest part of a tensor (`in_three`) with the elements `held`: a range of its split dimension if its first
-    dimension is 1, else of its rows. Returns the part, its rows, and the number of elements before it."""
+    """The smallest part of a tensor in three dimensions with the elements `held`: a range of its split dimension if its
+    first dimension is 1, else of its rows. Returns the part, its rows, and the number of elements before it."""
     outer, length, inner = three.local_shape
     if outer == 1:
         start, stop = held[0] // inner, -(-held[1] // inner)
-        return three.only(start, stop), (0, 1), start * inner
+        return narrowed(three, start, stop), (0, 1), start * inner
     start, stop = held[0] // (length * inner), -(-held[1] // (length * inner))
     return _rows(three, (start, stop)), (start, stop), start * length * inner
 
 
 def _needed(source: Shard, wanted: Shard, rows: Range) -> tuple[Shard | None, Range]:
-    """The part of a saved slice (`in_three`) that overlaps `wanted`, and the range of the slice's elements in which it
-    lies."""
+    """The part of a saved slice in three dimensions that overlaps `wanted`, and the range of the slice's elements in
+    which it lies."""
     outer, length, inner = source.local_shape
     part = _rows(source, rows)
     here = [indices for indices, _ in pieces(part, wanted)]
@@ -155,7 +166,7 @@ def _needed(source: Shard, wanted: Shard, rows: Range) -> tuple[Shard | None, Ra
     if outer > 1:
         return part, (rows[0] * length * inner, rows[1] * length * inner)
     start, stop = min(a for a, _ in here), max(b for _, b in here)
-    return part.only(start, stop), (start * inner, stop * inner)
+    return narrowed(part, start, stop), (start * inner, stop * inner)
 
 
 def _rows(three: Shard, rows: Range) -> Shard:

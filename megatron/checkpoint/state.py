@@ -15,7 +15,7 @@ from megatron.checkpoint.lineage import Line
 from megatron.checkpoint.lock import DirectoryLock
 from megatron.checkpoint.paths import MODEL_FILE
 from megatron.distributed.state import Axis, ParallelState
-from megatron.state.ranges import Range
+from megatron.state.division import Range
 from megatron.state.shard import Shard
 
 Sharded = tuple[Shard, Tensor]

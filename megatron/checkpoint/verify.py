@@ -18,7 +18,7 @@ from megatron.checkpoint.seen import ChangedFileError
 from megatron.checkpoint.storage import NO_PLAN, FileRecord, Plan
 from megatron.checkpoint.verify_model import model_problems
 from megatron.errors import CheckpointError
-from megatron.state.ranges import Range
+from megatron.state.division import Range
 
 Kind = Literal["corrupt", "unsafe", "incomplete", "extra"]
 """extra: files that no manifest lists; such a step loads, with a warning."""

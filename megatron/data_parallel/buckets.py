@@ -14,7 +14,7 @@ from megatron.data_parallel.gradients import FlatPieces
 from megatron.data_parallel.withheld import WithheldGrad
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
-from megatron.state.ranges import Range, common
+from megatron.state.division import Range, common
 
 _ALIGNED = 64
 """A rank's chunk of a divided bucket is a multiple of so many elements: whole vectors, wherever it begins."""

@@ -9,8 +9,7 @@ from torch import nn
 
 from megatron.data_parallel.buckets import Bucket, Slot
 from megatron.distributed.state import Axis
-from megatron.state.division import Division
-from megatron.state.ranges import Range
+from megatron.state.division import Division, Range
 
 
 class DividedWeights:

@@ -34,8 +34,7 @@ from megatron.data_parallel.withheld import Withholding
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
-from megatron.state.division import Division
-from megatron.state.ranges import Range
+from megatron.state.division import Division, Range
 
 
 @dataclass(frozen=True)

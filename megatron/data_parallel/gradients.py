@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, dtype, nn
 
 from megatron.distributed.state import Axis
-from megatron.state.division import Division
-from megatron.state.ranges import Range
+from megatron.state.division import Division, Range
 from megatron.utils.dtype import HALF
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron.config import RunConfig
 from megatron.data_parallel import DEFAULT_BUCKET_SIZE, GradBuffers, Gradients
-from megatron.distributed.state import Axis, ParallelState
+from megatron.distributed.state import ParallelState
 from megatron.engine.engine import Engine
 from megatron.engine.graphs import GraphedPasses
 from megatron.engine.groups import Groups, check_marked
@@ -18,7 +18,7 @@ from megatron.model.gpt import GPT
 from megatron.model.passes import Passes, SinglePass
 from megatron.ops.select import Kernels
 from megatron.optimizer import Optimizer, offloads
-from megatron.parallelize import Parallel
+from megatron.parallelize import Parallel, split_axes
 from megatron.utils.cuda import CudaGraph
 from megatron.utils.device_kind import kind_of
 
@@ -28,18 +28,17 @@ def build_engine(
 ) -> Engine:
     """`built` is what `parallelize` made of the model for this rank."""
     model, specs = built.model, built.specs
-    experts = _experts(built)
     grads: Gradients = built.divided or _buffers(config, built, parallel, kernels, device)
     check_marked(config.optimizer, built)
-    dense, shared = _split_axes(parallel)
+    dense, shared = ([parallel.axis(name) for name in names] for names in split_axes(parallel))
     optimizer = Optimizer(
         grads,
         config.optimizer,
         config.precision,
         rule=Groups(config.optimizer, built.rows, specs, parallel).of,
-        split_over=dict.fromkeys(specs, dense) | dict.fromkeys(experts, shared),
+        split_over={name: tuple(map(parallel.axis, spec.split_over)) for name, spec in specs.items()},
         norm_axes=[
-            (*split, divided) if config.parallel.zero and divided.size > 1 else split
+            (*split, divided) if config.parallel.zero and divided.size > 1 else tuple(split)
             for split, divided in ((dense, parallel.shard), (shared, parallel.expert_shard))
         ],
         specs=specs,
@@ -101,9 +100,3 @@ def _graphed(passes: Passes, model: nn.Module, grads: Gradients, device: torch.d
     assert isinstance(grads, GradBuffers), "the settings refuse graphs of gathered weights"
     assert isinstance(passes, SinglePass), "the settings refuse graphs of a pipeline"
     return GraphedPasses(passes, grads, partial(CudaGraph, device))
-
-
-def _split_axes(parallel: ParallelState) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
-    """The axes that parameters are split over, and those of experts."""
-    dense = (parallel.model,) if parallel.model.size > 1 else ()
-    return dense, (*dense, parallel.ep) if parallel.ep.size > 1 else dense

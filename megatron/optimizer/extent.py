@@ -18,8 +18,8 @@ from megatron.distributed import collectives
 from megatron.distributed.state import Axis
 from megatron.optimizer.matrices import Matrix
 from megatron.optimizer.norms import sum_of_wide_squares, widest
-from megatron.state.ranges import Range
-from megatron.state.shard import Shard
+from megatron.state.division import Range
+from megatron.state.shard import Shard, counted_parts
 
 Axes = tuple[Axis, ...]
 
@@ -80,7 +80,7 @@ class Extent:
         counted = None
         if rows.copies and matrix.tp.size > 1:
             counted = torch.zeros(rows.local_shape, device=grads.weight(name).device)
-            for part in rows.counted(counted):
+            for part in counted_parts(rows, counted):
                 part.fill_(1.0)
             counted = counted.view(-1)
         return Extent(rows, columns, is_matrix, (min(start, stop), stop), axes, counted)

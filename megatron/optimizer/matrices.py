@@ -18,7 +18,7 @@ from megatron.data_parallel import Gradients
 from megatron.distributed import collectives
 from megatron.distributed.messages import all_gather_json
 from megatron.distributed.state import Axis
-from megatron.state.ranges import Range
+from megatron.state.division import Range
 from megatron.state.shard import Shard
 
 Fused = tuple[int, tuple[int, ...]]

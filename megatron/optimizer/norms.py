@@ -18,7 +18,7 @@ from megatron.data_parallel import Gradients
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
 from megatron.ops import Kernels
-from megatron.state.shard import Shard
+from megatron.state.shard import Shard, copied_parts, counted_parts
 from megatron.utils.device_kind import kind_of
 
 _ROW = 4096
@@ -227,6 +227,6 @@ class CountedParts:
             if place.spec is None:
                 parts = [tensor] if counted else []
             else:
-                parts = place.spec.counted(tensor) if counted else place.spec.copied(tensor)
+                parts = counted_parts(place.spec, tensor) if counted else copied_parts(place.spec, tensor)
             groups[place.group].extend(parts)
         return dict(zip(self._axes, groups, strict=True))

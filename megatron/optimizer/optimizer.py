@@ -42,7 +42,7 @@ from megatron.optimizer.norms import (
 )
 from megatron.optimizer.rules.base import WHOLE_KINDS
 from megatron.optimizer.update_rules import OptimizerState, Update, UserUpdate
-from megatron.state.ranges import Range
+from megatron.state.division import Range
 from megatron.state.shard import Shard
 
 ExtraState = dict[str, Any]

@@ -3,7 +3,7 @@
 from megatron.parallelize.build import Parallel, check_can_be_split, held_parameters, is_plain, parallelize
 from megatron.parallelize.divide import divide_weights, is_called, units_of
 from megatron.parallelize.replicas import ReplicaSums
-from megatron.parallelize.specs import await_weights, initialise_part, persistent_buffers, whole_pieces
+from megatron.parallelize.specs import await_weights, initialise_part, persistent_buffers, split_axes, whole_parts
 
 __all__ = [
     "Parallel",
@@ -17,6 +17,7 @@ __all__ = [
     "is_plain",
     "parallelize",
     "persistent_buffers",
+    "split_axes",
     "units_of",
-    "whole_pieces",
+    "whole_parts",
 ]

@@ -22,13 +22,13 @@ from megatron.model.inventory import inventory
 from megatron.model.parameters import Parameter, Row, counted_rows
 from megatron.model.passes import Batch, ForwardStep, Passes, SinglePass, shape_of
 from megatron.model.wgrads import WgradQueue, WgradRoute
-from megatron.parallelize.factory import ParallelFactory, Place
-from megatron.parallelize.specs import Cut, Held, Piece, foreign_specs, held_specs, in_order_of, whole_pieces
+from megatron.parallelize.factory import ParallelFactory
+from megatron.parallelize.specs import Cut, Held, Part, foreign_specs, held_specs, in_order_of, whole_parts
 from megatron.pipeline_parallel.links import Links
 from megatron.pipeline_parallel.pass_recorder import PassRecorder
 from megatron.pipeline_parallel.pipeline import BoundStage, HiddenLike, Pipeline
 from megatron.pipeline_schedules import SCHEDULES, schedule_of
-from megatron.state.ranges import even_ranges
+from megatron.state.division import even_ranges
 from megatron.state.shard import Shard
 from megatron.utils.dtype import default_dtype
 
@@ -52,13 +52,13 @@ class Parallel:
     divided: FullySharded | None = None
     """The divided weights under ZeRO 2 and 3; None if each data-parallel rank holds whole weights."""
 
-    def pieces(self) -> Iterator[Piece]:
+    def parts(self) -> Iterator[Part]:
         """Every parameter, as far as this rank keeps it."""
-        divided = self.divided
+        divided, specs = self.divided, self.specs
         if divided is None:
-            return whole_pieces(self.model)
-        held = ((name, divided.weight(name).view(-1), divided.held(name)) for name in divided.all_names)
-        return (Piece(name, elements, start, divided.dtype) for name, elements, (start, _) in held)
+            return whole_parts(self.model, specs)
+        shards = (replace(specs[name], division=divided.division(name)) for name in divided.all_names)
+        return ((shard, divided.weight(shard.name).view(-1), divided.dtype) for shard in shards)
 
 
 def parallelize(
@@ -79,34 +79,29 @@ def parallelize(
         return Parallel(model, foreign_specs(model), SinglePass(model, forward_step))
     table, layers = model.table(), stage_layers(model.config.num_layers, config)
     held, cut = _held(model.make.moe, layers, state), Cut(state.tp, model.padded_vocab_size, config.splits_sequence)
-    specs = held_specs(table, held, cut, tied=model.config.tied, pp=state.pp)
+    specs = held_specs(table, held, cut, state, tied=model.config.tied)
     rows = {name: table[name].row for name in specs}
     if is_plain(state):
         specs = in_order_of(model, specs, all_there=False)
         return Parallel(model, specs, SinglePass(model, forward_step), model.make.wgrads, rows)
     check_unchanged(model, layers)
-    place = Place(
-        state,
-        held.experts,
-        config.splits_sequence,
-        config.cp_attention,
-        device,
-        {name: cut.stored_shape(rows[name], spec) for name, spec in specs.items()},
-    )
     queued = state.pp.size > 1 and SCHEDULES[config.schedule].defers_wgrads
     wgrads = WgradQueue() if queued else WgradRoute()
     with default_dtype(dtype), made_on or device:
-        part = _part_of(model, held, ParallelFactory(model.make, table, place, wgrads))
+        make = ParallelFactory(model.make, table, specs, config, state, held.experts, device, wgrads)
+        part = _part_of(model, held, make)
     specs, described = in_order_of(part, specs), dict(model.named_parameters())
     for name, parameter in part.named_parameters():
-        assert parameter.shape == place.stored_shapes[name], f"{name}: {parameter.shape}, {place.stored_shapes[name]}"
+        assert parameter.shape == specs[name].stored, f"{name}: {parameter.shape}, {specs[name].stored}"
         if not described[name].requires_grad:
             parameter.requires_grad_(False)
             specs[name] = replace(specs[name], replica_axes=())
     if state.pp.size == 1:
         return Parallel(part, specs, SinglePass(part, forward_step), wgrads, rows)
-    hidden_like = partial(_hidden_like, part, place, dtype)
-    pipeline = _connected_pipeline(_stages(part, layers, state), config, place, forward_step, hidden_like, wgrads)
+    sharing = state.tp.size if config.splits_sequence else 1
+    hidden_like = partial(_hidden_like, part, device, dtype, sharing)
+    stages = _stages(part, layers, state)
+    pipeline = _connected_pipeline(stages, config, state, device, forward_step, hidden_like, wgrads)
     return Parallel(part, specs, pipeline, wgrads, rows, stage_fields(part, state.pp))
 
 
@@ -127,15 +122,16 @@ def _part_of(model: GPT, held: Held, make: ParallelFactory) -> GPT:
 def _connected_pipeline(
     stages: Sequence[Callable[..., Tensor]],
     config: ParallelConfig,
-    place: Place,
+    state: ParallelState,
+    device: torch.device,
     forward_step: ForwardStep,
     hidden_like: HiddenLike,
     wgrads: WgradRoute,
 ) -> Pipeline:
     """The pipeline over these stages, its links to the neighbouring ranks connected. A collective of the pipeline."""
-    pp = place.state.pp
-    links = Links(pp, place.state.pp_links)
-    links.connect(place.device)
+    pp = state.pp
+    links = Links(pp, state.pp_links)
+    links.connect(device)
     return Pipeline(
         stages,
         pp,
@@ -219,13 +215,15 @@ def _hidden_step(stage: Callable[..., Tensor], batch: Batch, hidden: Tensor | No
     )
 
 
-def _hidden_like(part: GPT, place: Place, dtype: torch.dtype, batch: Batch) -> tuple[tuple[int, ...], Tensor]:
-    """The hidden states between stages: [batch, seq, hidden], or this rank's piece of the sequence."""
+def _hidden_like(
+    part: GPT, device: torch.device, dtype: torch.dtype, sharing: int, batch: Batch
+) -> tuple[tuple[int, ...], Tensor]:
+    """The hidden states between stages: [batch, seq, hidden], or this rank's piece of a sequence that `sharing` ranks
+    have."""
     wide = part.config.fp32_residual_connection and dtype != torch.float64
-    like = torch.empty(0, dtype=torch.float32 if wide else dtype, device=place.device)
+    like = torch.empty(0, dtype=torch.float32 if wide else dtype, device=device)
     samples, tokens = shape_of(batch)
-    pieces = place.state.tp.size if place.sequence_parallel else 1
-    return (samples, tokens // pieces, part.config.hidden_size), like
+    return (samples, tokens // sharing, part.config.hidden_size), like
 
 
 def check_not_split(model: nn.Module, config: ParallelConfig) -> None:

@@ -4,13 +4,13 @@ random stream and its dispatcher when it is constructed."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.config import ParallelConfig
 from megatron.context_parallel import GatheredAttention, RingAttention, SharedSequence, UlyssesAttention
 from megatron.distributed import collectives
 from megatron.distributed.rng import SplitRandom
@@ -23,6 +23,7 @@ from megatron.model.norm import Norm
 from megatron.model.parameters import Parameter, Shape
 from megatron.model.table import Table
 from megatron.model.wgrads import WgradRoute
+from megatron.state.shard import Shard
 from megatron.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -40,35 +41,33 @@ CONTEXT_ATTENTION: dict[str, type[RingAttention] | type[UlyssesAttention] | type
 }
 
 
-@dataclass(frozen=True)
-class Place:
-    """What the modules of one rank need of the layout."""
-
-    state: ParallelState
-    experts: range
-    """The experts on this rank."""
-    sequence_parallel: bool
-    cp_attention: str
-    device: torch.device
-    stored_shapes: Mapping[str, Shape]
-    """The shape in memory of this rank's shard of each parameter."""
-
-
 class ParallelFactory(ModuleFactory):
-    def __init__(self, plain: ModuleFactory, table: Mapping[str, Parameter], place: Place, wgrads: WgradRoute) -> None:
-        """`plain` made the model that is described; `table` has its parameters."""
-        state, self._table, self._place = place.state, table, place
+    def __init__(
+        self,
+        plain: ModuleFactory,
+        table: Mapping[str, Parameter],
+        shards: Mapping[str, Shard],
+        config: ParallelConfig,
+        state: ParallelState,
+        experts: range,
+        device: torch.device,
+        wgrads: WgradRoute,
+    ) -> None:
+        """`plain` made the model that is described; `table` has its parameters, of which this rank holds `shards`, and
+        these `experts`."""
+        self._table, self._shards, self._experts = table, shards, experts
+        self._splits_sequence, self._cp_attention = config.splits_sequence, config.cp_attention
         self._tp, self._cp, self._ep = state.tp, state.cp, state.ep
         # The axes that a sequence is split over.
-        self._sharing = [axis for axis in (self._cp, *([self._tp] if place.sequence_parallel else [])) if axis.size > 1]
+        self._sharing = [axis for axis in (self._cp, *([self._tp] if self._splits_sequence else [])) if axis.size > 1]
         self.pieces_of_sequence = prod(axis.size for axis in self._sharing)
-        self._split_random = SplitRandom(self._tp, place.device)
-        if place.sequence_parallel:
+        self._split_random = SplitRandom(self._tp, device)
+        if self._splits_sequence:
             self.dropout = self._dropout_of_own_stream
         super().__init__(plain.config, plain.kernels, plain.moe, plain.recompute, wgrads)
 
     def linear(self, name: str, in_features: int, out_features: int, *, bias: bool) -> Linear:
-        kind, (rows, columns) = self._table[f"{name}.weight"].row.kind, self._place.stored_shapes[f"{name}.weight"]
+        kind, (rows, columns) = self._table[f"{name}.weight"].row.kind, self._stored(f"{name}.weight")
         if self._tp.size == 1 or kind == "expert":  # the dispatcher sums over the shards of all experts at once
             return Linear(columns, rows, bias=bias, wgrads=self.wgrads)
         assert kind in ("column", "row"), f"{name} is a linear layer, and the table says {kind}"
@@ -78,15 +77,20 @@ class ParallelFactory(ModuleFactory):
             out_features,
             axis=self._tp,
             bias=bias,
-            sequence_parallel=self._place.sequence_parallel,
+            sequence_parallel=self._splits_sequence,
             local_features=rows if kind == "column" else columns,
             wgrads=self.wgrads,
         )
 
+    def _stored(self, name: str) -> Shape:
+        stored = self._shards[name].stored
+        assert stored is not None, name
+        return stored
+
     def head_norm(self, name: str, heads: int) -> Norm:
         if self._tp.size == 1 or self.config.qk_layernorm_scope == "head":
             return super().head_norm(name, heads)
-        (local,) = self._place.stored_shapes[f"{name}.weight"]
+        (local,) = self._stored(f"{name}.weight")
         return SplitNorm(heads * self.config.head_dim, self.config, self.kernels, axis=self._tp, local=local)
 
     def _dropout_of_own_stream(self, x: Tensor, probability: float, training: bool) -> Tensor:
@@ -99,26 +103,26 @@ class ParallelFactory(ModuleFactory):
     def vocabulary_table(self, rows: int) -> Table:
         if self._tp.size == 1:
             return Table(rows, self.config.hidden_size)
-        sequence_parallel = self._place.sequence_parallel
+        sequence_parallel = self._splits_sequence
         local = rows // self._tp.size
         return VocabParallelTable(local, self.config.hidden_size, axis=self._tp, sequence_parallel=sequence_parallel)
 
     def position_table(self) -> Table:
         rows, width = self.config.max_position_embeddings, self.config.hidden_size
-        if self._tp.size == 1 or not self._place.sequence_parallel:
+        if self._tp.size == 1 or not self._splits_sequence:
             return Table(rows, width)
         return SequenceSlicedTable(rows, width, axis=self._tp)
 
     def sequence(self) -> SequenceView:
         if self._cp.size == 1:
             return SequenceView()
-        return SharedSequence(self._cp, CONTEXT_ATTENTION[self._place.cp_attention])
+        return SharedSequence(self._cp, CONTEXT_ATTENTION[self._cp_attention])
 
     def core_attention(self, layer: int) -> nn.Module:
         plain = CoreAttention(self.config, layer + 1, self.kernels)
         core: nn.Module = plain
         if self._cp.size > 1:
-            core = CONTEXT_ATTENTION[self._place.cp_attention](plain, self._cp, self.config.window)
+            core = CONTEXT_ATTENTION[self._cp_attention](plain, self._cp, self.config.window)
         if self._tp.size > 1 and self.config.attention_dropout:
             core = _OwnStream(core, self._split_random)
         return core
@@ -126,11 +130,11 @@ class ParallelFactory(ModuleFactory):
     def head_and_loss(self, vocab_size: int) -> nn.Module:
         if self._tp.size == 1:
             return super().head_and_loss(vocab_size)
-        sequence_parallel = self._place.sequence_parallel
+        sequence_parallel = self._splits_sequence
         return VocabParallelHead(vocab_size, self.kernels, axis=self._tp, sequence_parallel=sequence_parallel)
 
     def experts(self) -> range:
-        return self._place.experts
+        return self._experts
 
     def dispatcher(self) -> Dispatcher:
         if self._ep.size == 1 and self._tp.size == 1:
@@ -138,7 +142,7 @@ class ParallelFactory(ModuleFactory):
         return ExpertDispatcher(
             self._ep,
             self._tp,
-            split_tokens=self._place.sequence_parallel,
+            split_tokens=self._splits_sequence,
             copied=mappings.copied,
             summed=mappings.summed,
         )

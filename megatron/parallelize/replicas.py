@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.data_parallel import Gradients
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis, ParallelState
-from megatron.state.shard import Shard
+from megatron.state.shard import Shard, split_shape
 
 
 class ReplicaSums:
@@ -48,7 +48,7 @@ def _sum_together(grads: Gradients, specs: Sequence[Shard], axis: Axis) -> None:
     for spec, shard in zip(specs, shards, strict=True):
         whole = grads.grad(spec.name)
         if shard is not None:
-            spec.put(whole := shard.new_zeros(spec.split_shape), shard)
+            spec.put(whole := shard.new_zeros(split_shape(spec)), shard)
         sent.append(whole)
     message = torch.cat([whole.reshape(-1) for whole in sent]).to(grads.device)
     collectives.all_reduce(message, axis)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from megatron.distributed.state import Axis
+from megatron.distributed.state import Axis, ParallelState
 from megatron.errors import ConfigError
 from megatron.model.init import initial_elements
 from megatron.model.parameters import WORD_TABLE, Parameter, Row, Shape, stored_shape
-from megatron.state.ranges import Range, even_ranges
-from megatron.state.shard import Shard
+from megatron.state.division import Range, common, even_ranges
+from megatron.state.shard import Shard, element_runs, split_size
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,21 @@ class Cut:
         row = parameter.row
         fold = row.fold if self.tp.size > 1 else 1  # an unsplit parameter keeps its own dimensions
         spec = Shard(name=parameter.name, logical_shape=row.shape, dim=row.split_dim or 0, fold=fold)
+        return replace(part := self._part(row, spec), stored=self.stored_shape(row, part))
+
+    def _part(self, row: Row, spec: Shard) -> Shard:
         if self.tp.size == 1:
             return spec
         if row.split_dim is None:
             summed = ("tp",) if row.trained and (row.after_split or self.sequence_parallel) else ()
-            return replace(spec, replica_axes=summed, copies=((0, spec.size),) if self.tp.rank else ())
+            return replace(spec, replica_axes=summed, copies=((0, split_size(spec)),) if self.tp.rank else ())
         if row.kind == "vocabulary":
-            return replace(spec, ranges=self._vocabulary(spec.size))
+            return replace(spec, ranges=self._vocabulary(split_size(spec)))
         if row.fold == 2:
             return self._query_key_value(spec)
-        if row.kind == "heads" and spec.size < self.tp.size:
+        if row.kind == "heads" and split_size(spec) < self.tp.size:
             return self._shared_head(spec)
-        return replace(spec, ranges=even_ranges(spec.size, self.tp.size, self.tp.rank))
+        return replace(spec, ranges=even_ranges(split_size(spec), self.tp.size, self.tp.rank))
 
     def stored_shape(self, row: Row, spec: Shard) -> Shape:
         """The shape of the shard in memory: a vocabulary table includes its share of the padding rows."""
@@ -76,7 +79,7 @@ class Cut:
         """Whole KV groups; with fewer groups than ranks, some queries of a group and a replica of its key and value."""
         tp, (groups, per_group) = self.tp, spec.logical_shape[:2]
         if groups % tp.size == 0:
-            return replace(spec, ranges=even_ranges(spec.size, tp.size, tp.rank))
+            return replace(spec, ranges=even_ranges(split_size(spec), tp.size, tp.rank))
         sharing = tp.size // groups  # ranks that share a group
         group, place = divmod(tp.rank, sharing)
         first, queries = group * per_group, (per_group - 2) // sharing
@@ -87,14 +90,27 @@ class Cut:
     def _shared_head(self, spec: Shard) -> Shard:
         """With fewer key/value heads than ranks, each rank holds the slice of one head, and the ranks that share the
         head are replicas."""
-        head, place = divmod(self.tp.rank, self.tp.size // spec.size)
+        head, place = divmod(self.tp.rank, self.tp.size // split_size(spec))
         own = ((head, head + 1),)
         return replace(spec, ranges=own, replica_axes=("tp",), copies=own if place else ())
 
 
-def held_specs(table: Mapping[str, Parameter], held: Held, cut: Cut, *, tied: bool, pp: Axis) -> dict[str, Shard]:
+def split_axes(state: ParallelState) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes that parameters are split over, and those of experts."""
+    dense = ("model",) if state.model.size > 1 else ()
+    return dense, (*dense, "ep") if state.ep.size > 1 else dense
+
+
+def held_specs(
+    table: Mapping[str, Parameter], held: Held, cut: Cut, state: ParallelState, *, tied: bool
+) -> dict[str, Shard]:
     """name -> Shard of all that a rank holds, in the order of the model."""
-    specs = {name: cut.spec(parameter) for name, parameter in table.items() if held.has(parameter, tied=tied)}
+    (dense, experts), pp = split_axes(state), state.pp
+    specs = {
+        name: replace(cut.spec(parameter), split_over=experts if parameter.row.kind == "expert" else dense)
+        for name, parameter in table.items()
+        if held.has(parameter, tied=tied)
+    }
     if tied and pp.size > 1 and WORD_TABLE in specs:
         # Replicated on the first and the last stage, and its gradients are summed.
         spec = specs[WORD_TABLE]
@@ -115,7 +131,7 @@ def in_order_of(model: nn.Module, specs: Mapping[str, Shard], *, all_there: bool
 def foreign_specs(model: nn.Module) -> dict[str, Shard]:
     """The specs of a foreign model: each tensor of its state is unsplit, and its logical view is its own shape."""
     tensors = {**dict(model.named_parameters()), **persistent_buffers(model)}
-    return {name: Shard(name=name, logical_shape=tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return {name: Shard(name, shape := tuple(tensor.shape), stored=shape) for name, tensor in tensors.items()}
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -133,52 +149,43 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in state}
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Elements of a stored parameter, one after the other, from number `start` on: all of them, or those that this rank
-    keeps where ranks divide it."""
-
-    name: str
-    elements: Tensor
-    start: int
-    dtype: torch.dtype
-    """In which the model computes with them."""
+Part = tuple[Shard, Tensor, torch.dtype]
+"""What a rank keeps of a parameter: its Shard, its elements in one dimension, and the type of the model's copy."""
 
 
-def whole_pieces(part: nn.Module) -> Iterator[Piece]:
-    """Every parameter of a part that is not divided."""
-    for name, parameter in part.named_parameters():
-        yield Piece(name, parameter.detach().view(-1), 0, parameter.dtype)
+def whole_parts(model: nn.Module, specs: Mapping[str, Shard]) -> Iterator[Part]:
+    """Every parameter of a model that is not divided."""
+    for name, parameter in model.named_parameters():
+        yield specs[name], parameter.detach().view(-1), parameter.dtype
 
 
 @torch.no_grad()
-def initialise_part(
-    pieces: Iterable[Piece], specs: Mapping[str, Shard], table: Mapping[str, Parameter], seed: int
-) -> None:
+def initialise_part(parts: Iterable[Part], table: Mapping[str, Parameter], seed: int) -> None:
     """Sets what a rank holds to its slices of the initial values."""
-    for piece in pieces:
-        runs = _runs_of(piece, specs[piece.name])
+    for shard, elements, dtype in parts:
+        runs = _runs_kept(shard, elements)
         drawn = sum(count for _, count in runs)
-        piece.elements[drawn:].zero_()  # vocabulary padding rows: they have no meaning
+        elements[drawn:].zero_()  # vocabulary padding rows: they have no meaning
         if drawn:
-            piece.elements[:drawn].copy_(initial_elements(table[piece.name], runs, seed).to(piece.dtype))
+            elements[:drawn].copy_(initial_elements(table[shard.name], runs, seed).to(dtype))
 
 
 @torch.no_grad()
-def await_weights(pieces: Iterable[Piece], specs: Mapping[str, Shard]) -> None:
+def await_weights(parts: Iterable[Part]) -> None:
     """Fills parameters whose weights will be loaded with NaN, so that one that no load has filled is noticed."""
-    for piece in pieces:
-        held = sum(count for _, count in _runs_of(piece, specs[piece.name]))
-        piece.elements[:held].fill_(float("nan"))
-        piece.elements[held:].zero_()
+    for shard, elements, _ in parts:
+        drawn = sum(count for _, count in _runs_kept(shard, elements))
+        elements[:drawn].fill_(float("nan"))
+        elements[drawn:].zero_()
 
 
-def _runs_of(piece: Piece, spec: Shard) -> list[tuple[int, int]]:
-    """What a piece holds as (first element, number of elements) of the whole logical view."""
+def _runs_kept(shard: Shard, elements: Tensor) -> list[tuple[int, int]]:
+    """What is kept here as (first element, number of elements) of the whole logical view."""
+    kept = shard.division.held if shard.division is not None else (0, elements.numel())
     runs, position = [], 0
-    for first, count in spec.runs():
-        begin, end = max(position, piece.start), min(position + count, piece.start + piece.elements.numel())
-        if begin < end:
-            runs.append((first + begin - position, end - begin))
+    for first, count in element_runs(shard):
+        start, stop = common((position, position + count), kept)
+        if start < stop:
+            runs.append((first + start - position, stop - start))
         position += count
     return runs

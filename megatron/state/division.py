@@ -1,14 +1,39 @@
-"""Division: which elements of a tensor each rank of an axis has, as a rule: a list would grow with the number of ranks.
+"""Ranges of indices, and `Division`: which elements of a tensor each rank of an axis has.
 
-Tensors are concatenated to one row of elements, which is cut into equal shares, one for each rank of the axis.
+A Division is a rule: a list would grow with the number of ranks. Tensors are concatenated to one row of elements, which
+is cut into equal shares, one for each rank of the axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.state.ranges import Range, piece_of
+Range = tuple[int, int]
+"""From the first index to the one after the last."""
+
+
+def even_ranges(size: int, parts: int, index: int) -> tuple[Range, ...]:
+    """The `index`-th of `parts` contiguous pieces of `size`; the first ones are one longer if it does not divide."""
+    base, longer = divmod(size, parts)
+    start = index * base + min(index, longer)
+    return ((start, start + base + (index < longer)),)
+
+
+def common(a: Range, b: Range) -> Range:
+    """The intersection; one that is empty begins at its end or after it."""
+    return max(a[0], b[0]), min(a[1], b[1])
+
+
+def without(held: Range, removed: Sequence[Range]) -> Iterator[Range]:
+    """Subtracts ranges from one range."""
+    position, stop = held
+    for a, b in sorted(removed):
+        if min(a, stop) > position:
+            yield position, min(a, stop)
+        position = max(position, b)
+    if position < stop:
+        yield position, stop
 
 
 @dataclass(frozen=True)
@@ -33,6 +58,8 @@ class Division:
     """Elements of the row that each rank has."""
     offset: int = 0
     """Where the tensor begins in the row."""
+    row: int = 0
+    """The number of the row, of all that the group divides."""
 
     @property
     def held(self) -> Range:
@@ -40,8 +67,21 @@ class Division:
         return self.held_by(self.group.rank)
 
     def held_by(self, rank: int) -> Range:
-        """The elements that a rank of the group has."""
-        return piece_of(self.elements, self.offset, self.share, rank)
+        """The elements that a rank of the group has. An empty range is at the beginning or the end of the tensor."""
+        first = rank * self.share - self.offset
+        start, stop = common((0, self.elements), (first, first + self.share))
+        if start < stop:
+            return start, stop
+        return (0, 0) if first < 0 else (self.elements, self.elements)
+
+    def shares(self, wanted: Range) -> Iterator[tuple[int, Range]]:
+        """Splits a range of the tensor's elements by the ranks that have them: (rank, range)."""
+        position, last = wanted
+        while position < last:
+            rank = (self.offset + position) // self.share
+            stop = min(last, (rank + 1) * self.share - self.offset)
+            yield rank, (position, stop)
+            position = stop
 
 
 def dealt(sizes: Mapping[str, int], group: Members, first_has: int = 0) -> dict[str, Division]:

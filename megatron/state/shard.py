@@ -14,8 +14,7 @@ from math import prod
 
 import torch
 
-from megatron.state.division import Division
-from megatron.state.ranges import Range, common, without
+from megatron.state.division import Division, Range, common, without
 
 
 @dataclass(frozen=True)
@@ -37,129 +36,31 @@ class Shard:
     """The part of `ranges` that an earlier rank holds too: sums over all ranks, such as a norm, skip it."""
     division: Division | None = None
     """How ranks divide the elements of the stored tensor (ZeRO); None: each of them has all."""
+    stored: tuple[int, ...] | None = None
+    """Shape of the stored tensor, padding rows included; None: only what is held is known."""
+    split_over: tuple[str, ...] = ()
+    """Axes whose ranks hold the other parts: norms are summed over them."""
 
     def __post_init__(self) -> None:
         dims = len(self.logical_shape)
         assert not dims or 0 <= self.dim <= self.dim + self.fold - 1 < dims, f"{self.name}: {self.dim}+{self.fold}"
-        size = self.size
+        size = split_size(self)
         for start, stop in self.ranges or ():
             assert 0 <= start <= stop <= size, f"{self.name}: range {start}:{stop} is outside 0:{size}"
         ordered = sorted(self.held)
         assert all(a[1] <= b[0] for a, b in pairwise(ordered)), f"{self.name}: ranges overlap: {self.ranges}"
 
     @property
-    def size(self) -> int:
-        """Length of the split dimension of the whole parameter."""
-        return prod(self.logical_shape[self.dim : self.dim + self.fold]) if self.logical_shape else 1
-
-    @property
-    def split_shape(self) -> tuple[int, ...]:
-        """The logical shape with the folded dimensions as one: `dim` of it is what the ranges count."""
-        if not self.logical_shape:
-            return ()
-        return (*self.logical_shape[: self.dim], self.size, *self.logical_shape[self.dim + self.fold :])
-
-    @property
     def held(self) -> tuple[Range, ...]:
         """The ranges held here, written out and without empty ones."""
         if self.ranges is None:
-            return ((0, self.size),)
+            return ((0, split_size(self)),)
         return tuple((start, stop) for start, stop in self.ranges if stop > start)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this rank holds all of the parameter, in its order."""
-        position = 0
-        for start, stop in self.held:
-            if start != position:
-                return False
-            position = stop
-        return position == self.size
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of the logical view of what is held here, folded as `split_shape`."""
-        if not self.logical_shape:
-            return ()
-        held = sum(stop - start for start, stop in self.held)
-        return (*self.split_shape[: self.dim], held, *self.split_shape[self.dim + 1 :])
-
-    @property
-    def in_three(self) -> Shard:
-        """The same part with the logical view reshaped to three dimensions, of which the second is split."""
-        shape = self.split_shape
-        return replace(
-            self,
-            logical_shape=(prod(shape[: self.dim]), self.size, prod(shape[self.dim + 1 :])),
-            dim=1,
-            fold=1,
-            ranges=self.held,
-        )
-
-    def only(self, start: int, stop: int) -> Shard:
-        """What is held here from `start` to `stop` along the split dimension, counted in memory's order."""
-        kept = [
-            (held[0] + max(start - offset, 0), held[0] + min(stop - offset, held[1] - held[0]))
-            for offset, held in _with_offsets(self.held)
-        ]
-        return replace(self, ranges=tuple((a, b) for a, b in kept if a < b), copies=())
-
-    def runs(self) -> Iterator[tuple[int, int]]:
-        """What is held here as (first element, number of elements) of the whole logical view, in memory's order."""
-        outer, inner = prod(self.split_shape[: self.dim]), prod(self.split_shape[self.dim + 1 :])
-        for row in range(outer):
-            for start, stop in self.held:
-                yield (row * self.size + start) * inner, (stop - start) * inner
-
-    def splits_columns(self, rows: int) -> bool:
-        """Whether `dim` is of the columns of a stored matrix with that many rows; else it is of its rows."""
-        return rows <= prod(self.split_shape[: self.dim])
-
-    def whole(self) -> Shard:
-        """The same parameter, unsplit."""
-        return replace(self, ranges=None, replica_axes=(), copies=(), division=None)
-
-    def counted(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of this rank's tensor that no earlier rank holds: over all ranks, every element is counted once.
-        Padding rows are left out."""
-        if not self.copies and self.division is None:
-            return [self.view(tensor)]
-        if not self.copies and self.division is not None and self.division.held[1] <= prod(self.local_shape):
-            return [tensor] if tensor.numel() else []  # no padding to leave out
-        return self._parts(tensor, lambda held: without(held, self.copies))
-
-    def copied(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The parts that `counted` leaves out, because an earlier rank holds them too."""
-        if not self.copies:
-            return []
-        return self._parts(tensor, lambda held: without(held, tuple(without(held, self.copies))))
-
-    def held_in(self, tensor: torch.Tensor) -> Iterator[tuple[Range, torch.Tensor]]:
-        """For each index range held here: the range, and its elements in this rank's tensor, of which it has a part
-        where ranks divide it."""
-        assert self.division is not None
-        for offset, held in _with_offsets(self.held):
-            runs = self._elements([(offset, offset + held[1] - held[0])])
-            yield held, torch.cat([_in_piece(tensor, self.division.held, run) for run in runs])
-
-    def _parts(self, tensor: torch.Tensor, which: Callable[[Range], Iterable[Range]]) -> list[torch.Tensor]:
-        chosen = [
-            (offset + start - held[0], offset + stop - held[0])
-            for offset, held in _with_offsets(self.held)
-            for start, stop in which(held)
-        ]
-        if self.division is None:
-            return [_cut(self.view(tensor), self.dim, part) for part in chosen]
-        parts = (_in_piece(tensor, self.division.held, run) for run in self._elements(chosen))
-        return [part for part in parts if part.numel()]
-
-    def _elements(self, parts: Sequence[Range]) -> Iterator[Range]:
-        """Index ranges of the split dimension of what is stored here, as ranges of its elements in memory's order."""
-        outer, inner = prod(self.split_shape[: self.dim]), prod(self.split_shape[self.dim + 1 :])
-        length = self.local_shape[self.dim] if self.local_shape else 1
-        for row in range(outer):
-            for start, stop in parts:
-                yield (row * length + start) * inner, (row * length + stop) * inner
+        return _with_length(self, sum(stop - start for start, stop in self.held))
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """A view of the stored tensor in its logical local shape, without padding rows."""
@@ -175,7 +76,7 @@ class Shard:
 
         A view of `full` if it is one range, else a copy.
         """
-        full = full.view(self.split_shape)
+        full = full.view(split_shape(self))
         pieces = [full.narrow(self.dim, start, stop - start) for start, stop in self.held] if full.dim() else [full]
         if len(pieces) == 1:
             return pieces[0]
@@ -183,7 +84,122 @@ class Shard:
 
     def put(self, full: torch.Tensor, local: torch.Tensor) -> None:
         """Writes this rank's stored tensor `local` to its place in the whole parameter."""
-        copy_common(self, local, self.whole(), full)
+        copy_common(self, local, unsplit(self), full)
+
+
+def split_size(shard: Shard) -> int:
+    """Length of the split dimension of the whole parameter."""
+    shape = shard.logical_shape
+    return prod(shape[shard.dim : shard.dim + shard.fold]) if shape else 1
+
+
+def split_shape(shard: Shard) -> tuple[int, ...]:
+    """The logical shape with the folded dimensions as one: `dim` of it is what the ranges count."""
+    return _with_length(shard, split_size(shard))
+
+
+def _with_length(shard: Shard, length: int) -> tuple[int, ...]:
+    shape = shard.logical_shape
+    return (*shape[: shard.dim], length, *shape[shard.dim + shard.fold :]) if shape else ()
+
+
+def is_whole(shard: Shard) -> bool:
+    """Whether this rank holds all of the parameter, in its order."""
+    position = 0
+    for start, stop in shard.held:
+        if start != position:
+            return False
+        position = stop
+    return position == split_size(shard)
+
+
+def unsplit(shard: Shard) -> Shard:
+    """The same parameter, unsplit."""
+    return Shard(shard.name, shard.logical_shape, shard.dim, fold=shard.fold)
+
+
+def splits_columns(shard: Shard, rows: int) -> bool:
+    """Whether `dim` is of the columns of a stored matrix with that many rows; else it is of its rows."""
+    return rows <= prod(split_shape(shard)[: shard.dim])
+
+
+def element_runs(shard: Shard) -> Iterator[tuple[int, int]]:
+    """What is held here as (first element, number of elements) of the whole logical view, in memory's order."""
+    outer, size, inner = _in_three(shard)
+    for row in range(outer):
+        for start, stop in shard.held:
+            yield (row * size + start) * inner, (stop - start) * inner
+
+
+def counted_parts(shard: Shard, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The parts of this rank's tensor that no earlier rank holds: over all ranks, every element is counted once.
+    Padding rows are left out."""
+    division = shard.division
+    if not shard.copies and division is None:
+        return [shard.view(tensor)]
+    if not shard.copies and division is not None and division.held[1] <= prod(shard.local_shape):
+        return [tensor] if tensor.numel() else []  # no padding to leave out
+    return _parts(shard, tensor, lambda held: without(held, shard.copies))
+
+
+def copied_parts(shard: Shard, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The parts that `counted_parts` leaves out, because an earlier rank holds them too."""
+    if not shard.copies:
+        return []
+    return _parts(shard, tensor, lambda held: without(held, tuple(without(held, shard.copies))))
+
+
+def by_range(shard: Shard, tensor: torch.Tensor) -> Iterator[tuple[Range, torch.Tensor]]:
+    """Each index range held here, with its elements in this rank's tensor, which has a part of them where ranks divide
+    it. Padding belongs to no range."""
+    for offset, held in _with_offsets(shard.held):
+        local = offset, offset + held[1] - held[0]
+        if shard.division is None:
+            yield held, _cut(shard.view(tensor), shard.dim, local)
+        else:
+            runs = _elements(shard, [local])
+            yield held, torch.cat([_in_piece(tensor, shard.division.held, run) for run in runs])
+
+
+def _parts(shard: Shard, tensor: torch.Tensor, which: Callable[[Range], Iterable[Range]]) -> list[torch.Tensor]:
+    chosen = [
+        (offset + start - held[0], offset + stop - held[0])
+        for offset, held in _with_offsets(shard.held)
+        for start, stop in which(held)
+    ]
+    if shard.division is None:
+        return [_cut(shard.view(tensor), shard.dim, part) for part in chosen]
+    parts = (_in_piece(tensor, shard.division.held, run) for run in _elements(shard, chosen))
+    return [part for part in parts if part.numel()]
+
+
+def _elements(shard: Shard, parts: Sequence[Range]) -> Iterator[Range]:
+    """Index ranges of the split dimension of what is stored here, as ranges of its elements in memory's order."""
+    outer, _, inner = _in_three(shard)
+    length = shard.local_shape[shard.dim] if shard.local_shape else 1
+    for row in range(outer):
+        for start, stop in parts:
+            yield (row * length + start) * inner, (row * length + stop) * inner
+
+
+def _in_three(shard: Shard) -> tuple[int, int, int]:
+    """Shape of the whole logical view as three dimensions, of which the second is split."""
+    shape = split_shape(shard)
+    return prod(shape[: shard.dim]), split_size(shard), prod(shape[shard.dim + 1 :])
+
+
+def in_three_dimensions(shard: Shard) -> Shard:
+    """The same part of the logical view reshaped to three dimensions, of which the second is split."""
+    return Shard(shard.name, _in_three(shard), 1, shard.held)
+
+
+def narrowed(shard: Shard, start: int, stop: int) -> Shard:
+    """What is held here from `start` to `stop` along the split dimension, counted in memory's order."""
+    kept = [
+        (held[0] + max(start - offset, 0), held[0] + min(stop - offset, held[1] - held[0]))
+        for offset, held in _with_offsets(shard.held)
+    ]
+    return replace(shard, ranges=tuple((a, b) for a, b in kept if a < b), copies=())
 
 
 def pieces(source: Shard, target: Shard) -> Iterator[tuple[Range, Range]]:
@@ -192,7 +208,7 @@ def pieces(source: Shard, target: Shard) -> Iterator[tuple[Range, Range]]:
     Copying each pair moves everything that the source has and the target wants.
     """
     assert (source.name, source.logical_shape) == (target.name, target.logical_shape), f"{source} is not {target}"
-    assert source.dim == target.dim or source.is_whole or target.is_whole, (
+    assert source.dim == target.dim or is_whole(source) or is_whole(target), (
         f"{source.name} is split along two dimensions"
     )
     source, target = along_one_dim(source, target)
@@ -219,11 +235,11 @@ def copy_common(source: Shard, stored: torch.Tensor, target: Shard, into: torch.
 def missing_ranges(parts: Sequence[Shard], wanted: Shard | None = None) -> list[Range]:
     """The indices of the split dimension that `wanted` (default: all) has and none of the parts has."""
     assert parts, "no parts given"
-    split = next((part for part in parts if not part.is_whole), parts[0])
-    assert all(part.is_whole or part.dim == split.dim for part in parts), f"{split.name} is split along two dimensions"
-    if any(part.is_whole for part in parts):
+    split = next((part for part in parts if not is_whole(part)), parts[0])
+    assert all(is_whole(part) or part.dim == split.dim for part in parts), f"{split.name} is split along two dimensions"
+    if any(is_whole(part) for part in parts):
         return []
-    wanted = along_one_dim(split, wanted or split.whole())[1]
+    wanted = along_one_dim(split, wanted or unsplit(split))[1]
     covered = [held for part in parts for held in along_one_dim(part, wanted)[0].held]
     return [gap for held in wanted.held for gap in without(held, covered)]
 
@@ -238,9 +254,9 @@ def along_one_dim(source: Shard, target: Shard) -> tuple[Shard, Shard]:
     """Both with ranges along the same dimension and fold. An unsplit parameter is one range of any dimension."""
     if (source.dim, source.fold) == (target.dim, target.fold):
         return source, target
-    if source.is_whole:
+    if is_whole(source):
         return replace(source, dim=target.dim, fold=target.fold, ranges=None), target
-    if target.is_whole:
+    if is_whole(target):
         return source, replace(target, dim=source.dim, fold=source.fold, ranges=None)
     fold = max(source.fold, target.fold)
     return _folded(source, fold), _folded(target, fold)

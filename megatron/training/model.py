@@ -128,11 +128,11 @@ def _whole_part(
 
 def _initialise(run: Run, built: Parallel, model: GPT, loaded_next: bool) -> None:
     if run.config.checkpoint.perform_initialization and not loaded_next:
-        initialise_part(built.pieces(), built.specs, model.table(), run.config.training.seed)
+        initialise_part(built.parts(), model.table(), run.config.training.seed)
     elif not run.config.checkpoint.load:
         raise ConfigError("--no-initialization: the weights must come from somewhere; give --load")
     else:
-        await_weights(built.pieces(), built.specs)
+        await_weights(built.parts())
 
 
 def _compile_layers(model: nn.Module) -> None:

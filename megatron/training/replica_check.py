@@ -22,8 +22,8 @@ from megatron.distributed.state import Axis
 from megatron.engine import Engine
 from megatron.errors import ReplicaError
 from megatron.parallelize import persistent_buffers
-from megatron.state.ranges import Range
-from megatron.state.shard import Shard
+from megatron.state.division import Range
+from megatron.state.shard import Shard, by_range
 from megatron.training.hooks import Hook
 
 Key = tuple[str, int, Range]
@@ -72,24 +72,15 @@ class ReplicaCheck(Hook):
         shapes: dict[str, torch.Size] = {}
         for name, tensor in chain(self._engine.whole_weights(), persistent_buffers(self._engine.model).items()):
             shapes[name] = tensor.shape
-            yield name, self._specs[name].dim, _parts(self._specs[name], tensor.detach())
+            yield name, self._specs[name].dim, by_range(self._specs[name], tensor.detach())
         for name, moments in state.items():
             shard, (start, stop) = replace(self._specs[name], division=grads.division(name)), grads.held(name)
             for key, tensor in moments.items():
                 if shard.division is None and tensor.shape == shapes[name]:
-                    yield f"{name} (optimizer: {key})", shard.dim, _parts(shard, tensor)
+                    yield f"{name} (optimizer: {key})", shard.dim, by_range(shard, tensor)
                 elif shard.division is not None and tensor.numel() == stop - start:
                     elements = f"elements {start} to {stop}"
-                    yield f"{name} (optimizer: {key}, {elements})", shard.dim, shard.held_in(tensor)
-
-
-def _parts(spec: Shard, tensor: Tensor) -> Iterator[tuple[Range, Tensor]]:
-    """Each index range that this rank holds, with its elements; padding belongs to none."""
-    view = spec.view(tensor)
-    offset = 0
-    for start, stop in spec.held:
-        yield (start, stop), view.narrow(spec.dim, offset, stop - start) if view.dim() else view
-        offset += stop - start
+                    yield f"{name} (optimizer: {key}, {elements})", shard.dim, by_range(shard, tensor)
 
 
 def tensor_hash(tensor: Tensor) -> int:

@@ -35,7 +35,7 @@ from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.interop.source import OTHER_PROGRAMS
 from megatron.optimizer import Optimizer
 from megatron.parallelize import persistent_buffers
-from megatron.state.ranges import Range
+from megatron.state.division import Range
 from megatron.state.shard import Shard
 from megatron.utils import durable
 from megatron.utils.log import RankLog

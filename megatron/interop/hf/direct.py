@@ -24,7 +24,7 @@ from megatron.errors import CheckpointError
 from megatron.interop.hf.exchange import Exchange
 from megatron.interop.hf.importer import HuggingFaceFolder, open_folder, shapes_of_config
 from megatron.interop.hf.weights import compare_share, weights_files
-from megatron.state.ranges import Range
+from megatron.state.division import Range
 from megatron.state.shard import Shard
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.config import ModelConfig
 from megatron.model.parameters import Parameter, Row
-from megatron.state.ranges import Range
+from megatron.state.division import Range
 
 Tensors = tuple[Tensor, ...]
 

@@ -21,8 +21,8 @@ from megatron.checkpoint.torch_files import TorchFile, plain_values
 from megatron.errors import CheckpointError
 from megatron.interop.megatron_lm.names import HEAD_COPY, candidates, flat_names
 from megatron.model.parameters import HEAD_TABLE, QKV, VOCABULARY_TABLES, WORD_TABLE, Parameter, layer_of
-from megatron.state.ranges import even_ranges
-from megatron.state.shard import Shard
+from megatron.state.division import even_ranges
+from megatron.state.shard import Shard, splits_columns
 
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _OF_LAYER = re.compile(r"layers\.(\d+)\.")
@@ -281,7 +281,7 @@ def _check_shape(
         fits = len(shape) == 2 and shape[1:] == tuple(columns) and shape[0] >= spec.local_shape[0]
     else:
         fits = prod(shape) == prod(spec.local_shape) and len(shape) == len(parameter.stored_shape)
-        fits &= spec.splits_columns(rows) or shape[1:] == tuple(columns)
+        fits &= splits_columns(spec, rows) or shape[1:] == tuple(columns)
     if not fits:
         raise CheckpointError(
             f"{directory}: {parameter.name} has shape {shape} on a rank, its args describe {row.shape}"

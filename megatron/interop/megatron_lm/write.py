@@ -29,8 +29,8 @@ from megatron.interop.megatron_lm.names import HEAD_COPY, Generation, their_name
 from megatron.interop.megatron_lm.settings import their_args
 from megatron.layout import nearest_divisors, padded_vocab_size
 from megatron.model.parameters import HEAD_TABLE, VOCABULARY_TABLES, WORD_TABLE, Parameter, parameters
-from megatron.state.ranges import Range, even_ranges
-from megatron.state.shard import Shard
+from megatron.state.division import Range, even_ranges
+from megatron.state.shard import Shard, split_size, splits_columns
 from megatron.utils import durable
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -159,8 +159,8 @@ class _Writer:
             shape = (rows, *shape[1:])
         elif row.split_dim is not None and self.target.tp > 1:
             whole = Shard(name, row.shape, row.split_dim, fold=row.fold)
-            ranges = even_ranges(whole.size, self.target.tp, tp)
-            at = len(shape) - 1 if whole.splits_columns(shape[0]) else 0
+            ranges = even_ranges(split_size(whole), self.target.tp, tp)
+            at = len(shape) - 1 if splits_columns(whole, shape[0]) else 0
             shape = tuple(size // self.target.tp if dim == at else size for dim, size in enumerate(shape))
         spec = Shard(name, row.shape, row.split_dim or 0, ranges, fold=row.fold)
         dtype = getattr(torch, record.dtype.removeprefix("torch."))

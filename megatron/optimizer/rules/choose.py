@@ -23,7 +23,7 @@ from megatron.optimizer.rules.lion import Lion
 from megatron.optimizer.rules.muon import Muon, scale_factor
 from megatron.optimizer.rules.newton_schulz import orthogonalised, steps_of
 from megatron.optimizer.rules.sgd import Sgd
-from megatron.state.shard import Shard
+from megatron.state.shard import Shard, splits_columns
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Of moments."""
@@ -134,5 +134,5 @@ def _in_blocks(grads: Gradients, name: str, specs: Mapping[str, Shard]) -> InBlo
 
 def uncut_dim(spec: Shard | None, parameter: Tensor) -> int:
     """The dimension of a parameter's matrix that no layout cuts."""
-    cut = spec is not None and parameter.dim() > 1 and spec.splits_columns(parameter.shape[0])
+    cut = spec is not None and parameter.dim() > 1 and splits_columns(spec, parameter.shape[0])
     return 0 if cut else 1

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.state.ranges import Range
+from megatron.state.division import Range
 
 BLOCK = 256
 _CUT = 20

@@ -14,8 +14,8 @@ from torch import Tensor
 from megatron.checkpoint import slices
 from megatron.checkpoint.manifest import Slice, TensorRecord
 from megatron.errors import CheckpointError
-from megatron.state.ranges import Range, even_ranges
-from megatron.state.shard import Shard
+from megatron.state.division import Range, even_ranges
+from megatron.state.shard import Shard, split_size, unsplit
 
 # (logical shape, split dimension, how many dimensions are counted as one)
 VIEWS = [((12, 5), 0, 1), ((3, 4, 2, 5), 0, 1), ((2, 8, 3), 1, 1), ((5, 8), 1, 1), ((4, 3, 2, 5), 0, 2), ((8,), 0, 1)]
@@ -26,7 +26,7 @@ def splits(logical: tuple[int, ...], dim: int, fold: int, ranks: int) -> list[Sh
     whole = Shard("w", logical, dim=dim, fold=fold)
     if ranks == 1:
         return [whole]
-    return [replace(whole, ranges=even_ranges(whole.size, ranks, rank)) for rank in range(ranks)]
+    return [replace(whole, ranges=even_ranges(split_size(whole), ranks, rank)) for rank in range(ranks)]
 
 
 def stored_in(specs: list[Shard], whole: Tensor) -> tuple[TensorRecord, Elements, list[int]]:
@@ -88,4 +88,4 @@ def test_a_gap_is_refused() -> None:
     specs = splits((8, 3), 0, 1, 2)
     record, elements, _ = stored_in(specs[:1], torch.zeros(8, 3))
     with pytest.raises(CheckpointError, match=r"w: indices \[\(4, 8\)\] of dimension 0 are in no file"):
-        slices.read_elements(specs[0].whole(), (8, 3), torch.float32, (0, 24), record, elements)
+        slices.read_elements(unsplit(specs[0]), (8, 3), torch.float32, (0, 24), record, elements)

@@ -14,8 +14,8 @@ from megatron.checkpoint.manifest import Slice, TensorRecord
 from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError
 from megatron.layout import Layout
-from megatron.state.ranges import even_ranges
-from megatron.state.shard import Shard
+from megatron.state.division import even_ranges
+from megatron.state.shard import Shard, split_size
 from tests.helpers.distributed import run_ranks
 from tests.unit.checkpoint.support import PADDED, SHAPES, load, make_params, make_state
 
@@ -32,10 +32,10 @@ def shard(params: dict[str, Sharded], tp: int, rank: int) -> dict[str, Sharded]:
         if tp == 1 or name in COPIED:
             held[name] = (spec, tensor.detach().clone())
             continue
-        part = replace(spec, ranges=even_ranges(spec.size, tp, rank))
+        part = replace(spec, ranges=even_ranges(split_size(spec), tp, rank))
         if name == WORDS:  # equal shares of the padded table: the last ranks may hold padding alone
-            rows = PADDED // tp
-            part = replace(spec, ranges=((min(rank * rows, spec.size), min(rank * rows + rows, spec.size)),))
+            rows, size = PADDED // tp, split_size(spec)
+            part = replace(spec, ranges=((min(rank * rows, size), min(rank * rows + rows, size)),))
         local = part.take(whole)
         stored = local.reshape(local.shape[0], -1) if name in COLUMNS else local.reshape(-1, *SHAPES[name][1][1:])
         if name == WORDS:

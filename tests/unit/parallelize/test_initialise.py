@@ -14,8 +14,8 @@ from megatron.model.gpt import GPT
 from megatron.model.init import initial_elements, initial_value
 from megatron.model.random_values import normal_values
 from megatron.ops import resolve
-from megatron.parallelize import await_weights, initialise_part, whole_pieces
-from megatron.state.shard import Shard
+from megatron.parallelize import await_weights, initialise_part, whole_parts
+from megatron.state.shard import Shard, element_runs
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import flags, make_parts, train_here
 from tests.unit.parallelize.test_specs import MODELS, VOCABULARY, build, specs_of
@@ -25,7 +25,7 @@ from tests.unit.parallelize.test_specs import MODELS, VOCABULARY, build, specs_o
 def test_the_values_are_the_draw_and_padding_is_zero(name: str) -> None:
     model, _ = build(name)
     specs, table = specs_of(model), model.table()
-    initialise_part(whole_pieces(model), specs, table, seed=5)
+    initialise_part(whole_parts(model, specs), table, seed=5)
     for parameter_name, parameter in model.named_parameters():
         spec = specs[parameter_name]
         drawn = initial_value(table[parameter_name], 5)
@@ -51,7 +51,7 @@ def test_a_rank_draws_its_slice_of_the_whole_and_nothing_else(
             whole = initial_value(table[name], 5)
             with monkeypatch.context() as patched:
                 patched.setattr("megatron.model.init.normal_values", counted)
-                part = initial_elements(table[name], list(spec.runs()), 5).view(spec.local_shape)
+                part = initial_elements(table[name], list(element_runs(spec)), 5).view(spec.local_shape)
             assert torch.equal(part, spec.take(whole)), (name, rank)
             if not isinstance(table[name].row.start, float):
                 assert drawn.pop() == prod(spec.local_shape)
@@ -70,7 +70,7 @@ RESHAPED = [
 @pytest.mark.parametrize("spec", RESHAPED)
 def test_runs_are_where_the_slice_is(spec: Shard) -> None:
     numbered = torch.arange(prod(spec.logical_shape)).view(spec.logical_shape)
-    elements = [i for first, count in spec.runs() for i in range(first, first + count)]
+    elements = [i for first, count in element_runs(spec) for i in range(first, first + count)]
     assert elements == spec.take(numbered).flatten().tolist()
 
 
@@ -90,7 +90,7 @@ def test_a_resumed_run_draws_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_weights_that_nobody_loads_are_not_numbers() -> None:
     model, _ = build("llama")
     specs = specs_of(model)
-    await_weights(whole_pieces(model), specs)
+    await_weights(whole_parts(model, specs))
     for name, parameter in model.named_parameters():
         assert specs[name].view(parameter.data).isnan().all(), name
         assert int(parameter.isnan().sum()) == prod(specs[name].logical_shape), "padding rows are zero"
@@ -102,7 +102,7 @@ def test_depth_vocabulary_padding_and_family_do_not_move_other_draws() -> None:
     def weights(layers: int, padded: int) -> dict[str, torch.Tensor]:
         config = parse_args(flags(num_layers=layers)).model
         model = GPT(config, vocab_size=VOCABULARY, padded_vocab_size=padded, kernels=resolve("ref", "cpu"))
-        initialise_part(whole_pieces(model), specs_of(model), model.table(), seed=5)
+        initialise_part(whole_parts(model, specs_of(model)), model.table(), seed=5)
         return dict(model.named_parameters())
 
     shallow, deep = weights(1, 97), weights(3, 128)

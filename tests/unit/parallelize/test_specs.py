@@ -10,14 +10,15 @@ import torch
 from torch import nn
 
 from megatron.config import ModelConfig, parse_args
-from megatron.distributed.state import Axis
+from megatron.distributed.state import Axis, ParallelState
 from megatron.errors import ConfigError
+from megatron.layout import Layout
 from megatron.model.gpt import GPT
 from megatron.ops import resolve
 from megatron.parallelize import persistent_buffers
 from megatron.parallelize.specs import Cut, Held, foreign_specs, held_specs, in_order_of
-from megatron.state.ranges import even_ranges
-from megatron.state.shard import Shard, missing_ranges
+from megatron.state.division import even_ranges
+from megatron.state.shard import Shard, copied_parts, missing_ranges, split_size
 from tests.helpers.runs import LLAMA_SHAPE, flags
 
 VOCABULARY, PADDED = 97, 112
@@ -52,7 +53,7 @@ def build(name: str) -> tuple[GPT, ModelConfig]:
 def specs_of(model: GPT, tp: Axis | None = None) -> dict[str, Shard]:
     cut = Cut(tp or Axis.single("tp"), model.padded_vocab_size)
     held = Held(tuple(range(model.config.num_layers)), range(model.make.moe.num_experts or 0))
-    return held_specs(model.table(), held, cut, tied=model.config.tied, pp=Axis.single("pp"))
+    return held_specs(model.table(), held, cut, ParallelState.plan(Layout(1), 0), tied=model.config.tied)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -82,7 +83,7 @@ def test_the_ranks_hold_every_parameter_once(name: str, ranks: int) -> None:
         for rank, spec in enumerate(mine):
             cut = Cut(Axis("tp", rank, ranks, tuple(range(ranks))), PADDED)
             stored = torch.ones(cut.stored_shape(parameter.row, spec))
-            for one in spec.copied(stored):
+            for one in copied_parts(spec, stored):
                 one.zero_()
             whole = torch.zeros(parameter.shape)
             spec.put(whole, stored)
@@ -95,7 +96,7 @@ def test_the_ranks_hold_every_parameter_once(name: str, ranks: int) -> None:
 def test_slices_of_the_views_make_the_parameter_again(name: str, parts: int) -> None:
     for spec in specs_of(build(name)[0]).values():
         full = torch.randn(spec.logical_shape)
-        pieces = [replace(spec, ranges=even_ranges(spec.size, parts, index)) for index in range(parts)]
+        pieces = [replace(spec, ranges=even_ranges(split_size(spec), parts, index)) for index in range(parts)]
         again = torch.full_like(full, float("nan"))
         for piece in pieces:
             piece.put(again, piece.take(full).clone())
@@ -118,16 +119,16 @@ def test_a_parameter_without_a_row_is_an_error() -> None:
 
 def test_what_a_stage_holds() -> None:
     model, _ = build("gpt2")
-    tied, pp = {"tied": True}, [Axis("pp", rank, 2, (0, 1)) for rank in (0, 1)]
+    stages = [ParallelState.plan(Layout(2, pp=2), rank) for rank in (0, 1)]
     cut, table = Cut(Axis.single("tp"), PADDED), model.table()
-    first = held_specs(table, Held((0,), range(0), last=False), cut, **tied, pp=pp[0])
-    last = held_specs(table, Held((1,), range(0), first=False), cut, **tied, pp=pp[1])
+    first = held_specs(table, Held((0,), range(0), last=False), cut, stages[0], tied=True)
+    last = held_specs(table, Held((1,), range(0), first=False), cut, stages[1], tied=True)
     words = "embedding.word_embeddings.weight"
     assert first.keys() & last.keys() == {words}
     assert first[words].replica_axes == last[words].replica_axes == ("embedding",)
     assert first[words].copies == () and last[words].copies == ((0, VOCABULARY),)
     assert {"embedding.position_embeddings.weight"} <= first.keys() and {"final_layernorm.weight"} <= last.keys()
-    untied = held_specs(table, Held((1,), range(0), first=False), cut, tied=False, pp=pp[1])
+    untied = held_specs(table, Held((1,), range(0), first=False), cut, stages[1], tied=False)
     assert words not in untied
 
 
@@ -146,7 +147,7 @@ def test_a_foreign_model_is_whole_with_its_buffers() -> None:
     assert set(persistent_buffers(model)) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
     specs = foreign_specs(model)
     assert set(specs) == {"scale", "norm.weight", "norm.bias", "one.weight", *persistent_buffers(model)}
-    assert specs["one.weight"] == Shard(name="one.weight", logical_shape=(3, 3))
+    assert specs["one.weight"] == Shard(name="one.weight", logical_shape=(3, 3), stored=(3, 3))
     assert specs["scale"].logical_shape == ()
 
 

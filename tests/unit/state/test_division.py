@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.distributed.state import Axis
-from megatron.state.division import dealt
-from megatron.state.ranges import piece_of, pieces_between
+from megatron.state.division import Division, Members, dealt
 
 
 def axis_of(size: int) -> Axis:
@@ -20,9 +19,9 @@ def axis_of(size: int) -> Axis:
 def test_the_pieces_of_a_tensor_are_all_of_it_once(seed: int) -> None:
     draw = random.Random(seed)
     elements, offset, share = draw.randint(0, 40), draw.randint(0, 30), draw.randint(1, 12)
-    seen = []
+    seen, division = [], Division(Members("dp", 0, 1), elements, share, offset)
     for number in range(1 + (offset + elements) // share):
-        start, stop = piece_of(elements, offset, share, number)
+        start, stop = division.held_by(number)
         assert 0 <= start <= stop <= elements
         seen += list(range(start, stop))
         if start < stop:
@@ -31,14 +30,15 @@ def test_the_pieces_of_a_tensor_are_all_of_it_once(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_pieces_between_two_elements(seed: int) -> None:
+def test_the_ranks_that_have_a_range_of_elements(seed: int) -> None:
     draw = random.Random(seed)
     elements, offset, share = draw.randint(1, 40), draw.randint(0, 30), draw.randint(1, 12)
     start, stop = sorted(draw.randint(0, elements) for _ in range(2))
-    found = list(pieces_between(start, stop, offset, share))
+    division = Division(Members("dp", 0, 1), elements, share, offset)
+    found = list(division.shares((start, stop)))
     assert [element for _, piece in found for element in range(*piece)] == list(range(start, stop))
     for number, (first, last) in found:
-        whole = piece_of(elements, offset, share, number)
+        whole = division.held_by(number)
         assert whole[0] <= first < last <= whole[1]
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.state import shard
-from megatron.state.ranges import even_ranges
-from megatron.state.shard import Shard, copy_common, missing_ranges, pieces
+from megatron.state.division import even_ranges
+from megatron.state.shard import Shard, copy_common, is_whole, missing_ranges, pieces
 
 GROUPS, PER_GROUP, WIDTH, HIDDEN, FFN, VOCAB = 4, 3, 2, 5, 8, 11
 
@@ -126,12 +126,12 @@ def test_view_shares_memory_and_refuses_what_does_not_fit() -> None:
 
 def test_whole_parts() -> None:
     spec = Shard("w", (4, 3), 1)
-    assert spec.is_whole and spec.held == ((0, 3),) and spec.local_shape == (4, 3)
-    assert Shard("w", (4, 3), 0, ((0, 2), (2, 4))).is_whole
-    assert not Shard("w", (4, 3), 0, ((2, 4), (0, 2))).is_whole, "reordered is not the whole"
+    assert is_whole(spec) and spec.held == ((0, 3),) and spec.local_shape == (4, 3)
+    assert is_whole(Shard("w", (4, 3), 0, ((0, 2), (2, 4))))
+    assert not is_whole(Shard("w", (4, 3), 0, ((2, 4), (0, 2)))), "reordered is not the whole"
     assert Shard("w", (4, 3), 0, ()).local_shape == (0, 3)
     scalar = Shard("s", ())
-    assert scalar.is_whole and scalar.view(torch.tensor(2.0)) == 2.0 and scalar.take(torch.tensor(3.0)) == 3.0
+    assert is_whole(scalar) and scalar.view(torch.tensor(2.0)) == 2.0 and scalar.take(torch.tensor(3.0)) == 3.0
 
 
 def test_a_whole_copy_fills_a_split_along_another_dimension() -> None:
