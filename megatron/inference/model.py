@@ -25,6 +25,7 @@ from megatron.model.parameters import WORD_TABLE
 from megatron.model.passes import Batch, Passes
 from megatron.parallelize import Parallel
 from megatron.tokenizer import Tokenizer, TokenizerSettings, build_tokenizer
+from megatron.tokenizer_types import TOKENIZERS
 from megatron.training.checkpointing import RunCheckpoints
 from megatron.training.initialize import Run, start
 from megatron.training.model import build_model
@@ -284,7 +285,6 @@ def _command_line(options: ModelOptions, described: _Described) -> list[str]:
     return words
 
 
-_SIZED_BY_SETTINGS = ("NullTokenizer", "TikTokenizer")
 _OF_TOKENIZERS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 _PASSED_ON = (
     "ckpt_step",
@@ -318,7 +318,8 @@ def _doubt_of_size(options: ModelOptions, described: _Described) -> str | None:
     """The line about a tokenizer that can hardly be that of a checkpoint which holds none: its size is another, and
     padding does not explain it."""
     settings = TokenizerSettings(**{name: getattr(options, name) for name in _OF_TOKENIZERS})
-    own_size = settings.tokenizer_type not in _SIZED_BY_SETTINGS
+    made = TOKENIZERS.get(settings.tokenizer_type or "")
+    own_size = made is None or not made.sized_by_settings
     if described.rows is None or described.tokenizer is not None or settings == TokenizerSettings() or not own_size:
         return None
     tokenizer = build_tokenizer(settings, announce=False)

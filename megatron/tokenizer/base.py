@@ -1,13 +1,14 @@
-"""The interface of all tokenizers."""
+"""The interface of all tokenizers, and the settings that they are made from."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Union
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +16,34 @@ import numpy.typing as npt
 from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.tokenizer.byte_lengths import Lengths
 
+if TYPE_CHECKING:
+    from megatron.config import TokenizerConfig
+
 Ids = npt.NDArray[np.int32]
 
+Encoder = Literal["auto", "fast", "exact"]
+"""auto: the fast encoder where it is exact; fast: an error where it is not; exact."""
+
 END_OF_TEXT = "<|endoftext|>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSettings:
+    """The settings as a plain value, for tools and worker processes."""
+
+    tokenizer_type: str | None = None
+    tokenizer_model: str | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    vocab_size: int | None = None
+    tiktoken_pattern: str | None = None
+    tiktoken_num_special_tokens: int = 1000
+    tiktoken_special_tokens: tuple[str, ...] | None = None
+    null_tokenizer_eod_id: int | None = None
+    encoder: Encoder = "auto"
+
+
+TokenizerOptions = Union["TokenizerConfig", TokenizerSettings]  # the section of a training run, or these
 
 
 class EncoderDifference(DataError):
@@ -44,6 +70,11 @@ class Tokenizer(abc.ABC):
 
     name: str  # Megatron's name of the type, for messages and records
     engine = "exact"  # what encodes batches, for summaries
+
+    @classmethod
+    @abc.abstractmethod
+    def from_settings(cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool) -> Tokenizer:
+        """Opens the files that the settings name: all that its row of `megatron.tokenizer_types` needs are there."""
 
     @property
     @abc.abstractmethod

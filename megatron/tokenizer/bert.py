@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 
 from megatron.errors import ConfigError
-from megatron.tokenizer.base import Ids, Tokenizer, gives_up, library_errors, package, refuse_surrogates
+from megatron.tokenizer.base import (
+    Encoder,
+    Ids,
+    Tokenizer,
+    TokenizerOptions,
+    gives_up,
+    library_errors,
+    package,
+    refuse_surrogates,
+)
 from megatron.tokenizer.bpe_files import read_text
 from megatron.tokenizer.byte_lengths import Lengths, by_decoding
 from megatron.tokenizer.export import config_text, write_files
@@ -32,6 +41,10 @@ class BertWordPieceTokenizer(Tokenizer):
         self._vocab_file = Path(vocab_file)
         self._vocab = _read_vocab(self._vocab_file)
         self._rust = _build(self._vocab, lower_case, self.name)
+
+    @classmethod
+    def from_settings(cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool) -> BertWordPieceTokenizer:
+        return cls(config.vocab_file or "", lower_case=config.tokenizer_type == "BertWordPieceLowerCase")
 
     @property
     def vocab_size(self) -> int:

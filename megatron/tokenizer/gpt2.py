@@ -12,11 +12,20 @@ from typing import Any
 import numpy as np
 
 from megatron.errors import ConfigError
-from megatron.tokenizer.base import END_OF_TEXT, Ids, Tokenizer, gives_up, library_errors, refuse_surrogates
+from megatron.tokenizer.base import (
+    END_OF_TEXT,
+    Encoder,
+    Ids,
+    Tokenizer,
+    TokenizerOptions,
+    gives_up,
+    library_errors,
+    refuse_surrogates,
+)
 from megatron.tokenizer.bpe_files import BPE, read_bpe
 from megatron.tokenizer.byte_lengths import Lengths, of_alphabet
 from megatron.tokenizer.export import tokenizer_json, write_gpt2_folder
-from megatron.tokenizer.fast.guard import Encoder, build_guarded
+from megatron.tokenizer.fast.guard import build_guarded
 from megatron.tokenizer.fast.words import WORD_OR_LINE_END, split_at_words
 from megatron.tokenizer.python_bpe import PythonBPE
 
@@ -42,6 +51,10 @@ class GPT2BPETokenizer(Tokenizer):
             announce=announce,
         )
         self.engine = "exact" if self._fast is None else "fast, guarded"
+
+    @classmethod
+    def from_settings(cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool) -> GPT2BPETokenizer:
+        return cls(config.vocab_file or "", config.merge_file or "", encoder=encoder, announce=announce)
 
     @property
     def vocab_size(self) -> int:

@@ -15,11 +15,20 @@ from typing import Any
 import numpy as np
 
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizer.base import END_OF_TEXT, Ids, Tokenizer, library_errors, package, refuse_surrogates
+from megatron.tokenizer.base import (
+    END_OF_TEXT,
+    Encoder,
+    Ids,
+    Tokenizer,
+    TokenizerOptions,
+    library_errors,
+    package,
+    refuse_surrogates,
+)
 from megatron.tokenizer.bpe_files import BPE, check_ids, merge_pair, read_text
 from megatron.tokenizer.byte_lengths import Lengths, by_decoding, bytes_of_fallback, of_alphabet
 from megatron.tokenizer.export import config_text, write_files
-from megatron.tokenizer.fast.guard import Encoder, build_guarded
+from megatron.tokenizer.fast.guard import build_guarded
 from megatron.tokenizer.identity import earlier_fingerprint, fingerprint, steps
 
 SETTING = "--tokenizer-model"
@@ -86,6 +95,10 @@ class HuggingFaceTokenizer(Tokenizer):
             announce=announce,
         )
         self.engine = "exact" if self._fast is None else "fast, guarded"
+
+    @classmethod
+    def from_settings(cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool) -> HuggingFaceTokenizer:
+        return cls(config.tokenizer_model or "", encoder=encoder, announce=announce)
 
     @cached_property
     def vocab_size(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizer.base import Tokenizer
+from megatron.tokenizer.base import Encoder, Tokenizer, TokenizerOptions
 
 
 class NullTokenizer(Tokenizer):
@@ -26,6 +26,10 @@ class NullTokenizer(Tokenizer):
                 f"0 to {vocab_size - 1}, or leave it out for {vocab_size}"
             )
         self._size = max(vocab_size, self._eod_id + 1)
+
+    @classmethod
+    def from_settings(cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool) -> NullTokenizer:
+        return cls(config.vocab_size or 0, eod_id=config.null_tokenizer_eod_id)
 
     @property
     def vocab_size(self) -> int:

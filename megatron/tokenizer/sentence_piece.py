@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizer.base import Ids, Tokenizer, package, refuse_surrogates
+from megatron.tokenizer.base import Encoder, Ids, Tokenizer, TokenizerOptions, package, refuse_surrogates
 from megatron.tokenizer.byte_lengths import Lengths, by_decoding
 from megatron.utils.regular_file import regular
 
@@ -31,6 +31,10 @@ class GPTSentencePieceTokenizer(Tokenizer):
         self._bytes = _read(self._path)
         self._pieces = _load(self._path, self._bytes, self.name)
         self._added: dict[str, int] = self._add_tokens()
+
+    @classmethod
+    def from_settings(cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool) -> GPTSentencePieceTokenizer:
+        return cls(config.tokenizer_model or "")
 
     def _add_tokens(self) -> dict[str, int]:
         return {}

@@ -18,7 +18,16 @@ from typing import Any
 import numpy as np
 
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizer.base import Ids, Tokenizer, gives_up, library_errors, package, refuse_surrogates
+from megatron.tokenizer.base import (
+    Encoder,
+    Ids,
+    Tokenizer,
+    TokenizerOptions,
+    gives_up,
+    library_errors,
+    package,
+    refuse_surrogates,
+)
 from megatron.tokenizer.bpe_files import read_text
 from megatron.tokenizer.byte_lengths import Lengths
 from megatron.tokenizer.fast.kinds import NEMOTRON_SPLIT
@@ -59,6 +68,16 @@ class TikTokenizer(Tokenizer):
             )
         self._tokens = tokens[:room]
         self._encoding = _encoding(self._pattern, self._tokens, self._special)
+
+    @classmethod
+    def from_settings(cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool) -> TikTokenizer:
+        return cls(
+            config.tokenizer_model or "",
+            pattern=config.tiktoken_pattern,
+            vocab_size=config.vocab_size,
+            num_special_tokens=config.tiktoken_num_special_tokens,
+            special_tokens=config.tiktoken_special_tokens,
+        )
 
     @property
     def vocab_size(self) -> int:

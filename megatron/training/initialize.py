@@ -30,6 +30,7 @@ from megatron.ops.library import Library, library
 from megatron.ops.select import Kernels, left_to_compiler, usable_library
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.chat import build_chat_encoder
+from megatron.tokenizer_types import TOKENIZERS
 from megatron.training.checks import check_parts
 from megatron.training.devices import prepare_accelerator, prepare_cpu
 from megatron.training.identity import started_with
@@ -295,7 +296,7 @@ def _for_dry_run(config: RunConfig, launch: LaunchInfo) -> LaunchInfo:
 def tokenizer_of(config: RunConfig, *, required: bool = True) -> Tokenizer | None:
     settings = config.tokenizer
     if settings.tokenizer_type or settings.vocab_file or settings.tokenizer_model:
-        if settings.kind in ("NullTokenizer", "TikTokenizer"):  # --vocab-size is a setting of these
+        if TOKENIZERS[settings.kind].sized_by_settings:
             return build_tokenizer(settings)
         tokenizer = build_tokenizer(replace(settings, vocab_size=None))
         _check_vocabulary(settings.vocab_size, tokenizer.vocab_size, loads=config.checkpoint.load is not None)

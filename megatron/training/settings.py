@@ -18,7 +18,7 @@ from megatron.config.notices import given, spelled
 from megatron.config.refusals import Refusals
 from megatron.config.sources import SettingsSource, no_other_file
 from megatron.errors import ConfigError
-from megatron.tokenizer.build import HUGGING_FACE
+from megatron.tokenizer_types import HUGGING_FACE, TOKENIZERS
 from megatron.training.exit import rank_of_process
 from megatron.utils.foreign import is_hugging_face
 
@@ -140,7 +140,7 @@ def _names_a_tokenizer(config: RunConfig) -> bool:
 def _with_its_own_tokenizer(config: RunConfig, found: FoundStep) -> RunConfig:
     """A Hugging Face tokenizer is taken from the checkpoint's own copy: the folder that it came from may be gone."""
     adopted, folder = config.origins.get("tokenizer_model") == "checkpoint", found.tokenizer
-    if not adopted or config.tokenizer.tokenizer_type not in HUGGING_FACE:
+    if not adopted or TOKENIZERS[config.tokenizer.kind] is not HUGGING_FACE:
         return config
     if folder is None or not (folder / "tokenizer.json").is_file():
         return config

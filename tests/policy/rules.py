@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # DESIGN: imports point down, never to a sibling of the same level. errors.py and version.py are below everything.
 LEVELS = {
     **dict.fromkeys(["errors", "version"], -1),
-    **dict.fromkeys(["layout", "pipeline_schedules", "utils"], 0),
+    **dict.fromkeys(["layout", "pipeline_schedules", "tokenizer_types", "utils"], 0),
     **dict.fromkeys(["config", "ops", "state"], 1),
     **dict.fromkeys(["distributed", "model", "tokenizer", "data"], 2),
     **dict.fromkeys(

@@ -8,6 +8,7 @@ from megatron.config.run import RunConfig
 from megatron.config.split import parse_split
 from megatron.config.validation import asked_samples, set_names
 from megatron.errors import ConfigError
+from megatron.tokenizer_types import TOKENIZERS
 
 _SHARED = ("data_path", "data_args_path")
 _SEPARATE = ("train_data_path", "valid_data_path", "test_data_path")
@@ -126,23 +127,8 @@ def check_tokenizer_flags(config: RunConfig) -> None:
         if tokenizer.vocab_size is None:
             raise ConfigError("--mock-data: needs a vocabulary; add --vocab-size N or a tokenizer")
         return
-    kind = tokenizer.kind
-    if kind == "GPT2BPETokenizer":
-        missing = [
-            flag
-            for flag, value in (("--vocab-file", tokenizer.vocab_file), ("--merge-file", tokenizer.merge_file))
-            if value is None
-        ]
-        if missing:
-            raise ConfigError(
-                f"{' and '.join(missing)}: required by --tokenizer-type {kind}; "
-                "give vocab.json and merges.txt, or choose another --tokenizer-type"
-            )
-    elif kind == "NullTokenizer":
-        if tokenizer.vocab_size is None:
-            raise ConfigError("--tokenizer-type NullTokenizer: needs --vocab-size; add it")
-    elif tokenizer.tokenizer_model is None:
-        raise ConfigError(f"--tokenizer-type {kind}: needs --tokenizer-model; give its file or directory")
+    if (missing := TOKENIZERS[tokenizer.kind].missing(tokenizer.kind, tokenizer)) is not None:
+        raise ConfigError(f"{missing}; add it, or choose another --tokenizer-type")
 
 
 def check_seed(config: RunConfig) -> None:

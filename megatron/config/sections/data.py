@@ -7,26 +7,11 @@ from dataclasses import dataclass
 from megatron.config.flag import Need, flag
 from megatron.config.sections.checkpoint import RESUME
 from megatron.config.split import parse_split
+from megatron.tokenizer_types import GPT2, OF_OTHER_MODELS, TOKENIZERS
 from megatron.utils.numerals import INT32, MOST_PROCESSES
 
-TOKENIZER_TYPES = (
-    "GPT2BPETokenizer",
-    "HuggingFaceTokenizer",
-    "HFTokenizer",
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "TikTokenizer",
-    "NullTokenizer",
-    "SFTTokenizer",
-)
 PROMPT_FORMATS = ("default", "identity", "nemotron-h-aligned", "nemotron-nano-v2")
-_NOT_GPT = (
-    "BertWordPieceLowerCase",
-    "BertWordPieceCase",
-    "MultimodalTokenizer",
-    "NullMultimodalTokenizer",
-)
+_NOT_GPT = (*(name for name, made in TOKENIZERS.items() if not made.pretrains), *OF_OTHER_MODELS)
 _REFUSED = dict.fromkeys(_NOT_GPT, "not a tokenizer for GPT pretraining; use GPT2BPETokenizer or HuggingFaceTokenizer")
 
 
@@ -40,12 +25,14 @@ _FILES_OR_NONE = Need(
     "data files, or a share of 0", lambda run: not run.data.mock_data or not all(parse_split(run.data.split))
 )
 _POSITIONS = Need("positions", lambda run: run.model.positions != "none")
-_NULL = Need("--tokenizer-type NullTokenizer", lambda run: run.tokenizer.kind == "NullTokenizer")
-_TIKTOKEN = Need("--tokenizer-type TikTokenizer", lambda run: run.tokenizer.tokenizer_type == "TikTokenizer")
-_GPT2 = Need("--tokenizer-type GPT2BPETokenizer", lambda run: run.tokenizer.kind == "GPT2BPETokenizer")
 _MODEL_FILE = Need(
-    "a --tokenizer-type with one file", lambda run: run.tokenizer.kind not in ("GPT2BPETokenizer", "NullTokenizer")
+    "a --tokenizer-type with one file", lambda run: TOKENIZERS[run.tokenizer.kind].reads("tokenizer_model")
 )
+
+
+def _read_by_types(name: str) -> Need:
+    kinds = [kind for kind, made in TOKENIZERS.items() if made.pretrains and made.reads(name)]
+    return Need(f"--tokenizer-type {' or '.join(kinds)}", lambda run: TOKENIZERS[run.tokenizer.kind].reads(name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +178,7 @@ class TokenizerConfig:
     tokenizer_type: str | None = flag(
         None,
         "Kind of tokenizer; pretrain_gpt.py takes GPT2BPETokenizer when none is given.",
-        choices=TOKENIZER_TYPES,
+        choices=tuple(name for name, made in TOKENIZERS.items() if made.pretrains),
         refused=_REFUSED,
     )
     tokenizer_model: str | None = flag(
@@ -205,7 +192,7 @@ class TokenizerConfig:
         None,
         "vocab.json of a GPT-2 byte-level BPE.",
         aliases=("--vocab",),
-        needs=(_GPT2,),
+        needs=(_read_by_types("vocab_file"),),
         insists=True,
         path=True,
     )
@@ -213,7 +200,7 @@ class TokenizerConfig:
         None,
         "merges.txt of a GPT-2 byte-level BPE.",
         aliases=("--merges-file",),
-        needs=(_GPT2,),
+        needs=(_read_by_types("merge_file"),),
         insists=True,
         path=True,
     )
@@ -224,10 +211,17 @@ class TokenizerConfig:
         at_most=INT32,
     )
     tiktoken_pattern: str | None = flag(
-        None, "Word pattern of TikTokenizer; unset: v2.", choices=("v1", "v2"), needs=(_TIKTOKEN,)
+        None,
+        "Word pattern of TikTokenizer; unset: v2.",
+        choices=("v1", "v2"),
+        needs=(_read_by_types("tiktoken_pattern"),),
     )
     tiktoken_num_special_tokens: int = flag(
-        1000, "Ids of TikTokenizer before its ranks.", at_least=3, at_most=INT32, needs=(_TIKTOKEN,)
+        1000,
+        "Ids of TikTokenizer before its ranks.",
+        at_least=3,
+        at_most=INT32,
+        needs=(_read_by_types("tiktoken_num_special_tokens"),),
     )
     tiktoken_special_tokens: tuple[str, ...] | None = flag(
         None,
@@ -240,7 +234,7 @@ class TokenizerConfig:
         "End-of-document id of NullTokenizer, one of its --vocab-size. Unset: one more, after them.",
         at_least=0,
         at_most=INT32,
-        needs=(_NULL,),
+        needs=(_read_by_types("null_tokenizer_eod_id"),),
         insists=True,
     )
 
@@ -260,4 +254,4 @@ class TokenizerConfig:
     @property
     def kind(self) -> str:
         """The tokenizer type in force: GPT pretraining takes GPT2BPETokenizer when none is named, as Megatron does."""
-        return self.tokenizer_type or "GPT2BPETokenizer"
+        return self.tokenizer_type or GPT2

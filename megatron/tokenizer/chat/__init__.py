@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError
-from megatron.tokenizer.build import HUGGING_FACE
 from megatron.tokenizer.chat.encoder import ChatEncoder
+from megatron.tokenizer_types import HUGGING_FACE, TOKENIZERS
 
 if TYPE_CHECKING:
     from megatron.config import TokenizerConfig
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def build_chat_encoder(config: TokenizerConfig, eod_id: int | None, *, flag: str = "--sft") -> ChatEncoder:
     """Returns the encoder that `flag` needs. The format is Megatron-LM's where its type of tokenizer is named, else the
     tokenizer's own template."""
-    if config.kind not in HUGGING_FACE or config.tokenizer_model is None:
+    if TOKENIZERS[config.kind] is not HUGGING_FACE or config.tokenizer_model is None:
         raise ConfigError(
             f"{flag}: {config.kind} has no chat template; give --tokenizer-type HuggingFaceTokenizer --tokenizer-model "
             "FOLDER, or --load a Hugging Face model that has one"

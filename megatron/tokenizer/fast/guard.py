@@ -11,19 +11,18 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from megatron.errors import ConfigError
-from megatron.tokenizer.base import EncoderDifference, Ids, refuse_surrogates
+from megatron.tokenizer.base import Encoder, EncoderDifference, Ids, refuse_surrogates
 from megatron.tokenizer.fast.engine import EnginePanicError, FastEngine
 from megatron.tokenizer.fast.fallback_texts import FallbackTexts
 from megatron.tokenizer.fast.kinds import NotFastError, fast_kind
 from megatron.tokenizer.fast.probe_texts import probe_texts
 from megatron.tokenizer.fast.words import WORD_END, split_at_words
 
-Encoder = Literal["auto", "fast", "exact"]
 ExactEncoder = Callable[[str], Ids]
 
 # One piece of this size is sampled per stretch: 0.2 % of the text, a tenth of the fast encoder's time.

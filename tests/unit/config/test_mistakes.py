@@ -176,7 +176,7 @@ ADDED = {
     "--tokenizer-type GPT2BPE": ("--tokenizer-type GPT2BPE", "GPT2BPETokenizer"),
     "--tokenizer-type HuggingFaceTokenizer": ("--tokenizer-type HuggingFaceTokenizer", "--tokenizer-model"),
     "--tokenizer-type MultimodalTokenizer": ("--tokenizer-type MultimodalTokenizer", "not a tokenizer for GPT"),
-    "--tokenizer-type SFTTokenizer": ("--tokenizer-type SFTTokenizer", "needs --tokenizer-model"),
+    "--tokenizer-type SFTTokenizer": ("--tokenizer-type SFTTokenizer needs", "--tokenizer-model: not"),
     "--sft": ("--sft: has no effect without data files", "leave it out"),
     "--sft --reset-position-ids": ("--sft and --reset-position-ids exclude each other", "remove --reset-position-ids"),
     "--sft --fim-data": ("--sft and --fim-data exclude each other", "remove --fim-data"),

@@ -15,6 +15,7 @@ from megatron.tokenizer.gpt2 import GPT2BPETokenizer
 from megatron.tokenizer.huggingface import HuggingFaceTokenizer
 from megatron.tokenizer.null import NullTokenizer
 from megatron.tokenizer.train import train_bpe
+from tests.helpers.runs import flags
 from tests.unit.tokenizer.support import SAMPLES, small_bpe, train_pieces, write_small_bpe
 
 
@@ -67,7 +68,7 @@ def test_the_config_section_fits() -> None:
     [
         ({}, "--tokenizer-type: not given"),
         ({"vocab_file": "v"}, "--tokenizer-type: not given"),
-        ({"tokenizer_type": "GPT2BPETokenizer"}, "--vocab-file: not given"),
+        ({"tokenizer_type": "GPT2BPETokenizer"}, "--vocab-file and --merge-file: not given"),
         ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v"}, "--merge-file: not given"),
         ({"tokenizer_type": "GPT2BPETokenizer", "tokenizer_model": "m"}, "--tokenizer-model m: GPT2BPETokenizer does"),
         ({"tokenizer_type": "HuggingFaceTokenizer"}, "--tokenizer-model: not given"),
@@ -75,10 +76,19 @@ def test_the_config_section_fits() -> None:
         ({"tokenizer_type": "NullTokenizer"}, "--vocab-size: not given"),
         ({"tokenizer_type": "NullTokenizer", "vocab_size": 0}, "--vocab-size 0"),
         ({"tokenizer_type": "NullTokenizer", "vocab_size": 5, "merge_file": "m"}, "--merge-file m: NullTokenizer does"),
-        ({"tokenizer_type": "SentencePieceTokenizer"}, "--tokenizer-model: not given; SentencePieceTokenizer needs"),
-        ({"tokenizer_type": "TikTokenizer"}, "--tokenizer-model: not given; TikTokenizer needs a JSON list"),
+        (
+            {"tokenizer_type": "SentencePieceTokenizer"},
+            "--tokenizer-model: not given; --tokenizer-type SentencePieceTokenizer needs",
+        ),
+        (
+            {"tokenizer_type": "TikTokenizer"},
+            "--tokenizer-model: not given; --tokenizer-type TikTokenizer needs a JSON list",
+        ),
         ({"tokenizer_type": "Llama2Tokenizer", "vocab_file": "v"}, "--vocab-file v: Llama2Tokenizer does not use it"),
-        ({"tokenizer_type": "BertWordPieceCase"}, "--vocab-file: not given; BertWordPieceCase needs BERT's vocab.txt"),
+        (
+            {"tokenizer_type": "BertWordPieceCase"},
+            "--vocab-file: not given; --tokenizer-type BertWordPieceCase needs BERT's vocab.txt",
+        ),
         ({"tokenizer_type": "BertWordPieceCase", "merge_file": "m"}, "--merge-file m: BertWordPieceCase does not"),
         ({"tokenizer_type": "NullTokenizer", "vocab_size": 9, "encoder": "fast"}, "NullTokenizer has no fast encoder"),
         ({"tokenizer_type": "TikTokenizer", "encoder": "fast"}, "--encoder fast: TikTokenizer has no fast encoder"),
@@ -105,6 +115,38 @@ def test_a_vocabulary_size_that_is_not_the_tokenizers_is_refused(tmp_path: Path)
     vocab, merges = write_small_bpe(tmp_path)
     with pytest.raises(ConfigError, match=r"--vocab-size 7: the GPT2BPETokenizer has \d+ tokens"):
         build(vocab_file=str(vocab), merge_file=str(merges), vocab_size=7)
+
+
+def test_a_new_type_needs_its_class_and_its_row_alone(tmp_path: Path) -> None:
+    """What CONTRIBUTING.md says: the flag, the checks of a run, and the tools take it from the row."""
+    (tmp_path / "letters.py").write_text(
+        "from megatron.tokenizer.null import NullTokenizer\n"
+        "class LetterTokenizer(NullTokenizer):\n"
+        "    @classmethod\n"
+        "    def from_settings(cls, config, *, encoder, announce): return cls(len(open(config.vocab_file).read()))\n"
+    )
+    code = (
+        "import sys, megatron.tokenizer, megatron.tokenizer_types as types\n"
+        f"megatron.tokenizer.__path__.append({str(tmp_path)!r})\n"
+        "types.TOKENIZERS['LetterTokenizer'] = types.TokenizerType(\n"
+        "    made_by='letters.LetterTokenizer', needs=('vocab_file',), what='letters')\n"
+        "from megatron.errors import ConfigError\n"
+        "from megatron.tokenizer import TokenizerSettings, build_tokenizer\n"
+        "from megatron.training.settings import read_settings\n"
+        "from megatron.training.initialize import tokenizer_of\n"
+        "letters, *known = sys.argv[1:]\n"
+        "argv = [*known, '--tokenizer-type', 'LetterTokenizer']\n"
+        "print(tokenizer_of(read_settings([*argv, '--vocab-file', letters], needs_data=False)).vocab_size)\n"
+        "print(build_tokenizer(TokenizerSettings(tokenizer_type='LetterTokenizer', vocab_file=letters)).vocab_size)\n"
+        "try: read_settings(argv)\n"
+        "except ConfigError as error: print(error)\n"
+    )
+    letters = tmp_path / "letters.txt"
+    letters.write_text("abc")
+    known = [word for word in flags() if word not in ("--vocab-size", "97")]
+    done = subprocess.run([sys.executable, "-c", code, letters, *known], capture_output=True, text=True, check=False)
+    needed = "--vocab-file: not given; --tokenizer-type LetterTokenizer needs letters"
+    assert done.stdout.splitlines()[:2] == ["4", "4"] and needed in done.stdout, done.stdout + done.stderr
 
 
 def test_importing_loads_neither_torch_nor_tokenizers() -> None:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.preprocess.run import preprocess
 from megatron.preprocess.settings import PreprocessSettings
-from megatron.tokenizer.build import TokenizerSettings
+from megatron.tokenizer import TokenizerSettings
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
 from megatron.tokenizer.huggingface import HuggingFaceTokenizer, load_spelling
 from tests.unit.tokenizer.support import NASTY, SAMPLES, write_small_bpe
