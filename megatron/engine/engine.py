@@ -21,10 +21,11 @@ from torch import Tensor
 from megatron.data_parallel import Gradients, broadcast_parameters
 from megatron.distributed.messages import all_gather_json
 from megatron.distributed.state import ParallelState
-from megatron.engine.evaluation import Evaluation, EvaluationResult, check_counted
+from megatron.engine.evaluation import Evaluation, EvaluationResult, check_counted, sum_over_ranks, totals_of
 from megatron.engine.nonfinite import first_nonfinite, overflows_at_the_bottom
 from megatron.engine.reports import StepReports
 from megatron.engine.routers import RouterSteps
+from megatron.engine.to_device import ToDevice
 from megatron.errors import NonFiniteError
 from megatron.model.gpt import GPT
 from megatron.model.passes import Batch, Passes
@@ -76,7 +77,7 @@ class _Step:
     """Summed, of each micro-batch."""
 
 
-class Engine(Evaluation):
+class Engine:
     """`train_step` is the whole of training; everything around it (data, schedule, files) is the trainer's."""
 
     def __init__(
@@ -90,7 +91,15 @@ class Engine(Evaluation):
         device: torch.device,
         stop_on_nonfinite: bool,
     ) -> None:
-        super().__init__(built.model, passes, parallel, device=device, divided=built.divided)
+        self.model, self.divided, self.passes, self.parallel, self.device = (
+            built.model,
+            built.divided,
+            passes,
+            parallel,
+            device,
+        )
+        self.evaluation = Evaluation(built.model, passes, parallel, device=device, divided=built.divided)
+        self.whole_weights = self.evaluation.whole_weights
         self.grads = grads
         self.stop_on_nonfinite = stop_on_nonfinite
         self.buffers = persistent_buffers(built.model)  # the model itself changes them in a step: running means
@@ -101,6 +110,7 @@ class Engine(Evaluation):
         self.timers = Timers()
         self._reports = StepReports(parallel.world)
         self.report = self._reports.report
+        self._to_device = ToDevice(device, parallel.cp)
         self._optimizer = optimizer
         self._in_flight: _Step | None = None
 
@@ -184,8 +194,9 @@ class Engine(Evaluation):
             step.then(self._result(step))
 
     def evaluate(self, batches: Iterable[Batch], byte_lengths: Tensor | None = None) -> EvaluationResult:
+        """The mean loss over the batches, after the step in flight."""
         self.settle()
-        return super().evaluate(batches, byte_lengths)
+        return self.evaluation.evaluate(batches, byte_lengths)
 
     def _result(self, step: _Step) -> StepResult:
         with self.parallel.comm_log.read_back(f"reading the outcome of step {step.iteration}"):
@@ -221,11 +232,14 @@ class Engine(Evaluation):
             if self.routers is not None:
                 self.routers.begin(batches, batch_size=batch_size, factor=factor)
             results = self.passes.forward_backward(batches, factor, self.grads.arm)
-            totals = self._totals(results)
+            totals = totals_of(results, self.device)
         with self.timers("all-grads-sync"):
             self.grads.reduce()
             self.sum_replicas(self.grads)
             return [loss for loss, _ in results], self._sum_over_ranks(totals)
+
+    def _sum_over_ranks(self, totals: Tensor) -> Tensor:
+        return sum_over_ranks(totals, self.parallel)
 
     # numbers that are not finite
 

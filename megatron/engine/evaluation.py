@@ -8,14 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.context_parallel import slice_batch
 from megatron.data_parallel import FullySharded
 from megatron.distributed.collectives import all_reduce
 from megatron.distributed.state import ParallelState
+from megatron.engine.to_device import ToDevice
 from megatron.errors import DataError
 from megatron.model.passes import Batch, Passes
-from megatron.utils.cuda import CopyStream
-from megatron.utils.device_kind import kind_of
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Evaluation:
         """`model` is what this rank holds; `divided`: its weights, where data-parallel ranks divide them."""
         self.model, self.passes, self.parallel, self.device = model, passes, parallel, device
         self.divided = divided
-        self._copies = CopyStream(device) if kind_of(device.type).copy_stream else None
+        self._to_device = ToDevice(device, parallel.cp)
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter of this rank's part, whole. Where data-parallel ranks divide them all ranks ask for all."""
@@ -64,37 +62,28 @@ class Evaluation:
             mine = self._to_device(batch)
             result = self.passes.forward(mine)
             if result is not None:
-                totals[:2] += self._totals([result])
+                totals[:2] += totals_of([result], self.device)
                 if byte_lengths is not None:
                     totals[2] += counted_bytes(mine, byte_lengths)
         self.model.train(was_training)
-        summed = self._sum_over_ranks(totals)
+        summed = sum_over_ranks(totals, self.parallel)
         with self.parallel.comm_log.read_back("reading the loss of an evaluation"):
             loss, counted, size = summed.tolist()
         check_counted(counted)
         return EvaluationResult(loss / counted, int(counted), None if byte_lengths is None else int(size))
 
-    def _totals(self, results: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """[summed loss, counted tokens] of this rank's batches."""
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for loss_sum, count in results:
-            totals += torch.stack([loss_sum.double(), count.double()])
-        return totals
 
-    def _sum_over_ranks(self, totals: Tensor) -> Tensor:
-        all_reduce(totals, self.parallel.dp_cp)
-        return all_reduce(totals, self.parallel.pp)  # only the last stage has any
+def totals_of(results: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
+    """[summed loss, counted tokens] of this rank's batches."""
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    for loss_sum, count in results:
+        totals += torch.stack([loss_sum.double(), count.double()])
+    return totals
 
-    def _to_device(self, batch: Batch) -> Batch:
-        """This rank's part of the sequences, on its device. Cut there: the loader pinned the batch as a whole, and a
-        copy from a piece that is not pinned would be a host sync."""
-        if self._copies is not None:
-            return slice_batch(self._copies(batch), self.parallel.cp)
-        whole = {
-            key: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
-            for key, value in batch.items()
-        }
-        return slice_batch(whole, self.parallel.cp)
+
+def sum_over_ranks(totals: Tensor, parallel: ParallelState) -> Tensor:
+    all_reduce(totals, parallel.dp_cp)
+    return all_reduce(totals, parallel.pp)  # only the last stage has any
 
 
 def counted_bytes(batch: Batch, byte_lengths: Tensor) -> Tensor:

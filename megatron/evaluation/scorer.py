@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megatron.context_parallel import slice_batch
 from megatron.distributed.collectives import all_reduce
 from megatron.distributed.state import ParallelState
+from megatron.engine.to_device import ToDevice
 from megatron.errors import NonFiniteError
 from megatron.evaluation.sequences import Scored
 from megatron.inference.model import Subject
@@ -64,6 +64,7 @@ class Scorer:
     ) -> None:
         self.model, self.passes, self.parallel, self.device = model, passes, parallel, device
         self.tokens_per_pass = tokens_per_pass
+        self._to_device = ToDevice(device, parallel.cp)
 
     @torch.inference_mode()
     def score(
@@ -122,9 +123,7 @@ class Scorer:
             tokens[0, number, : row.length] = given[:-1]
             tokens[1, number, : row.length] = given[1:]
             wanted[number, row.first - 1 : row.length] = True
-        on_device = {"tokens": tokens[0], "labels": tokens[1], "wanted": wanted}
-        batch = {name: tensor.to(self.device) for name, tensor in on_device.items()}
-        return slice_batch({**batch, "greedy": greedy}, self.parallel.cp)
+        return self._to_device({"tokens": tokens[0], "labels": tokens[1], "wanted": wanted, "greedy": greedy})
 
 
 def scorer_of(subject: Subject) -> Scorer:

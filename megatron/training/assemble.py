@@ -46,7 +46,8 @@ from megatron.training.trainer import Trainer
 class Parts:
     """What one run is made of; leaving the `with` block ends its hooks and releases files and handlers."""
 
-    engine: Evaluation
+    engine: Engine | Evaluation
+    """An `Evaluation` under --skip-train."""
     evaluator: SplitEvaluator
     progress: Progress
     checkpoints: RunCheckpoints
@@ -108,6 +109,7 @@ def _assemble(
 ) -> Parts:
     """`store`: where the ranks meet, each once."""
     config = run.config
+    engine: Engine | Evaluation
     with ExitStack() as closing:
         resume_point = find_resume_point(run, history, hash_later=hash_later)
         resume_point.check_architecture(config)
@@ -116,10 +118,8 @@ def _assemble(
         batches = BatchMaker(run, built.fields)
         closing.callback(batches.close)
         if config.training.skip_train:
-            engine, schedule = (
-                Evaluation(built.model, built.passes, run.parallel, device=run.device, divided=built.divided),
-                None,
-            )
+            engine = Evaluation(built.model, built.passes, run.parallel, device=run.device, divided=built.divided)
+            schedule = None
         else:
             engine = build_engine(config, built, run.parallel, run.kernels, run.device)
             schedule = build_schedule(
@@ -152,7 +152,7 @@ def _assemble(
         return Parts(engine, evaluator, progress, checkpoints, trainer, closing.pop_all())
 
 
-def build_hooks(run: Run, engine: Evaluation, specs: Mapping[str, Shard], progress: Progress) -> list[Hook]:
+def build_hooks(run: Run, engine: Engine | Evaluation, specs: Mapping[str, Shard], progress: Progress) -> list[Hook]:
     """The hooks that the settings ask for. Metrics are equal on all ranks, so one rank writes them."""
     config, world = run.config, run.launch.world_size
     hooks: list[Hook] = []

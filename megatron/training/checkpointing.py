@@ -75,7 +75,7 @@ class RunCheckpoints:
     """Saves and loads one run. `data` identifies the datasets: a resumed run must read the same ones."""
 
     run: Run
-    engine: Evaluation  # an Engine, but in a run that only evaluates
+    engine: Engine | Evaluation
     specs: Mapping[str, Shard]
     schedule: Schedule | None  # None in a run that only evaluates
     data: Mapping[str, Any]

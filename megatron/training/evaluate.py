@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.engine import Evaluation
+from megatron.engine import Engine, Evaluation
 from megatron.model.passes import Batch
 from megatron.training.batches import BatchMaker, Data, is_token_dataset, validation_plan_of
 from megatron.training.hooks import Hook
@@ -24,7 +24,9 @@ class SplitEvaluator:
     the same ones each time. Without a plan it reads the next `eval_iters` global batches, as Megatron does. The test
     split is always read from its start. A split of None is empty."""
 
-    def __init__(self, run: Run, engine: Evaluation, data: Data, batches: BatchMaker, hooks: Sequence[Hook]) -> None:
+    def __init__(
+        self, run: Run, engine: Engine | Evaluation, data: Data, batches: BatchMaker, hooks: Sequence[Hook]
+    ) -> None:
         self._engine, self._hooks, self._log = engine, hooks, run.log
         self._batches, self._validated, self._test = batches, data.datasets.validated, data.datasets.test
         self._line_of = LOG_FORMS[run.config.logging.log_format].evaluation

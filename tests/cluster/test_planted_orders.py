@@ -19,7 +19,7 @@ from megatron.data_parallel import GradBuffers, fully_sharded
 from megatron.data_parallel.buckets import Bucket
 from megatron.distributed import collectives, state
 from megatron.distributed.state import Axis
-from megatron.engine import Engine, Evaluation, evaluation
+from megatron.engine import Engine, evaluation
 from megatron.layout import AXES, Layout
 from megatron.optimizer import matrices
 from megatron.optimizer.matrices import WholeMatrices
@@ -197,13 +197,13 @@ def test_planted_a_rank_that_verifies_alone(monkeypatch: pytest.MonkeyPatch) -> 
 def test_planted_two_ranks_that_ask_two_communicators_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each communicator sees the same operations on all members; it is the order between the two that hangs."""
 
-    def both(self: Evaluation, totals: torch.Tensor) -> torch.Tensor:
+    def both(self: Engine, totals: torch.Tensor) -> torch.Tensor:
         tp, pp = self.parallel.tp, self.parallel.pp
         for axis in (tp, pp) if tp.rank == pp.rank else (pp, tp):
             collectives.all_reduce(totals, axis)
         return totals
 
-    monkeypatch.setattr(Evaluation, "_sum_over_ranks", both)
+    monkeypatch.setattr(Engine, "_sum_over_ranks", both)
     found = recorded(4, **SETTINGS).findings()
     assert [line.split(" connects")[0].split(" waits")[0] for line in found] == ["rank 0", "rank 1", "rank 3", "rank 2"]
 

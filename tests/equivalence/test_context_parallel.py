@@ -17,7 +17,7 @@ from megatron.context_parallel import RingAttention, blocks, gathered, ulysses
 from megatron.context_parallel.ring import _Ringed
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
-from megatron.engine import evaluation as evaluation_module
+from megatron.engine import to_device as evaluation_module
 from megatron.training.assemble import Parts
 from tests.helpers.distributed import RankFailed, run_ranks
 from tests.helpers.layouts import at_layout, expected, few_batches, unequal, uneven_weights, worst

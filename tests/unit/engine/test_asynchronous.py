@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.engine import Engine, Evaluation
+from megatron.engine import Engine
 from megatron.engine import build as build_module
 from megatron.errors import DataError, NonFiniteError
 from megatron.optimizer import DynamicLossScaler
@@ -282,7 +282,7 @@ def test_whatever_is_read_between_steps_is_settled(reader: str) -> None:
 def test_a_reader_that_does_not_settle_is_seen(reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "progress", property(lambda self: self._progress))
     monkeypatch.setattr(Engine, "optimizer", property(lambda self: self._optimizer))
-    monkeypatch.setattr(Engine, "evaluate", Evaluation.evaluate)
+    monkeypatch.setattr(Engine, "evaluate", lambda self, *given: self.evaluation.evaluate(*given))
     with pytest.raises(AssertionError):
         read_between_steps(reader)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import background
-from megatron.engine import engine
+from megatron.engine import engine, evaluation
 from megatron.training import stopping
 from megatron.utils.device import ToHost
 from tests.helpers.runs import flags, make_parts
@@ -47,11 +47,11 @@ def test_every_wait_of_the_host_for_its_device_is_in_the_log(tmp_path: Path, mon
 
     for name, module in READERS.items():
         monkeypatch.setattr(module, "ToHost", watch(name))
-    sums, reduce = parts.engine._sum_over_ranks, parts.engine.evaluate
+    sums, reduce = evaluation.sum_over_ranks, parts.engine.evaluate
 
     def evaluate(batches: Iterator[object], *rest: object) -> object:
         with monkeypatch.context() as within:
-            within.setattr(parts.engine, "_sum_over_ranks", lambda totals: Summed(sums(totals)))
+            within.setattr(evaluation, "sum_over_ranks", lambda *given: Summed(sums(*given)))
             return reduce(batches, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(parts.engine, "evaluate", evaluate)

@@ -1,0 +1,30 @@
+"""The one place where batches move to the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.context_parallel import slice_batch
+from megatron.distributed.state import Axis
+from megatron.model.passes import Batch
+from megatron.utils.cuda import CopyStream
+from megatron.utils.device_kind import kind_of
+
+
+class ToDevice:
+    """Moves a batch to the device, and takes this rank's part of its sequences. They are cut there: the loader pinned
+    the batch as a whole, and a copy from a piece that is not pinned would be a host sync."""
+
+    def __init__(self, device: torch.device, cp: Axis) -> None:
+        self._device, self._cp = device, cp
+        self._copies = CopyStream(device) if kind_of(device.type).copy_stream else None
+
+    def __call__(self, batch: Batch) -> Batch:
+        return slice_batch(self._moved(batch) if self._copies is None else self._copies(batch), self._cp)
+
+    def _moved(self, batch: Batch) -> Batch:
+        return {
+            key: value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value
+            for key, value in batch.items()
+        }
