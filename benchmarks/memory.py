@@ -155,7 +155,7 @@ def measure_ours(config: RunConfig, rank: int, ranks: int) -> Measured:
             masters = {storage(weight) for weight in weights}
             return Measured(
                 storage_bytes(weights),
-                storage_bytes(grad for _, grad in engine.grads.grads()),
+                storage_bytes(grad for _, grad in engine.store.grads()),
                 storage_bytes(tensor for tensor in state if storage(tensor) not in masters),
                 watch.gathered,
                 watch.activations,

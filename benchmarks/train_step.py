@@ -47,7 +47,7 @@ from benchmarks.parts.peers import (
 )
 from benchmarks.parts.turns import Contenders, Turn, rotated, speed_over
 from megatron.config import ModelConfig, OptimizerConfig, PrecisionConfig
-from megatron.data_parallel import GradBuffers
+from megatron.data_parallel import BucketStore
 from megatron.distributed.state import Axis
 from megatron.model import GPT, initialise
 from megatron.ops import resolve
@@ -85,7 +85,7 @@ def ours_step(shape: Shape, dtype: torch.dtype, tokens: Tensor, labels: Tensor, 
     initialise(model, 1)
     model.to(dtype).train()
     flat = any((ops.adamw, ops.wgrad_accumulation))
-    grads = GradBuffers(model.named_parameters(), Axis.single("dp"), flat=flat, accumulate=ops.wgrad_accumulation)
+    grads = BucketStore(model.named_parameters(), Axis.single("dp"), flat=flat, accumulate=ops.wgrad_accumulation)
     if ops.wgrad_accumulation is not None:
         model.make.wgrads.connect(grads, model)
     settings = OptimizerConfig(clip_grad=CLIP, adam_beta1=BETAS[0], adam_beta2=BETAS[1])

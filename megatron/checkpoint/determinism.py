@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.data_parallel.grad_buffers import DEFAULT_BUCKET_SIZE
+from megatron.data_parallel.bucket_store import DEFAULT_BUCKET_SIZE
 from megatron.layout import RANK_ORDER
 from megatron.ops.select import Kernels
 from megatron.utils.cpu import fp32_products

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.data_parallel import Gradients
+from megatron.data_parallel import TrainingStore
 from megatron.errors import CheckpointError, ConfigError
 from megatron.optimizer.decision import HostDecision
 from megatron.optimizer.update_rules import OptimizerState
@@ -28,7 +28,7 @@ _COUNTER = "step"
 class ClientUpdate:
     def __init__(
         self,
-        grads: Gradients,
+        grads: TrainingStore,
         optimizer: torch.optim.Optimizer,
         absent: Callable[[], Collection[str]] = tuple,
         *,
@@ -180,7 +180,7 @@ class ClientUpdate:
         own = self.optimizer.state.pop(parameter, {})
         if own:
             self.optimizer.state[tensor] = {
-                kind: self._grads.piece_of(name, value.contiguous()).to(tensor.device, tensor.dtype, copy=True)
+                kind: self._grads.part_of(name, value.contiguous()).to(tensor.device, tensor.dtype, copy=True)
                 if _elementwise(kind, value, parameter)
                 else value
                 for kind, value in own.items()

@@ -9,7 +9,7 @@ Buckets are reduced while the backward pass still runs, and the last gradient to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,40 @@ from megatron.compat.arrivals import Arrivals, reached
 from megatron.compat.group_axis import axis_of
 from megatron.compat.moving import moved
 from megatron.compat.no_sync import NoSync
+from megatron.data_parallel import BucketStore
 from megatron.data_parallel.broadcast import broadcast_parameters, share_buffers
-from megatron.data_parallel.grad_buffers import GradBuffers
 from megatron.distributed import collectives
 from megatron.errors import ConfigError
 
 _MIB = 2**20
+
+
+class _ReopenedBuckets(BucketStore):
+    """Gradients that a step may go on from, and that a backward pass need not have."""
+
+    def reopen(self) -> None:
+        """Begins a step that goes on from the gradients that are in `parameter.grad`."""
+        kept = {name: slot.parameter.grad for name, slot in self._slots.items()}
+        self.zero()
+        for name, slot in self._slots.items():
+            slot.parameter.grad = kept[name]
+            slot.filled = kept[name] is not None
+
+    @torch.no_grad()
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Announces, once the last backward has begun, that it has no gradients for these: they keep what is in
+        `parameter.grad`, or count as zero."""
+        for name in names:
+            slot = self._slot(name)
+            if slot.view is None:
+                continue
+            grad = slot.parameter.grad
+            if grad is None:
+                slot.view.zero_()
+            elif grad.data_ptr() != slot.view.data_ptr():
+                slot.view.copy_(grad)
+            slot.filled = True
+            self._arrived(slot)
 
 
 class DistributedDataParallel(NoSync, nn.Module):
@@ -65,7 +93,7 @@ class DistributedDataParallel(NoSync, nn.Module):
             for tensors in (module.named_parameters(), module.named_buffers()):
                 broadcast_parameters(tensors, self._dp)
         size = max(1, int(bucket_cap_mb * _MIB) // trained[0][1].element_size())
-        self._grads = GradBuffers(trained, self._dp, bucket_size=size, overlap=True, in_own_type=True)
+        self._grads = _ReopenedBuckets(trained, self._dp, bucket_size=size, overlap=True, in_own_type=True)
         parameters = [self._grads.parameter(name) for name in self._grads.names]
         self._arrivals = Arrivals(
             parameters, begun=self._leave_out_unused, finish=self._finish, surprised=self._refuse_hidden

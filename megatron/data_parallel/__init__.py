@@ -1,19 +1,9 @@
-"""Copies of one model on several ranks: flat gradient buffers, summed once per step. Works on any nn.Module."""
+"""Copies of one model on several ranks: stores of weights and gradients. Works on any nn.Module."""
 
 from megatron.data_parallel.broadcast import broadcast_parameters
+from megatron.data_parallel.bucket_store import DEFAULT_BUCKET_SIZE, BucketStore
 from megatron.data_parallel.fully_sharded import FullySharded
-from megatron.data_parallel.grad_buffers import DEFAULT_BUCKET_SIZE, GradBuffers
-from megatron.data_parallel.gradients import FlatPieces, Gradients, are_masters, piece_alone
 from megatron.data_parallel.sharding_units import Unit
+from megatron.data_parallel.training_store import TrainingStore
 
-__all__ = [
-    "DEFAULT_BUCKET_SIZE",
-    "FlatPieces",
-    "FullySharded",
-    "GradBuffers",
-    "Gradients",
-    "Unit",
-    "are_masters",
-    "broadcast_parameters",
-    "piece_alone",
-]
+__all__ = ["DEFAULT_BUCKET_SIZE", "BucketStore", "FullySharded", "TrainingStore", "Unit", "broadcast_parameters"]

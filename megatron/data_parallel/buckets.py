@@ -1,20 +1,19 @@
-"""Flat buffers of gradients, each of many parameters: what is sent in one message."""
+"""Buckets: flat buffers of gradients, each of many parameters, and the collectives over them."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
 
-from megatron.data_parallel.gradients import FlatPieces
-from megatron.data_parallel.withheld import WithheldGrad
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
-from megatron.state.division import Range, common
+from megatron.state.division import Division
+from megatron.state.store import Buffer
 
 _ALIGNED = 64
 """A rank's chunk of a divided bucket is a multiple of so many elements: whole vectors, wherever it begins."""
@@ -41,10 +40,7 @@ class Slot:
     own: Tensor | None = None
     """What this rank updates of it: all, or a piece of a divided bucket. Made once, not in every step."""
     bucket: int = -1
-    place: Range = (0, 0)
-    """The elements of the bucket's buffer that belong to it."""
-    stand_in: WithheldGrad | None = None
-    """What `parameter.grad` is after a pass, unless it is the view."""
+    division: Division | None = None
     filled: bool = False
     """Whether the view holds a gradient of this step (before that it may hold anything)."""
 
@@ -59,34 +55,19 @@ class Slot:
         return self.axis.size * self.replicas.size == 1 and self.dtype == self.parameter.dtype
 
 
-@dataclass(eq=False)
-class Bucket:
-    """A flat buffer with the gradients of several parameters, in reverse order of the model: backward fills it from the
-    front."""
+@dataclass(eq=False, kw_only=True)
+class Bucket(Buffer):
+    """A buffer that is sent in one message, in reverse order of the model: backward fills it from the front."""
 
-    slots: list[Slot]
-    buffer: Tensor
+    axis: Axis
+    replicas: Axis
     message: Tensor
     """The tensor that is summed: the buffer and, if the bucket counts them, one more element: the number of ranks that
     lack one of its gradients."""
-    axis: Axis
-    replicas: Axis
-    chunk: Range
-    """What this rank updates: its share of a divided bucket, whose end may be padding; else all."""
-    weights: Tensor | None = None
-    """The parameters in one flat tensor, in the same order: of divided buckets, and where it was asked for."""
     arrived: set[str] = field(default_factory=set)
     launched: bool = False
     pending: collectives.Pending | None = None
     gathering: collectives.Pending | None = None
-
-    @property
-    def divided(self) -> bool:
-        return self.chunk != (0, self.buffer.numel())
-
-    @property
-    def complete(self) -> bool:
-        return len(self.arrived) == len(self.slots)
 
     @cached_property
     def count(self) -> Tensor | None:
@@ -133,54 +114,17 @@ class Bucket:
             self.gathering.wait()
             self.gathering = None
 
-    def flatten_weights(self) -> Tensor:
-        """Makes the parameters views of one flat tensor, if they are not yet, and returns it."""
-        if self.weights is None:
-            device, dtype = self.buffer.device, self.slots[0].parameter.dtype
-            self.weights = torch.zeros(self.buffer.numel(), dtype=dtype, device=device)
-            for slot in self.slots:
-                assert slot.view is not None
-                part = self.weights[slice(*slot.place)].as_strided(slot.view.shape, slot.view.stride())
-                slot.parameter.data = part.copy_(slot.parameter.detach())
-        return self.weights
-
-    def piece(self, slot: Slot, rank: int | None = None) -> Range:
-        """The part of a parameter that a rank (default: this one) updates, as a range of the buffer. An empty range is
-        at the end of the parameter."""
-        share = self.chunk[1] - self.chunk[0]
-        first = self.chunk[0] if rank is None else rank * share
-        start, stop = common(slot.place, (first, first + share))
-        return (start, stop) if start < stop else (slot.place[1], slot.place[1])
-
-    def name_at(self, offset: int) -> str:
-        """The name of the parameter that the element at `offset` belongs to."""
-        return next(slot.name for slot in self.slots if slot.place[0] <= offset < slot.place[1])
-
-    @cached_property
-    def held(self) -> Range:
-        """What this rank updates, without the padding."""
-        return self.chunk[0], self.chunk[0] + sum(stop - start for start, stop in map(self.piece, self.slots))
-
-    @cached_property
-    def own(self) -> Tensor:
-        """The gradients of what this rank updates."""
-        return self.buffer[slice(*self.held)]
-
-    def flat_pieces(self) -> FlatPieces:
-        sizes = (stop - start for start, stop in map(self.piece, self.slots))
-        names, ends = tuple(slot.name for slot in self.slots), tuple(itertools.accumulate(sizes))
-        return FlatPieces(names, ends, self.own, self.flatten_weights()[slice(*self.held)])
-
-    def whole_of(self, slot: Slot, piece: Tensor) -> Tensor:
+    def whole_of(self, name: str, piece: Tensor) -> Tensor:
         """Assembles a tensor in the parameter's shape from the pieces of all ranks. A collective."""
-        whole = piece.new_empty(slot.parameter.numel())
+        parameter, first = self.parameters[name], self.places[name][0]
+        whole = piece.new_empty(parameter.numel())
         for rank in range(self.axis.size):
-            start, stop = (end - slot.place[0] for end in self.piece(slot, rank))
+            start, stop = (end - first for end in self.piece(name, rank))
             if rank == self.axis.rank:
                 whole[start:stop].copy_(piece)
             if start < stop:
                 collectives.broadcast(whole[start:stop], self.axis, rank)
-        return whole.view(slot.parameter.shape)
+        return whole.view(parameter.shape)
 
 
 def make_buckets(slots: Iterable[Slot], size: int, divided: bool, counts: bool = False) -> list[Bucket]:
@@ -207,19 +151,30 @@ def make_buckets(slots: Iterable[Slot], size: int, divided: bool, counts: bool =
 
 def _make_bucket(number: int, members: list[Slot], divided: bool, counts: bool) -> Bucket:
     first, sizes = members[0], [slot.parameter.numel() for slot in members]
-    total, ranks = sum(sizes), first.axis.size if divided else 1
+    total, axis, ranks = sum(sizes), first.axis, first.axis.size if divided else 1
     share = total if ranks == 1 else -(-total // (ranks * _ALIGNED)) * _ALIGNED
     counter = int(counts and ranks == 1)
     message = torch.zeros(share * ranks + counter, dtype=first.dtype, device=first.parameter.device)
     buffer = message[: share * ranks]
-    for slot, place in zip(members, itertools.pairwise(itertools.accumulate(sizes, initial=0)), strict=True):
+    places = list(pairwise(accumulate(sizes, initial=0)))
+    for slot, place in zip(members, places, strict=True):
         part, strides = buffer[slice(*place)], _strides_of_gradient(slot.parameter)
         slot.view = part.view(slot.parameter.shape) if ranks > 1 else part.as_strided(slot.parameter.shape, strides)
-        slot.bucket, slot.place = number, place
-    chunk = (0, total) if ranks == 1 else (first.axis.rank * share, (first.axis.rank + 1) * share)
-    bucket = Bucket(members, buffer, message, first.axis, first.replicas, chunk)
+        slot.bucket = number
+        if ranks > 1:
+            slot.division = Division(axis.members, slot.parameter.numel(), share, place[0], row=number)
+    bucket = Bucket(
+        parameters={slot.name: slot.parameter for slot in members},
+        views={slot.name: slot.view for slot in members if slot.view is not None},
+        places={slot.name: place for slot, place in zip(members, places, strict=True)},
+        buffer=buffer,
+        chunk=(0, total) if ranks == 1 else (axis.rank * share, (axis.rank + 1) * share),
+        axis=axis,
+        replicas=first.replicas,
+        message=message,
+    )
     for slot in members:
-        slot.own = buffer[slice(*bucket.piece(slot))] if bucket.divided else slot.view
+        slot.own = buffer[slice(*bucket.piece(slot.name))] if bucket.divided else slot.view
     if bucket.divided:
         bucket.flatten_weights()
     return bucket

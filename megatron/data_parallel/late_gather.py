@@ -24,7 +24,7 @@ class LateGather:
     """Waits for the weights of `buckets` from within the model's forward pass."""
 
     def __init__(self, model: nn.Module, buckets: Sequence[Bucket]) -> None:
-        self._bucket_of = {slot.parameter: bucket for bucket in buckets for slot in bucket.slots}
+        self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters.values()}
         self._order = _Order(buckets)
         self.hooks = self._listen(model)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,20 +19,6 @@ _ALIGNED = 4
 """A gradient begins at a multiple of so many elements: kernels read them in packs of four."""
 
 
-class ShardGrads(Protocol):
-    def grad(self, name: str) -> Tensor:
-        """In the shape of the shard; zero if no backward pass has given one."""
-        ...
-
-    def multiply(self, factor: Tensor | float) -> None: ...
-
-    def zero(self) -> None: ...
-
-    def sum_over(self, replicas: Axis) -> None:
-        """Sums the gradients over the ranks that keep the same shards."""
-        ...
-
-
 class InOneBuffer:
     """Keeps the gradients as views of one buffer per dtype, made in the first step: later steps allocate nothing, and
     scaling is one operation."""
@@ -44,6 +30,7 @@ class InOneBuffer:
         self._buffers: list[Tensor] = []
 
     def grad(self, name: str) -> Tensor:
+        """In the shape of the shard; zero if no backward pass has given one."""
         self._make_buffers()
         return self._grads[name]
 
@@ -64,6 +51,7 @@ class InOneBuffer:
 
     @torch.no_grad()
     def sum_over(self, replicas: Axis) -> None:
+        """Sums the gradients over the ranks that keep the same shards."""
         for buffer in self._buffers:
             collectives.all_reduce(buffer, replicas)
 

@@ -6,7 +6,7 @@ another stage does not have to wait for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,18 @@ from torch import Tensor, nn
 from megatron.distributed import collectives
 from megatron.distributed.rendezvous import open_group_of_one
 from megatron.distributed.state import Axis
+from megatron.errors import ConfigError
 from megatron.utils.dtype import HALF
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+
+
+HOOKS_OF_GRADIENTS = {
+    "register_hook": "_backward_hooks",
+    "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
+}
+"""By the call that sets such hooks on a parameter: torch's dict of them."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +77,6 @@ def divide(units: Sequence[Unit], keep_gathered: bool, dtype: torch.dtype, devic
         log_collectives(module, unit.axis)
 
 
-def begin(model: nn.Module) -> None:
-    """Makes `model` the root, so that its units may be called before it. (torch takes the first module that is
-    called.)"""
-    sharded(model)._get_fsdp_state()._lazy_init()
-
-
 def make_memory(model: nn.Module, device: torch.device, on_host: bool) -> None:
     """Allocates the shards of a model on the meta device, and its buffers, such as running means, on the device it
     computes on."""
@@ -112,8 +114,19 @@ def sharded(module: nn.Module) -> FSDPModule:
     return module
 
 
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
+def refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]], way_out: str) -> None:
+    """Raises a ConfigError that names a parameter with a gradient hook that nobody has taken over."""
+    for name, parameter in parameters:
+        for kind, attribute in HOOKS_OF_GRADIENTS.items():
+            if any(hook is not taken_over for hook in (getattr(parameter, attribute) or {}).values()):
+                raise ConfigError(
+                    f"{name} has a gradient hook ({kind}()), which would not be called where the ranks divide weights "
+                    f"(ZeRO 2 and 3); {way_out}"
+                )
+
+
+def taken_over(*_: Any) -> None:
+    """A no-op in the place of a hook that is called in another way."""
 
 
 def log_collectives(module: FSDPModule, axis: Axis) -> None:

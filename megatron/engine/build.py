@@ -1,4 +1,4 @@
-"""Builds the engine of a model: its gradient buffers, optimizer, replica sums, and what its kernels and device need."""
+"""Builds the engine of a model: its store, optimizer, replica sums, and what its kernels and device need."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megatron.config import RunConfig
-from megatron.data_parallel import DEFAULT_BUCKET_SIZE, GradBuffers, Gradients
+from megatron.data_parallel import DEFAULT_BUCKET_SIZE, BucketStore, TrainingStore
 from megatron.distributed.state import ParallelState
 from megatron.engine.engine import Engine
 from megatron.engine.graphs import GraphedPasses
@@ -28,11 +28,11 @@ def build_engine(
 ) -> Engine:
     """`built` is what `parallelize` made of the model for this rank."""
     model, specs = built.model, built.specs
-    grads: Gradients = built.divided or _buffers(config, built, parallel, kernels, device)
+    store: TrainingStore = built.divided or _open_store(config, built, parallel, kernels, device)
     check_marked(config.optimizer, built)
     dense, shared = ([parallel.axis(name) for name in names] for names in split_axes(parallel))
     optimizer = Optimizer(
-        grads,
+        store,
         config.optimizer,
         config.precision,
         rule=Groups(config.optimizer, built.rows, specs, parallel).of,
@@ -47,8 +47,8 @@ def build_engine(
     )
     return Engine(
         built,
-        _graphed(built.passes, model, grads, device) if config.kernels.cuda_graphs else built.passes,
-        grads,
+        _graphed(built.passes, model, store, device) if config.kernels.cuda_graphs else built.passes,
+        store,
         optimizer,
         parallel,
         device=device,
@@ -56,12 +56,12 @@ def build_engine(
     )
 
 
-def _buffers(
+def _open_store(
     config: RunConfig, built: Parallel, parallel: ParallelState, kernels: Kernels, device: torch.device
-) -> GradBuffers:
-    """The gradient buffers of a model that every data-parallel rank holds whole."""
+) -> BucketStore:
+    """Opens the store of a model that every data-parallel rank holds whole."""
     divided = config.parallel.zero > 0
-    grads = GradBuffers(
+    store = BucketStore(
         built.model.named_parameters(),
         parallel.shard if divided else parallel.dp_cp,
         axes=dict.fromkeys(_experts(built), parallel.expert_shard if divided else parallel.expert_dp),
@@ -78,8 +78,8 @@ def _buffers(
         accumulate=kernels.wgrad_accumulation,
     )
     if built.wgrads.deferred or kernels.wgrad_accumulation is not None:
-        built.wgrads.connect(grads, built.model)
-    return grads
+        built.wgrads.connect(store, built.model)
+    return store
 
 
 def _experts(built: Parallel) -> list[str]:
@@ -91,12 +91,12 @@ def runs_ahead(device: torch.device) -> bool:
     return kind_of(device.type).asynchronous
 
 
-def _graphed(passes: Passes, model: nn.Module, grads: Gradients, device: torch.device) -> GraphedPasses:
+def _graphed(passes: Passes, model: nn.Module, store: TrainingStore, device: torch.device) -> GraphedPasses:
     assert kind_of(device.type).graphs, "checked when the device was chosen"
     if not isinstance(model, GPT):
         raise ConfigError(
             f"--cuda-graphs: records our GPT alone, and the model provider gave a {type(model).__name__}; leave it out"
         )
-    assert isinstance(grads, GradBuffers), "the settings refuse graphs of gathered weights"
+    assert isinstance(store, BucketStore), "the settings refuse graphs of gathered weights"
     assert isinstance(passes, SinglePass), "the settings refuse graphs of a pipeline"
-    return GraphedPasses(passes, grads, partial(CudaGraph, device))
+    return GraphedPasses(passes, store, partial(CudaGraph, device))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron.data_parallel import Gradients, broadcast_parameters
+from megatron.data_parallel import TrainingStore, broadcast_parameters
 from megatron.distributed.messages import all_gather_json
 from megatron.distributed.state import ParallelState
 from megatron.engine.evaluation import Evaluation, EvaluationResult, check_counted, sum_over_ranks, totals_of
@@ -84,7 +84,7 @@ class Engine:
         self,
         built: Parallel,
         passes: Passes,
-        grads: Gradients,
+        store: TrainingStore,
         optimizer: Optimizer,
         parallel: ParallelState,
         *,
@@ -100,10 +100,10 @@ class Engine:
         )
         self.evaluation = Evaluation(built.model, passes, parallel, device=device, divided=built.divided)
         self.whole_weights = self.evaluation.whole_weights
-        self.grads = grads
+        self.store = store
         self.stop_on_nonfinite = stop_on_nonfinite
         self.buffers = persistent_buffers(built.model)  # the model itself changes them in a step: running means
-        self.sum_replicas: Callable[[Gradients], None] = ReplicaSums(built.specs, parallel)
+        self.sum_replicas: Callable[[TrainingStore], None] = ReplicaSums(built.specs, parallel)
         self.routers: RouterSteps | None = None
         if isinstance(built.model, GPT) and built.model.routers is not None:
             self.routers = RouterSteps(built.model, parallel, device)
@@ -186,7 +186,7 @@ class Engine:
         """Waits for the outcome of the step in flight, if there is one, and hands it on; an error if it is bad.
         Afterwards the model has its weights."""
         self._settle_step()
-        self.grads.wait_for_weights()
+        self.store.wait_for_weights()
 
     def _settle_step(self) -> None:
         step, self._in_flight = self._in_flight, None
@@ -227,15 +227,15 @@ class Engine:
         micro-batch, and all ranks' [summed loss, counted tokens]."""
         with self.timers("forward-backward"):
             self.model.train()
-            self.grads.zero()
+            self.store.zero()
             batches = [self._to_device(batch) for batch in micro_batches]
             if self.routers is not None:
                 self.routers.begin(batches, batch_size=batch_size, factor=factor)
-            results = self.passes.forward_backward(batches, factor, self.grads.arm)
+            results = self.passes.forward_backward(batches, factor, self.store.arm)
             totals = totals_of(results, self.device)
         with self.timers("all-grads-sync"):
-            self.grads.reduce()
-            self.sum_replicas(self.grads)
+            self.store.reduce()
+            self.sum_replicas(self.store)
             return [loss for loss, _ in results], self._sum_over_ranks(totals)
 
     def _sum_over_ranks(self, totals: Tensor) -> Tensor:

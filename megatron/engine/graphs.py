@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.data_parallel import GradBuffers
+from megatron.data_parallel import BucketStore
 from megatron.errors import ConfigError
 from megatron.model.passes import Batch, SinglePass
 from megatron.utils.cuda import CudaGraph
@@ -44,7 +44,7 @@ class _Recording:
 class GraphedPasses:
     """`SinglePass` by replay. Forward passes without gradients are not recorded."""
 
-    def __init__(self, plain: SinglePass, grads: GradBuffers, make_graph: Callable[[], CudaGraph]) -> None:
+    def __init__(self, plain: SinglePass, grads: BucketStore, make_graph: Callable[[], CudaGraph]) -> None:
         assert grads.flat, "a graph needs gradients at fixed addresses"
         self._plain, self._grads, self._make_graph = plain, grads, make_graph
         self._recordings: dict[Signature, _Recording] = {}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from megatron.config.sections.optimizer import OptimizerConfig
-from megatron.data_parallel import Gradients
+from megatron.data_parallel import TrainingStore
 from megatron.errors import ConfigError
 from megatron.ops import Kernels
 from megatron.optimizer.flat import FlatAdam
@@ -19,7 +19,7 @@ from megatron.state.shard import Shard
 
 
 def build_update(
-    grads: Gradients,
+    grads: TrainingStore,
     config: OptimizerConfig,
     rules: Mapping[str, GroupRule],
     specs: Mapping[str, Shard],
@@ -34,7 +34,7 @@ def build_update(
         return _on_host(grads, config, rules, specs, kernel)
     if offloads(config, device):
         return build_offloaded(grads, config, rules, kernel, device)
-    dtypes = {grads.grad_dtype(name) for name in grads.names}
+    dtypes = {grads.grad_dtypes[name] for name in grads.names}
     if config.is_plain_adamw and kernel is not None and grads.flat and dtypes <= {torch.float32, torch.bfloat16}:
         betas = config.adam_beta1, config.adam_beta2
         return FlatAdam(grads, rules, betas, config.adam_eps, kernel, remainders=config.store_param_remainders)
@@ -46,7 +46,7 @@ def build_update(
 
 
 def _on_host(
-    grads: Gradients,
+    grads: TrainingStore,
     config: OptimizerConfig,
     rules: Mapping[str, GroupRule],
     specs: Mapping[str, Shard],

@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatron.data_parallel import Gradients
+from megatron.data_parallel import TrainingStore
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
 from megatron.optimizer.matrices import Matrix
@@ -69,7 +69,7 @@ class Extent:
     """[rows here]: 1, or 0 where another of these ranks holds the same row and counts it. None is 1 in all."""
 
     @staticmethod
-    def of(grads: Gradients, name: str, matrix: Matrix) -> Extent:
+    def of(grads: TrainingStore, name: str, matrix: Matrix) -> Extent:
         parameter, spec = grads.parameter(name), matrix.spec
         is_matrix = parameter.dim() == 2
         count = prod(spec.logical_shape) // matrix.columns if is_matrix else prod(spec.logical_shape)
@@ -134,7 +134,7 @@ def rows_and_columns(spec: Shard, rows: int) -> tuple[Shard, Shard]:
     return sides[0], sides[1]
 
 
-def extents(grads: Gradients, matrices: Mapping[str, Matrix]) -> dict[str, Extent]:
+def extents(grads: TrainingStore, matrices: Mapping[str, Matrix]) -> dict[str, Extent]:
     return {name: Extent.of(grads, name, matrix) for name, matrix in matrices.items()}
 
 

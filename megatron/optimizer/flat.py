@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.data_parallel import FlatPieces, Gradients, are_masters
+from megatron.data_parallel import TrainingStore
 from megatron.ops.optim import join_fp32, split_fp32
 from megatron.optimizer.decision import Decision
 from megatron.optimizer.groups import GroupRule, Rates
 from megatron.optimizer.places import Places
 from megatron.optimizer.update_rules import OptimizerState
+from megatron.state.store import FlatRun, are_masters
 from megatron.utils.dtype import HALF
 
 
@@ -68,19 +69,19 @@ class _Segment:
 class FlatAdam:
     def __init__(
         self,
-        grads: Gradients,
+        grads: TrainingStore,
         rules: Mapping[str, GroupRule],
         betas: tuple[float, float],
         eps: float,
         kernel: Callable[..., None],
         *,
         remainders: bool = False,
-        buffers: Iterable[FlatPieces] | None = None,
+        buffers: Iterable[FlatRun] | None = None,
     ) -> None:
         """`remainders`: of the fp32 master of a bf16 parameter, keep only the 16 bits that the parameter lacks.
         `buffers`: those of `grads` that are updated here. Unset: all."""
         self._betas, self._eps, self._kernel = betas, eps, kernel
-        flat = grads.flat_buffers() if buffers is None else buffers
+        flat = grads.runs() if buffers is None else buffers
         self._segments = [_segment(grads, pieces, rules, remainders) for pieces in flat]
         self._precision = torch.float64 if any(s.grad.dtype == torch.float64 for s in self._segments) else torch.float32
         device = next((segment.weights.device for segment in self._segments), torch.device("cpu"))
@@ -142,7 +143,7 @@ def step_control(decision: Decision, steps: Tensor, rates: Rates, betas: tuple[f
     return torch.stack([number.to(steps.dtype) for number in numbers])
 
 
-def _segment(grads: Gradients, flat: FlatPieces, rules: Mapping[str, GroupRule], remainders: bool) -> _Segment:
+def _segment(grads: TrainingStore, flat: FlatRun, rules: Mapping[str, GroupRule], remainders: bool) -> _Segment:
     own, device = flat.weights, flat.weights.device
     weights, beside = own, torch.empty(0, dtype=torch.bfloat16, device=device)
     if remainders and own.dtype == torch.bfloat16:

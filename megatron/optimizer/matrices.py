@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatron.data_parallel import Gradients
+from megatron.data_parallel import TrainingStore
 from megatron.distributed import collectives
 from megatron.distributed.messages import all_gather_json
 from megatron.distributed.state import Axis
@@ -84,7 +84,7 @@ def deal(matrices: Mapping[str, Matrix]) -> dict[str, Owner]:
 class WholeMatrices:
     """Applies a function to whole matrices that are held in pieces. A collective, in the order of the matrices."""
 
-    def __init__(self, grads: Gradients, matrices: Mapping[str, Matrix], update: Update) -> None:
+    def __init__(self, grads: TrainingStore, matrices: Mapping[str, Matrix], update: Update) -> None:
         self._grads, self._matrices, self._update = grads, dict(matrices), update
         self._owners = deal(matrices)
         self._parts = _parts_by_rank(matrices)
@@ -126,7 +126,7 @@ class WholeMatrices:
             whole = self._empty(matrix.spec.logical_shape, piece.dtype) if result is None else result
             result = matrix.spec.take(collectives.broadcast(whole, matrix.tp, part))
         local = self._empty(shape, piece.dtype) if result is None else result.reshape(shape).contiguous()
-        return self._grads.piece_of(name, collectives.broadcast(local, matrix.copies, copy)).to(piece.device)
+        return self._grads.part_of(name, collectives.broadcast(local, matrix.copies, copy)).to(piece.device)
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._grads.device)

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron.data_parallel import Gradients
+from megatron.data_parallel import TrainingStore
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
 from megatron.ops import Kernels
@@ -203,7 +203,7 @@ class CountedParts:
 
     def __init__(
         self,
-        grads: Gradients,
+        grads: TrainingStore,
         split_over: Mapping[str, SplitOver],
         shards: Mapping[str, Shard],
         axes: Sequence[SplitOver],

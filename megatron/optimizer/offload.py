@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from megatron.config.sections.optimizer import OptimizerConfig
-from megatron.data_parallel import FlatPieces, Gradients, are_masters, piece_alone
+from megatron.data_parallel import TrainingStore
 from megatron.ops.optim import adamw_in_place
 from megatron.optimizer.decision import Decision
 from megatron.optimizer.flat import FlatAdam, step_control
 from megatron.optimizer.groups import GroupRule, Rates
 from megatron.optimizer.places import Places
 from megatron.optimizer.update_rules import OptimizerState, Update
+from megatron.state.store import FlatRun, are_masters, run_alone
 from megatron.utils.device import HostLink
 from megatron.utils.disk_tensors import DiskTensors
 from megatron.utils.dtype import HALF
@@ -55,7 +56,7 @@ class _Buffer:
     """Pieces that are adjacent on the device, and their copies on the host."""
 
     places: Places
-    on_device: FlatPieces
+    on_device: FlatRun
     grads: Callable[[], Tensor]
     """The gradients on the host: the device's own, if the device is the host."""
     weights: Tensor
@@ -80,8 +81,8 @@ class _Buffer:
 class OffloadedAdam:
     def __init__(
         self,
-        grads: Gradients,
-        buffers: Sequence[FlatPieces],
+        grads: TrainingStore,
+        buffers: Sequence[FlatRun],
         rules: Mapping[str, GroupRule],
         betas: tuple[float, float],
         eps: float,
@@ -183,7 +184,7 @@ class OffloadedAdam:
             self._link.join()
 
 
-def _buffer(grads: Gradients, flat: FlatPieces, rules: Mapping[str, GroupRule], link: HostLink | None) -> _Buffer:
+def _buffer(grads: TrainingStore, flat: FlatRun, rules: Mapping[str, GroupRule], link: HostLink | None) -> _Buffer:
     weights, fetch = flat.weights, partial(_grads_of, grads, flat)
     if link is not None:
         weights, arrived = (link.empty(tensor.numel(), tensor.dtype) for tensor in (flat.weights, flat.grads))
@@ -192,7 +193,7 @@ def _buffer(grads: Gradients, flat: FlatPieces, rules: Mapping[str, GroupRule], 
     return _Buffer(places, flat, fetch, weights, are_masters(grads, flat))
 
 
-def _grads_of(grads: Gradients, flat: FlatPieces) -> Tensor:
+def _grads_of(grads: TrainingStore, flat: FlatRun) -> Tensor:
     """The gradients of these pieces. Read anew in each step, in which shards on the host have new gradient tensors."""
     return flat.grads if grads.flat else grads.grad(flat.names[0]).view(-1)
 
@@ -202,14 +203,14 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def build_offloaded(
-    grads: Gradients,
+    grads: TrainingStore,
     config: OptimizerConfig,
     rules: Mapping[str, GroupRule],
     kernel: Callable[..., None] | None,
     device: torch.device,
 ) -> Update:
     """`kernel`: the native AdamW, for fp32."""
-    buffers = list(grads.flat_buffers()) if grads.flat else [piece_alone(grads, name) for name in grads.names]
+    buffers = list(grads.runs()) if grads.flat else [run_alone(grads, name) for name in grads.names]
     wide = any(flat.grads.dtype == torch.float64 for flat in buffers)
     betas, eps, update = (config.adam_beta1, config.adam_beta2), config.adam_eps, kernel
     if update is None or wide:
@@ -231,7 +232,7 @@ def build_offloaded(
     return Divided((away, FlatAdam(grads, rules, betas, eps, update, buffers=buffers[count:])))
 
 
-def share_of(buffers: Sequence[FlatPieces], fraction: float) -> int:
+def share_of(buffers: Sequence[FlatRun], fraction: float) -> int:
     """How many of the buffers, the first ones, come closest to that fraction of all elements; one at least, unless it
     is 0."""
     sizes = [0, *accumulate(flat.weights.numel() for flat in buffers)]

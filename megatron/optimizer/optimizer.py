@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
-from megatron.data_parallel import Gradients
+from megatron.data_parallel import TrainingStore
 from megatron.distributed.state import Axis
 from megatron.errors import CheckpointError
 from megatron.ops import Kernels
@@ -76,7 +76,7 @@ class Optimizer:
 
     def __init__(
         self,
-        grads: Gradients,
+        grads: TrainingStore,
         config: OptimizerConfig,
         precision: PrecisionConfig,
         *,
@@ -146,7 +146,7 @@ class Optimizer:
     def client_step(self, grad_scale: float) -> StepInfo:
         """`step` of an optimizer that the user brought: the host reads the norm and makes the update itself."""
         assert self._client is not None
-        norm = norm_on_host(self._by_axes(self.grads.runs()), self._norm)
+        norm = norm_on_host(self._by_axes(self.grads.flat_grads()), self._norm)
         decision = decide_on_host(norm, grad_scale, self._clip_grad)
         self._client.step(decision)
         self.grads.publish()
@@ -218,19 +218,19 @@ class Optimizer:
     def shards(self, specs: Mapping[str, Shard]) -> dict[str, Shard]:
         """The shards of `state()`: those of the weights, as far as this rank updates them."""
         return {
-            name: replace(spec, division=self.grads.division(name))
+            name: replace(spec, division=self.grads.divisions[name])
             for name, spec in specs.items()
             if name in self.grads.names
         }
 
     def held(self, name: str) -> Range | None:
         """The elements of a parameter of which `state()` has a piece; None where it has all."""
-        division = self.grads.division(name)
+        division = self.grads.divisions[name]
         return None if division is None else division.held
 
     def replicas(self) -> dict[str, Axis]:
         """The ranks among which each parameter is divided, or each of which holds all of its state."""
-        return {name: self.grads.replicas(name) for name in self.grads.names}
+        return {name: self.grads.axes[name] for name in self.grads.names}
 
     def extra_state(self) -> ExtraState:
         """The rest of the state: plain numbers, the same on every rank."""

@@ -9,8 +9,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megatron.data_parallel import FlatPieces, Gradients
+from megatron.data_parallel import TrainingStore
 from megatron.optimizer.groups import GroupRule, Rates
+from megatron.state.store import FlatRun
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Places:
     """Which pieces have the decoupled learning rate."""
 
     @staticmethod
-    def of(grads: Gradients, flat: FlatPieces, rules: Mapping[str, GroupRule], device: torch.device) -> Places:
+    def of(grads: TrainingStore, flat: FlatRun, rules: Mapping[str, GroupRule], device: torch.device) -> Places:
         """Makes the places of these pieces, with their numbers on `device`, where the update reads them."""
         groups = [rules[name] for name in flat.names]
         places = (slice(*ends) for ends in pairwise((0, *flat.ends)))

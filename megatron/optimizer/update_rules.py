@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron.data_parallel import Gradients
+from megatron.data_parallel import TrainingStore
 from megatron.optimizer.decision import Decision, HostDecision
 from megatron.optimizer.groups import GroupRule, Rates
 from megatron.optimizer.rules import LiveState, Slot, UpdateRule
@@ -68,7 +68,7 @@ class TorchUpdate:
 
     def __init__(
         self,
-        grads: Gradients,
+        grads: TrainingStore,
         groups: Mapping[str, GroupRule],
         rules: Mapping[str, UpdateRule],
         *,
@@ -85,7 +85,7 @@ class TorchUpdate:
         for name in grads.names:
             weight = grads.weight(name)
             master = _master(weight)
-            dtype = grads.grad_dtype(name)
+            dtype = grads.grad_dtypes[name]
             self._narrow |= dtype != master.dtype
             if grads.parameter(name).dtype != master.dtype:
                 self._halves.append(name)

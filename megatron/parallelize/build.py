@@ -57,7 +57,7 @@ class Parallel:
         divided, specs = self.divided, self.specs
         if divided is None:
             return whole_parts(self.model, specs)
-        shards = (replace(specs[name], division=divided.division(name)) for name in divided.all_names)
+        shards = (replace(specs[name], division=divided.divisions[name]) for name in divided.all_names)
         return ((shard, divided.weight(shard.name).view(-1), divided.dtype) for shard in shards)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron.data_parallel import Gradients
+from megatron.data_parallel import TrainingStore
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis, ParallelState
 from megatron.state.shard import Shard, split_shape
@@ -30,7 +30,7 @@ class ReplicaSums:
                     self._by_axis.setdefault(name, []).append(spec)
 
     @torch.no_grad()
-    def __call__(self, grads: Gradients) -> None:
+    def __call__(self, grads: TrainingStore) -> None:
         for name, specs in self._by_axis.items():
             by_dtype: dict[torch.dtype, list[Shard]] = {}
             for spec in specs:
@@ -39,7 +39,7 @@ class ReplicaSums:
                 _sum_together(grads, some, self._axes[name])
 
 
-def _sum_together(grads: Gradients, specs: Sequence[Shard], axis: Axis) -> None:
+def _sum_together(grads: TrainingStore, specs: Sequence[Shard], axis: Axis) -> None:
     """Sums in one message. Shards that only overlap are sent in the whole parameter's shape, zero outside the shard.
     With ZeRO a rank has a piece of each, the same on all members: they divide equal buffers equally."""
     overlapping = axis.name == "tp"  # on other axes everybody holds the same part
@@ -59,12 +59,12 @@ def _sum_together(grads: Gradients, specs: Sequence[Shard], axis: Axis) -> None:
             grad.copy_(part.view(grad.shape))
         else:
             spec.view(shard).copy_(spec.take(part))
-            grad.copy_(grads.piece_of(spec.name, shard))
+            grad.copy_(grads.part_of(spec.name, shard))
 
 
-def _shard(grads: Gradients, name: str) -> Tensor:
+def _shard(grads: TrainingStore, name: str) -> Tensor:
     """The gradient in the shape of what is stored here; zero outside this rank's piece."""
     grad, parameter = grads.grad(name), grads.parameter(name)
     shard = grad.new_zeros(parameter.shape)
-    grads.piece_of(name, shard).copy_(grad)
+    grads.part_of(name, shard).copy_(grad)
     return shard

@@ -68,13 +68,13 @@ class ReplicaCheck(Hook):
     def _tensors(self) -> Iterator[tuple[str, int, Iterable[tuple[Range, Tensor]]]]:
         """(what it is, the dimension that is split, its parts) in the order of the model, weights first: if they
         differ, the rest differs because of them. With ZeRO a piece of the state has few replicas or none."""
-        state, grads = self._engine.optimizer.state(), self._engine.grads
+        state, grads = self._engine.optimizer.state(), self._engine.store
         shapes: dict[str, torch.Size] = {}
         for name, tensor in chain(self._engine.whole_weights(), persistent_buffers(self._engine.model).items()):
             shapes[name] = tensor.shape
             yield name, self._specs[name].dim, by_range(self._specs[name], tensor.detach())
         for name, moments in state.items():
-            shard, (start, stop) = replace(self._specs[name], division=grads.division(name)), grads.held(name)
+            shard, (start, stop) = replace(self._specs[name], division=grads.divisions[name]), grads.held(name)
             for key, tensor in moments.items():
                 if shard.division is None and tensor.shape == shapes[name]:
                     yield f"{name} (optimizer: {key})", shard.dim, by_range(shard, tensor)

@@ -31,7 +31,7 @@ def argv(**changes: object) -> list[str]:
 @pytest.mark.parametrize("changes", [{}, {"optimizer_offload_fraction": 0.0}])
 def test_the_host_waits_for_the_decision_and_the_gradients(changes: dict[str, object]) -> None:
     with fake_parts(argv(**changes), 0, 1) as parts:
-        buffers = len(list(parts.engine.grads.flat_buffers())) if not changes else 0
+        buffers = len(list(parts.engine.store.runs())) if not changes else 0
         with Watch((*KNOWN, *NEEDED)) as watch:
             parts.trainer.fit(1)
     assert buffers or changes
@@ -88,7 +88,7 @@ def shards(**changes: object) -> list[str]:
 def test_parameters_are_on_the_host_and_come_without_a_wait(optimizer: str, dp: int) -> None:
     with fake_parts(shards(optimizer=optimizer), 0, 2 * dp) as parts:
         engine = parts.engine
-        grads, micro_batches = engine.grads, 2 // dp
+        grads, micro_batches = engine.store, 2 // dp
         assert all(is_pinned(grads.weight(name)) for name in grads.names)
         assert {grads.weight(name).device.type for name in grads.names} == {"cpu"} and grads.device.type == "cuda"
         with Watch((*KNOWN, *SHARDS)) as watch:
@@ -118,7 +118,7 @@ def test_what_the_ranks_send_of_shards_is_on_the_device(monkeypatch: pytest.Monk
         engine, optimizer = parts.engine, parts.engine.optimizer
         assert {tensor.device.type for _, tensor in engine.whole_weights()} == {"cuda"}
         assert optimizer.params_norm_on_device().device.type == "cuda"
-        engine.grads.zero()
+        engine.store.zero()
         assert optimizer.count_zeros().device.type == "cuda"
-        engine.sum_replicas(engine.grads)
+        engine.sum_replicas(engine.store)
     assert sent and set(sent) == {"cuda"}

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from megatron.checkpoint import Background, found_step, load, save
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.storage import Places
-from megatron.data_parallel import GradBuffers, fully_sharded
+from megatron.data_parallel import BucketStore, fully_sharded
 from megatron.data_parallel.buckets import Bucket
 from megatron.distributed import collectives, state
 from megatron.distributed.state import Axis
@@ -31,15 +31,15 @@ SETTINGS = {"num_layers": 4, "tensor_model_parallel_size": 2, "pipeline_model_pa
 
 def test_planted_weights_gathered_in_another_order_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeRO-1: the next forward pass asks for the gathers; rank 1 takes them the other way round."""
-    publish = GradBuffers.publish
+    publish = BucketStore.publish
 
-    def other_way_round(self: GradBuffers) -> None:
+    def other_way_round(self: BucketStore) -> None:
         buckets = self._buckets
         self._buckets = buckets[::-1] if dist.get_rank() == 1 else buckets
         publish(self)
         self._buckets = buckets
 
-    monkeypatch.setattr(GradBuffers, "publish", other_way_round)
+    monkeypatch.setattr(BucketStore, "publish", other_way_round)
     found = findings(4, **{**SETTINGS, "zero_stage": 1, "tensor_model_parallel_size": 1})
     assert any("of dp" in line and "rank 1" in line for line in found), found
 

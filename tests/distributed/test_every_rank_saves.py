@@ -189,7 +189,7 @@ def save_and_load(rank: int, folder: Path, stage: int) -> tuple[Counter[str], Co
         parts.trainer.fit(0)
         with counting() as saved:
             parts.checkpoints.save(parts.progress)
-        grads = parts.trainer.engine.grads
+        grads = parts.trainer.engine.store
         pieces = [grads.held(name) for name in grads.names]
         mine = sum(stop - start for start, stop in pieces)
         whole = sum(grads.parameter(name).numel() for name in grads.names)

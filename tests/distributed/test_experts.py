@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.data_parallel import GradBuffers
+from megatron.data_parallel import BucketStore
 from megatron.distributed.state import Axis, ParallelState
 from megatron.expert_parallel import ExpertDispatcher, exchanged, permuted
 from megatron.layout import Layout
@@ -126,7 +126,7 @@ def gradients_by_axis(rank: int, overlap: bool) -> dict[str, float]:
     state = ParallelState.build(Layout(4, ep=2), rank)
     model = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in ("dense", "expert", "last")})
     axes = {"expert.weight": state.expert_dp}
-    grads = GradBuffers(model.named_parameters(), state.dp_cp, axes=axes, bucket_size=1, overlap=overlap)
+    grads = BucketStore(model.named_parameters(), state.dp_cp, axes=axes, bucket_size=1, overlap=overlap)
     for _ in range(2):
         grads.zero()
         grads.arm()

@@ -51,7 +51,7 @@ def train_on_bad_weights(rank: int, argv: list[str]) -> str:
     _, parts = make_parts(argv, rank=rank, world_size=2)
     with parts:
         if rank == 1:
-            parts.trainer.engine.grads.weight("layers.1.mlp.dense_h_to_4h.weight")[3] = float("nan")
+            parts.trainer.engine.store.weight("layers.1.mlp.dense_h_to_4h.weight")[3] = float("nan")
         try:
             parts.trainer.fit()
         except NonFiniteError as error:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
-from megatron.data_parallel import GradBuffers
+from megatron.data_parallel import BucketStore
 from megatron.data_parallel.late_gather import LateGather, units_of
 from megatron.distributed import collectives
 from megatron.distributed.state import ParallelState
@@ -48,7 +48,7 @@ def train(rank: int, kind: type[Chain], late: bool) -> dict[str, Tensor] | str:
     torch.manual_seed(0)
     model = kind()
     state = ParallelState.build(Layout(2), rank)
-    grads = GradBuffers(
+    grads = BucketStore(
         model.named_parameters(),
         state.dp,
         bucket_size=40,

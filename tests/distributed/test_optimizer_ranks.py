@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
-from megatron.data_parallel import GradBuffers
+from megatron.data_parallel import BucketStore
 from megatron.distributed.state import Axis, ParallelState
 from megatron.layout import Layout
 from megatron.optimizer import Optimizer
@@ -30,7 +30,7 @@ def make_model(dtype: torch.dtype) -> nn.Module:
 def train(dp: Axis, dtype: torch.dtype, micro_batches: int) -> Trace:
     """Norms of every step, and the weights after the last."""
     model = make_model(dtype)
-    grads = GradBuffers(model.named_parameters(), dp, bucket_size=50, overlap=True)
+    grads = BucketStore(model.named_parameters(), dp, bucket_size=50, overlap=True)
     optimizer = Optimizer(grads, CONFIG, PrecisionConfig(bf16=dtype == torch.bfloat16))
     norms = []
     for step in range(STEPS):
@@ -70,7 +70,7 @@ def split_norm(rank: int) -> tuple[float, int, float]:
     """`split` is halved over tp, `whole` is copied: each element counts once."""
     state = ParallelState.build(Layout(4, tp=2), rank)
     model = nn.ParameterDict({"split": torch.zeros(3), "whole": torch.zeros(2)}).double()
-    grads = GradBuffers(model.named_parameters(), state.dp)
+    grads = BucketStore(model.named_parameters(), state.dp)
     optimizer = Optimizer(grads, CONFIG, PrecisionConfig(), split_over={"split": (state.tp,)})
     full = torch.tensor([1.0, 2.0, 0.0, 4.0, 0.0, 6.0], dtype=torch.float64)
     grads.grad("split").copy_(full.chunk(2)[state.tp.rank] / 2)  # two data-parallel ranks add up to `full`
@@ -104,7 +104,7 @@ def one_bad_rank(rank: int, split: bool) -> tuple[bool, list[str], float]:
     """A NaN in the gradient of one rank only: by the sum, or by the norm, all of them skip."""
     state = ParallelState.build(Layout(2, tp=2 if split else 1), rank)
     model = nn.ParameterDict({"a": torch.ones(3), "b": torch.ones(3)})
-    grads = GradBuffers(model.named_parameters(), state.dp)
+    grads = BucketStore(model.named_parameters(), state.dp)
     optimizer = Optimizer(
         grads, CONFIG, PrecisionConfig(), split_over={"a": (state.tp,), "b": (state.tp,)} if split else {}
     )

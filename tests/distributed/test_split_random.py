@@ -73,7 +73,7 @@ def after_a_step(rank: int, ranks: int, cases: list[list[str]]) -> list[Any]:
         _, parts = make_parts(argv, rank=rank, world_size=ranks, dtype=torch.float64)
         with parts:
             loss = [parts.trainer.iterate().lm_loss for _ in range(2)]  # type: ignore[union-attr]
-            specs, grads = parts.checkpoints.specs, parts.trainer.engine.grads
+            specs, grads = parts.checkpoints.specs, parts.trainer.engine.store
             results.append((loss, {name: (specs[name], grad.clone()) for name, grad in grads.grads()}))
     return results
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.compat.any_model import ModelEngine, initialize
-from megatron.data_parallel import GradBuffers
+from megatron.compat.any_model.kept_gradients import KeptGradients
 from megatron.optimizer import Optimizer
 from tests.helpers.any_model import Tiny, batch_of, largest_difference, make_model, plain_loop, weights_of
 from tests.helpers.distributed import run_ranks
@@ -101,7 +101,7 @@ def plant_undivided_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plant_decayed_unused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GradBuffers, "lacking", property(lambda self: []))
+    monkeypatch.setattr(KeptGradients, "lacking", property(lambda self: []))
 
 
 @pytest.mark.parametrize("plant", [plant_summed, plant_undivided_accumulation, plant_decayed_unused])

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.compat.any_model import initialize
-from megatron.data_parallel.gathered_writes import GatheredWrites
-from megatron.data_parallel.same_use import SameUse
+from megatron.compat.any_model.gathered_writes import GatheredWrites
+from megatron.compat.any_model.same_use import SameUse
 from megatron.errors import ConfigError
 from tests.helpers.distributed import RankFailed, run_ranks
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from megatron.compat.any_model import initialize
-from megatron.data_parallel.gradient_hooks import GradientHooks
+from megatron.compat.any_model.gradient_hooks import GradientHooks
 from megatron.errors import ConfigError
 from tests.helpers.any_model import largest_difference
 from tests.helpers.distributed import run_ranks

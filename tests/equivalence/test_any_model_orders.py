@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.compat.any_model import initialize
-from megatron.data_parallel.gathered_writes import GatheredWrites
+from megatron.compat.any_model.gathered_writes import GatheredWrites
 from megatron.errors import ConfigError
 from tests.helpers.any_model import largest_difference
 from tests.helpers.distributed import RankFailed, run_ranks

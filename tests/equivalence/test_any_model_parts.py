@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.compat.any_model import initialize
+from megatron.compat.any_model.kept_gradients import GuardedWeights
 from megatron.compat.any_model.usage import Usage
-from megatron.data_parallel import FullySharded
 from megatron.data_parallel.buckets import Bucket
 from megatron.errors import ConfigError
 from tests.helpers.any_model import largest_difference
@@ -236,7 +236,7 @@ def test_layers_that_share_weights_or_have_two_names_are_divided() -> None:
 
 
 def test_planted_bug_gradients_of_shards_are_not_withheld(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FullySharded, "withhold", lambda self: None)
+    monkeypatch.setattr(GuardedWeights, "withhold", lambda self: None)
     with pytest.raises(AssertionError):
         test_clipping_by_hand_is_refused_at_every_stage()
 

@@ -37,7 +37,7 @@ def gradients(engine_step: bool) -> tuple[float, dict[str, Tensor]]:
             then=results.append,
         )
         (result,) = results
-        return result.lm_loss, {name: grad.clone() for name, grad in engine.grads.grads()}
+        return result.lm_loss, {name: grad.clone() for name, grad in engine.store.grads()}
     tokens, labels, mask = (torch.cat([batch[key] for batch in batches]) for key in ("tokens", "labels", "loss_mask"))
     assert mask.sum() > 2 * mask.numel()
     for module in engine.model.modules():

@@ -48,7 +48,7 @@ def test_every_layout_is_the_single_process(ranks: int) -> None:
 
 
 def no_reduction(engine: Engine) -> None:
-    engine.grads.reduce = lambda: None  # type: ignore[method-assign]
+    engine.store.reduce = lambda: None  # type: ignore[method-assign]
 
 
 def mean_of_means(engine: Engine) -> None:
@@ -62,13 +62,13 @@ def mean_of_means(engine: Engine) -> None:
 
 
 def doubled_reduction(engine: Engine) -> None:
-    reduce = engine.grads.reduce
+    reduce = engine.store.reduce
 
     def twice() -> None:
         reduce()
-        engine.grads.multiply(2.0)
+        engine.store.multiply(2.0)
 
-    engine.grads.reduce = twice  # type: ignore[method-assign]
+    engine.store.reduce = twice  # type: ignore[method-assign]
 
 
 def local_token_count(engine: Engine) -> None:

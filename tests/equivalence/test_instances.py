@@ -173,7 +173,7 @@ def the_own_instance_is_summed_again(parts: Parts) -> None:
 
 def divided_by_the_instances(parts: Parts) -> None:
     """The mean of the sums: the loss has divided by all samples."""
-    grads = parts.trainer.engine.grads
+    grads = parts.trainer.engine.store
     reduce = grads.reduce
 
     def divided() -> None:

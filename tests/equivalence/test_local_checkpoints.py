@@ -22,7 +22,7 @@ from megatron.checkpoint.local import find, share
 from megatron.checkpoint.local.collect import LocalStep
 from megatron.checkpoint.local.save import LocalSave
 from megatron.checkpoint.local.share import ShareRecord
-from megatron.checkpoint.local.store import Store
+from megatron.checkpoint.local.store import ReplicaFolder
 from megatron.checkpoint.save import Committed
 from megatron.checkpoint.state import Retention
 from megatron.errors import MegatronError
@@ -79,7 +79,7 @@ def dies(rank: int, folder: Path) -> int:
     """It saves 2 and 4; its local steps 5 and 6 are whole; rank 2 is killed before it commits its share of 7, once all
     others have committed theirs."""
     torch.set_num_threads(1)
-    commit, keep_only = LocalSave.commit, Store.keep_only
+    commit, keep_only = LocalSave.commit, ReplicaFolder.keep_only
 
     def killed(save: LocalSave, retention: Retention) -> Committed:
         if save.state.iteration == DIES_AT and rank == 2:
@@ -90,7 +90,7 @@ def dies(rank: int, folder: Path) -> int:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(LocalSave, "commit", killed)
-        patched.setattr(Store, "keep_only", lambda store, step: [] if step == LAST_WHOLE else keep_only(store, step))
+        patched.setattr(ReplicaFolder, "keep_only", lambda at, step: [] if step == LAST_WHOLE else keep_only(at, step))
         _, parts = make_parts(command(rank, folder), rank=rank, world_size=RANKS)
         with parts:
             parts.trainer.fit(2)

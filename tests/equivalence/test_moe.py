@@ -171,13 +171,13 @@ def experts_of(parts: Parts) -> list[MoE]:
 
 
 def experts_summed_like_dense_ones(parts: Parts) -> None:
-    grads, dp_cp = parts.trainer.engine.grads, parts.trainer.engine.parallel.dp_cp
+    grads, dp_cp = parts.trainer.engine.store, parts.trainer.engine.parallel.dp_cp
     for bucket in grads._buckets:
         bucket.axis = dp_cp
 
 
 def experts_not_summed(parts: Parts) -> None:
-    for bucket in parts.trainer.engine.grads._buckets:
+    for bucket in parts.trainer.engine.store._buckets:
         if bucket.axis.name == "expert_dp":
             bucket.axis = Axis.single("expert_dp")
 

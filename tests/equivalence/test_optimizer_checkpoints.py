@@ -43,7 +43,7 @@ def run(rank: int, ranks: int, argv: list[str], *, steps: bool = True) -> tuple[
         if steps:
             parts.trainer.fit()
         specs, optimizer = parts.checkpoints.specs, parts.engine.optimizer  # type: ignore[attr-defined]
-        grads = parts.engine.grads
+        grads = parts.engine.store
         weights = {}
         for name, p in parts.engine.model.named_parameters():
             own = grads.weight(name) if hasattr(p, "device_mesh") else p  # of a DTensor, this rank's rows

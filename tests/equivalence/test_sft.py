@@ -90,7 +90,7 @@ def our_gradients(folder: Path, chats: Path, forward_step: Any = None) -> dict[s
         engine.train_step(
             batches, iteration=1, batch_size=SAMPLES, tokens_per_sample=LENGTH, rates=lambda: rates, then=results.append
         )
-        ours = {name: grad.clone().double() for name, grad in engine.grads.grads()}
+        ours = {name: grad.clone().double() for name, grad in engine.store.grads()}
     return {
         name: part
         for exchange in open_folder(folder).exchanges()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.data_parallel import GradBuffers
+from megatron.data_parallel import BucketStore
 from megatron.data_parallel.buckets import Bucket
 from megatron.distributed import collectives
 from megatron.training.assemble import Parts
@@ -192,7 +192,7 @@ def test_a_checkpoint_of_each_stage_goes_on_in_the_other(tmp_path: Path) -> None
 
 
 def weights_not_gathered(parts: Parts) -> None:
-    parts.trainer.engine.grads.publish = lambda: None  # type: ignore[method-assign]
+    parts.trainer.engine.store.publish = lambda: None  # type: ignore[method-assign]
 
 
 def another_rank_s_chunk_is_summed(parts: Parts) -> None:
@@ -228,7 +228,7 @@ def a_tied_table_among_others(parts: Parts) -> None:
     engine = parts.trainer.engine
     sums = engine.sum_replicas
 
-    def shifted(grads: GradBuffers) -> None:
+    def shifted(grads: BucketStore) -> None:
         name = "embedding.word_embeddings.weight"
         if engine.parallel.pp.rank:
             grads.grad(name).copy_(grads.grad(name).roll(1))

@@ -65,7 +65,7 @@ class Peer:
 def step(grads: FullySharded, optimizer: Optimizer, number: int) -> None:
     grads.zero()
     for name in grads.names:
-        grads.grad(name).copy_(grads.piece_of(name, gradient(name, grads.parameter(name), number)))
+        grads.grad(name).copy_(grads.part_of(name, gradient(name, grads.parameter(name), number)))
     grads.reduce()
     optimizer.step(LR, DECAY)
 
@@ -117,13 +117,13 @@ def no_factor(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_copy_of_the_shard(patch: pytest.MonkeyPatch) -> None:
-    alone = fully_sharded.piece_alone
+    alone = fully_sharded.run_alone
 
     def copied(grads: Any, name: str) -> Any:
         piece = alone(grads, name)
         return type(piece)(piece.names, piece.ends, piece.grads, piece.weights.clone())
 
-    patch.setattr(fully_sharded, "piece_alone", copied)
+    patch.setattr(fully_sharded, "run_alone", copied)
 
 
 def no_masters(patch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron.checkpoint import paths, storage
 from megatron.checkpoint.all_ranks import run_on_all
 from megatron.checkpoint.local import share
-from megatron.checkpoint.local.store import Store
+from megatron.checkpoint.local.store import ReplicaFolder
 from megatron.checkpoint.local.transfer import Arrivals, receive_files, send_files
 from megatron.checkpoint.manifest import Manifest
 from megatron.distributed.messages import all_gather_json
@@ -37,7 +37,7 @@ def _finish(arrived: list[Arrivals]) -> None:
 class LocalStep:
     """A complete step: every share of it is on some machine."""
 
-    store: Store
+    store: ReplicaFolder
     world: Axis
     manifest: Manifest
     holders: Mapping[int, tuple[str, ...]]

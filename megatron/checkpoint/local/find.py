@@ -13,7 +13,7 @@ from megatron.checkpoint.lineage import Line
 from megatron.checkpoint.local import share
 from megatron.checkpoint.local.collect import LocalStep
 from megatron.checkpoint.local.share import ShareRecord
-from megatron.checkpoint.local.store import Store
+from megatron.checkpoint.local.store import ReplicaFolder
 from megatron.checkpoint.verify import DamagedCheckpointError
 from megatron.distributed.messages import all_gather_json
 from megatron.distributed.state import Axis
@@ -47,7 +47,7 @@ def newest_first(saves: Iterable[tuple[int, str, int]]) -> list[tuple[int, str, 
 class Search:
     """The search of one rank. All ranks make the same calls."""
 
-    store: Store
+    store: ReplicaFolder
     world: Axis
     line: Line
     check_hashes: bool

@@ -16,7 +16,7 @@ from megatron.checkpoint.local import share
 from megatron.checkpoint.local.copies import Copies
 from megatron.checkpoint.local.find import Search
 from megatron.checkpoint.local.save import LocalSave
-from megatron.checkpoint.local.store import Store, place_of
+from megatron.checkpoint.local.store import ReplicaFolder, place_of
 from megatron.checkpoint.non_persistent import NonPersistent
 from megatron.checkpoint.save import Save
 from megatron.checkpoint.state import RunHistory, TrainState
@@ -36,8 +36,8 @@ class LocalNonPersistent(NonPersistent):
         self.copies.check_apart(places, self.directory)
         return places
 
-    def _store(self, name: str) -> Store:
-        return Store(self.directory / name, self.parallel.world.rank, self._places, self.copies)
+    def _store(self, name: str) -> ReplicaFolder:
+        return ReplicaFolder(self.directory / name, self.parallel.world.rank, self._places, self.copies)
 
     def _name(self) -> str:
         """The name of the run; empty if it has none, and then it has no steps."""

@@ -12,7 +12,7 @@ from megatron.checkpoint import parts, paths, retention, storage
 from megatron.checkpoint.all_ranks import run_on_all
 from megatron.checkpoint.local import share
 from megatron.checkpoint.local.share import ShareRecord
-from megatron.checkpoint.local.store import Store
+from megatron.checkpoint.local.store import ReplicaFolder
 from megatron.checkpoint.local.transfer import Arrivals, blocks_of, swap
 from megatron.checkpoint.save import Committed, Save
 from megatron.checkpoint.state import Retention
@@ -25,7 +25,7 @@ from megatron.utils import durable
 class LocalSave(Save):
     """`directory` is that of this rank's shares."""
 
-    store: Store
+    store: ReplicaFolder
     number: str
     """Of this save: the same on all ranks, and in no other save."""
 

@@ -25,7 +25,7 @@ def place_of(directory: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Store:
+class ReplicaFolder:
     """The local steps of a run, as rank `rank` sees them."""
 
     root: Path

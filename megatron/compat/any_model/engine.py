@@ -24,17 +24,17 @@ from megatron.checkpoint.all_ranks import do_on_first
 from megatron.compat.any_model.checkpoints import EngineCheckpoints, directory_of, write_weights
 from megatron.compat.any_model.deepspeed_members import ATTRIBUTES, METHODS, check_assignment, deepspeed_member
 from megatron.compat.any_model.facts import Calls, EngineFacts
+from megatron.compat.any_model.gradient_hooks import GradientHooks
+from megatron.compat.any_model.guarded_shards import divided_now
+from megatron.compat.any_model.kept_gradients import GuardedWeights, KeptGradients
 from megatron.compat.any_model.loss_scale_lines import SEVERAL, line_after_skips
 from megatron.compat.any_model.ranks import RankPlacement
 from megatron.compat.any_model.schedule import scheduler_arguments
 from megatron.compat.any_model.settings import EngineSettings
 from megatron.compat.any_model.types_that_fit import TypesThatFit
 from megatron.compat.any_model.usage import Usage
+from megatron.compat.any_model.withheld import WithheldGrad
 from megatron.compat.moving import moved
-from megatron.data_parallel import FullySharded, GradBuffers
-from megatron.data_parallel.gradient_hooks import GradientHooks
-from megatron.data_parallel.guarded_shards import divided_now
-from megatron.data_parallel.withheld import WithheldGrad
 from megatron.engine.nonfinite import first_nonfinite, overflows_at_the_bottom
 from megatron.errors import ConfigError, NonFiniteError
 from megatron.optimizer import Optimizer, StepInfo
@@ -50,7 +50,7 @@ class ModelEngine(EngineFacts):
         model: nn.Module,
         settings: EngineSettings,
         place: RankPlacement,
-        grads: GradBuffers | FullySharded,
+        grads: KeptGradients | GuardedWeights,
         core: Optimizer,
         usage: Usage,
         hooks: GradientHooks,
@@ -68,7 +68,7 @@ class ModelEngine(EngineFacts):
         self.log = log or RankLog(place.parallel.rank)
         self._types = TypesThatFit(model, getattr(torch, settings.precision.params_dtype))
         self._frozen = [(name, one) for name, one in model.named_parameters() if not one.requires_grad]
-        self._checkpoints = EngineCheckpoints(self, core, grads if isinstance(grads, FullySharded) else None)
+        self._checkpoints = EngineCheckpoints(self, core, grads if isinstance(grads, GuardedWeights) else None)
         optimizer.register_step_pre_hook(self._refuse_direct_step)
 
     # passes
@@ -208,7 +208,7 @@ class ModelEngine(EngineFacts):
 
     def compile(self, backend: str | Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
         """Compiles the model's forward pass with torch.compile."""
-        if isinstance(self._grads, FullySharded):
+        if isinstance(self._grads, GuardedWeights):
             raise ConfigError(
                 f"engine.compile(): not supported at stage {self.settings.zero_stage} of ZeRO, where weights are "
                 "gathered layer by layer; use stage 0 or 1"
@@ -281,14 +281,14 @@ class ModelEngine(EngineFacts):
 
     def whole_state_dict(self) -> dict[str, Tensor]:
         """The model's state dict with whole tensors, whatever the ranks divide. All ranks call it."""
-        if not isinstance(self._grads, FullySharded):
+        if not isinstance(self._grads, GuardedWeights):
             return dict(self.module.state_dict())
         self._usage.check_writes()
         return self._grads.whole_state_dict()
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """The model's state dict, without a collective; where ranks divide weights it raises."""
-        if isinstance(self._grads, FullySharded):
+        if isinstance(self._grads, GuardedWeights):
             raise ConfigError(
                 f"engine.module_state_dict(): ranks divide weights at stage {self.settings.zero_stage} of ZeRO; "
                 "call engine.whole_state_dict() on all ranks"

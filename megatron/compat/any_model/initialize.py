@@ -13,6 +13,8 @@ from torch import nn
 from megatron.compat.any_model.engine import ModelEngine
 from megatron.compat.any_model.fit import checked_model
 from megatron.compat.any_model.from_deepspeed import EngineConfig
+from megatron.compat.any_model.gradient_hooks import GradientHooks
+from megatron.compat.any_model.kept_gradients import GuardedWeights, KeptGradients
 from megatron.compat.any_model.loader import EpochLoader
 from megatron.compat.any_model.loss_scale_lines import lines_at_start
 from megatron.compat.any_model.ranks import RankPlacement, find_place
@@ -22,8 +24,7 @@ from megatron.compat.client_update import ClientUpdate, refuse_whole_matrices
 from megatron.compat.on_pieces import differs_on_pieces
 from megatron.compat.rule_optimizer import RuleOptimizer
 from megatron.config.sections.optimizer import OptimizerConfig
-from megatron.data_parallel import FullySharded, GradBuffers, broadcast_parameters
-from megatron.data_parallel.gradient_hooks import GradientHooks
+from megatron.data_parallel import broadcast_parameters
 from megatron.errors import ConfigError
 from megatron.optimizer import Optimizer
 from megatron.parallelize import is_called, units_of
@@ -121,22 +122,13 @@ def build_model_engine(
     if divided and dp.size > 1:
         _check_on_pieces(optimizer, settings, log)
     names = {id(one): name for name, one in trained if one.requires_grad}
-    grads: FullySharded | GradBuffers
+    grads: GuardedWeights | KeptGradients
     hooks = GradientHooks(trained, dp)
     if divided and settings.zero_stage > 1:
         hooks.refuse_those_after(settings.zero_stage)
         grads = _divide_weights(model, settings, place, names)
     else:
-        grads = GradBuffers(
-            trained,
-            dp,
-            overlap=settings.overlap,
-            divided=divided,
-            flat=True,
-            shown=False,
-            finds_unused=True,
-            withheld=_WITHHELD,
-        )
+        grads = KeptGradients(trained, dp, overlap=settings.overlap, divided=divided, withheld=_WITHHELD)
     usage = Usage(grads, model, dp)
     core = Optimizer(
         grads,
@@ -173,7 +165,7 @@ def _check_on_pieces(optimizer: torch.optim.Optimizer, settings: EngineSettings,
 
 def _divide_weights(
     model: nn.Module, settings: EngineSettings, place: RankPlacement, names: Mapping[int, str]
-) -> FullySharded:
+) -> GuardedWeights:
     """In place: the model's parameters are others afterwards."""
     apart = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in names]
     if apart:
@@ -194,7 +186,7 @@ def _divide_weights(
             "it a parameter of shape (1,), or use stage 1"
         )
     units = list(units_of(model, place.parallel.dp))
-    return FullySharded(
+    return GuardedWeights(
         units,
         keep_gathered=settings.zero_stage == 2,
         device=place.device,

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection
 import torch
 from torch import nn
 
-from megatron.data_parallel import FullySharded, GradBuffers
+from megatron.compat.any_model.gathered_writes import refuse_new_parameters
+from megatron.compat.any_model.kept_gradients import GuardedWeights, KeptGradients
 from megatron.data_parallel.broadcast import share_buffers
-from megatron.data_parallel.gathered_writes import refuse_new_parameters
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
@@ -23,7 +23,7 @@ class Usage:
     all use the same parts, which is checked there.
     """
 
-    def __init__(self, grads: GradBuffers | FullySharded, model: nn.Module, dp: Axis) -> None:
+    def __init__(self, grads: KeptGradients | GuardedWeights, model: nn.Module, dp: Axis) -> None:
         self._grads, self._dp = grads, dp
         self._absent: Collection[str] = ()
         self._model = model
@@ -37,7 +37,7 @@ class Usage:
     def reduce(self) -> None:
         """Sums the gradients over the ranks, and finds what none of them has used. All ranks call it."""
         grads = self._grads
-        if isinstance(grads, FullySharded):
+        if isinstance(grads, GuardedWeights):
             self.check_writes()
             grads.refuse_new_hooks()
             grads.reduce()
@@ -55,7 +55,7 @@ class Usage:
     def check_writes(self) -> None:
         """Raises a ConfigError if the program has written weights in a way that weights divided over the ranks do not
         keep."""
-        if not isinstance(self._grads, FullySharded):
+        if not isinstance(self._grads, GuardedWeights):
             return
         if replaced := self._grads.replaced():
             raise ConfigError(
@@ -69,7 +69,7 @@ class Usage:
                 "next forward pass"
             )
 
-    def _start_comparing(self, grads: GradBuffers) -> Callable[[], Collection[str]]:
+    def _start_comparing(self, grads: KeptGradients) -> Callable[[], Collection[str]]:
         """The result waits for what no rank has used."""
         names, lacking = grads.names, set(grads.lacking)
         used = torch.tensor([name not in lacking for name in names], dtype=torch.int32, device=grads.device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.sections.optimizer import OptimizerConfig
-from megatron.data_parallel import Gradients
+from megatron.data_parallel import TrainingStore
 from megatron.errors import ConfigError
 from megatron.optimizer.extent import extents
 from megatron.optimizer.groups import GroupRule
@@ -30,7 +30,7 @@ _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def choose_rules(
-    grads: Gradients,
+    grads: TrainingStore,
     config: OptimizerConfig,
     groups: Mapping[str, GroupRule],
     specs: Mapping[str, Shard],
@@ -102,7 +102,7 @@ def runs_on(rule: Adam | Sgd, device: torch.device) -> bool:
 
 
 def _with_muon(
-    grads: Gradients, config: OptimizerConfig, groups: Mapping[str, GroupRule], device: torch.device
+    grads: TrainingStore, config: OptimizerConfig, groups: Mapping[str, GroupRule], device: torch.device
 ) -> dict[str, UpdateRule]:
     matrices = _matrices(groups)
     muon = Muon(config.muon_momentum, config.muon_nesterov, WholeMatrices(grads, matrices, _direction(config)))
@@ -125,7 +125,7 @@ def _direction(config: OptimizerConfig) -> Update:
     return update
 
 
-def _in_blocks(grads: Gradients, name: str, specs: Mapping[str, Shard]) -> InBlocks:
+def _in_blocks(grads: TrainingStore, name: str, specs: Mapping[str, Shard]) -> InBlocks:
     parameter = grads.parameter(name)
     rows = parameter.shape[0]
     blocks = Blocks(rows, parameter.numel() // max(rows, 1), uncut_dim(specs.get(name), parameter))

@@ -75,7 +75,7 @@ def train_outcome(parts: Parts, steps: int) -> RankOutcome:
             numbers.setdefault(kind, []).append(number)
         samples.append([number for batch in read for number in torch.as_tensor(batch.get("sample_ids", ())).tolist()])
         if step == 0:
-            grads = trainer.engine.grads
+            grads = trainer.engine.store
             gradients = {name: (specs[name], grads.whole_of(name, grad).clone()) for name, grad in grads.grads()}
             first = list(read)
         read.clear()

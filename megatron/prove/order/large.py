@@ -16,7 +16,7 @@ from megatron.checkpoint import found_step, parts, storage, torch_files
 from megatron.checkpoint.background import Task
 from megatron.checkpoint.content import RankContent
 from megatron.checkpoint.save import Save
-from megatron.data_parallel import GradBuffers
+from megatron.data_parallel import BucketStore
 from megatron.engine import Engine, build
 
 _BUCKET = 4096
@@ -38,7 +38,7 @@ def as_large_on_accelerators() -> Iterator[None]:
 
     with (
         patch.object(Engine, "asynchronous", True),
-        patch.object(build, "GradBuffers", partial(GradBuffers, bucket_size=_BUCKET)),
+        patch.object(build, "BucketStore", partial(BucketStore, bucket_size=_BUCKET)),
         patch.object(storage, "free_bytes", lambda path: sys.maxsize),
         patch.object(parts, "collect", _of_the_first),
         patch.object(Save, "write", _write),

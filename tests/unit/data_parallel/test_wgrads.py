@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.data_parallel import GradBuffers
-from megatron.data_parallel import grad_buffers as module
+from megatron.data_parallel import BucketStore
+from megatron.data_parallel import bucket_store as module
 from megatron.distributed.state import Axis
 from megatron.model.linear import Linear
 from megatron.model.wgrads import AddToParameter, WgradQueue, WgradRoute
@@ -43,11 +43,11 @@ class Net(nn.Module):
 
 def make(
     dtype: torch.dtype, *, tied: bool = False, products: bool = True, route: WgradRoute | None = None
-) -> tuple[Net, GradBuffers]:
+) -> tuple[Net, BucketStore]:
     net = Net(tied, route or WgradRoute()).to(dtype)
     if tied:
         net.tied = net.twice.weight
-    grads = GradBuffers(net.named_parameters(), ALONE, flat=True, accumulate=wgrad.accumulate)
+    grads = BucketStore(net.named_parameters(), ALONE, flat=True, accumulate=wgrad.accumulate)
     if products:
         net.route.connect(grads, net)
     return net, grads
@@ -101,7 +101,7 @@ def test_who_sends_products() -> None:
 def test_a_product_beside_a_gradient_of_backward(dtype: torch.dtype, backward_first: bool) -> None:
     """In either order, for a caller who sends products of a weight that backward knows too."""
     weight = nn.Parameter(torch.randn(4, 3).to(dtype))
-    grads = GradBuffers([("w", weight)], ALONE, flat=True, accumulate=wgrad.accumulate)
+    grads = BucketStore([("w", weight)], ALONE, flat=True, accumulate=wgrad.accumulate)
     g, x = torch.randn(5, 4).to(dtype), torch.randn(5, 3).to(dtype)
     steps: list[Callable[[], Any]] = [lambda: grads.put(weight, g, x), lambda: weight.sum().backward()]
     for _ in range(2):
@@ -176,16 +176,16 @@ def with_overlap(rank: int, size: int, products: bool) -> tuple[list[float], lis
     argv = flags(overlap_grad_reduce=True, kernels=spec, micro_batch_size=1, attention_dropout=0, hidden_dropout=0)
     _, parts = make_parts(argv, rank=rank, world_size=size, dtype=torch.float64)
     engine = parts.trainer.engine
-    small = GradBuffers(
+    small = BucketStore(
         engine.model.named_parameters(),
         engine.parallel.dp_cp,
         overlap=True,
         bucket_size=2000,
         flat=True,
-        accumulate=parts.trainer.engine.grads._accumulate,
+        accumulate=parts.trainer.engine.store._accumulate,
     )
-    engine.grads.close()
-    engine.grads = engine.optimizer.grads = small
+    engine.store.close()
+    engine.store = engine.optimizer.grads = small
     engine.optimizer._update._grads = small  # type: ignore[attr-defined]
     if products:
         engine.model.make.wgrads.connect(small, engine.model)
@@ -212,26 +212,26 @@ def test_the_table_says_what_happens() -> None:
 
 
 def plant_added_twice(patch: pytest.MonkeyPatch) -> None:
-    put = GradBuffers.put
+    put = BucketStore.put
 
-    def twice(self: GradBuffers, *product: Any) -> None:
+    def twice(self: BucketStore, *product: Any) -> None:
         put(self, *product)
         put(self, *product)
 
-    patch.setattr(GradBuffers, "put", twice)
+    patch.setattr(BucketStore, "put", twice)
 
 
 def plant_announced_by_backward_too(patch: pytest.MonkeyPatch) -> None:
     """The product is sent, and backward returns the gradient as well."""
-    put = GradBuffers.put
+    put = BucketStore.put
 
-    def both(self: GradBuffers, parameter: nn.Parameter, grad: Tensor, x: Tensor) -> None:
+    def both(self: BucketStore, parameter: nn.Parameter, grad: Tensor, x: Tensor) -> None:
         put(self, parameter, grad, x)
         assert parameter.grad is not None
         parameter.grad += grad.t() @ x
         self._on_gradient(self._slot_of[id(parameter)], parameter)
 
-    patch.setattr(GradBuffers, "put", both)
+    patch.setattr(BucketStore, "put", both)
 
 
 def plant_first_is_added_to_the_last_step(patch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ def plant_later_ones_overwrite(patch: pytest.MonkeyPatch) -> None:
 def plant_tied_weight_missed(patch: pytest.MonkeyPatch) -> None:
     """Of a weight that is used twice only the product is kept."""
     patch.setattr(
-        module.GradBuffers, "_on_gradient", lambda self, slot, parameter: setattr(parameter, "grad", slot.view)
+        module.BucketStore, "_on_gradient", lambda self, slot, parameter: setattr(parameter, "grad", slot.view)
     )
     patch.setattr("megatron.model.wgrads.Counter", lambda _: {})
 

@@ -98,14 +98,14 @@ def test_weight_gradients_reach_the_buffers() -> None:
             model, config.parallel, state, lambda *_: (torch.zeros(()),) * 2, device=cpu, dtype=torch.float32
         )
         engine = build_engine(config, built, state, ops, cpu)
-        assert (built.wgrads._sink is engine.grads) == connected, (kernels, settings)
+        assert (built.wgrads._sink is engine.store) == connected, (kernels, settings)
 
 
 def test_the_size_and_the_type_of_messages() -> None:
     def buffers(**settings: Any) -> list[tuple[int, torch.dtype]]:
         _, parts = make_parts(flags(bf16=True, **settings))
         with parts:
-            return [(bucket.buffer.numel(), bucket.buffer.dtype) for bucket in parts.trainer.engine.grads._buckets]
+            return [(bucket.buffer.numel(), bucket.buffer.dtype) for bucket in parts.trainer.engine.store._buckets]
 
     ((every, dtype),) = buffers()
     assert dtype == torch.float32

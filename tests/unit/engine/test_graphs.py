@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.data_parallel import GradBuffers
+from megatron.data_parallel import BucketStore
 from megatron.engine import GraphedPasses
 from megatron.engine import build as build_module
 from megatron.engine import graphs as module
@@ -24,7 +24,7 @@ class ReplayedByCalling:
 
     made: list[ReplayedByCalling]
 
-    def __init__(self, grads: GradBuffers) -> None:
+    def __init__(self, grads: BucketStore) -> None:
         self.grads, self.replays = grads, 0
 
     def warm_up(self, work: Callable[[], object]) -> None:
@@ -54,11 +54,11 @@ def run(argv: list[str], *, graphed: bool) -> tuple[list[Any], dict[str, Tensor]
     engine, graphs = parts.trainer.engine, list[ReplayedByCalling]()
 
     def make_graph() -> ReplayedByCalling:
-        graphs.append(ReplayedByCalling(engine.grads))
+        graphs.append(ReplayedByCalling(engine.store))
         return graphs[-1]
 
     if graphed:
-        engine.passes = GraphedPasses(engine.passes, engine.grads, make_graph)  # type: ignore[arg-type]
+        engine.passes = GraphedPasses(engine.passes, engine.store, make_graph)  # type: ignore[arg-type]
     with parts:
         results = []
         while not parts.trainer.finished:
@@ -102,18 +102,18 @@ def test_a_new_shape_is_recorded_too_and_a_fifth_is_refused() -> None:
     engine, made = parts.trainer.engine, list[ReplayedByCalling]()
 
     def make_graph() -> ReplayedByCalling:
-        made.append(ReplayedByCalling(engine.grads))
+        made.append(ReplayedByCalling(engine.store))
         return made[-1]
 
     plain = engine.passes
-    graphed = GraphedPasses(plain, engine.grads, make_graph)  # type: ignore[arg-type]
+    graphed = GraphedPasses(plain, engine.store, make_graph)  # type: ignore[arg-type]
     batch = next(iter(parts.trainer.train_batches))
 
     def gradients(passes: Any, batches: list[Any]) -> list[Tensor]:
-        engine.grads.zero()
+        engine.store.zero()
         passes.forward_backward(batches, 0.5, lambda: None)
-        engine.grads.reduce()
-        return [grad.clone() for _, grad in engine.grads.grads()]
+        engine.store.reduce()
+        return [grad.clone() for _, grad in engine.store.grads()]
 
     shapes = [
         {key: value[:, :length] if value.dim() > 1 else value for key, value in batch.items()}
@@ -162,7 +162,7 @@ def test_it_needs_a_cuda_device() -> None:
 def test_other_models_are_refused() -> None:
     engine = make_parts(flags())[1].trainer.engine
     with pytest.raises(ConfigError, match="--cuda-graphs: records our GPT alone, and the model provider gave a Linear"):
-        build_module._graphed(engine.passes, torch.nn.Linear(1, 1), engine.grads, torch.device("cuda"))
+        build_module._graphed(engine.passes, torch.nn.Linear(1, 1), engine.store, torch.device("cuda"))
 
 
 # mistakes that must be seen
@@ -199,13 +199,13 @@ def plant_results_not_copied(patch: pytest.MonkeyPatch) -> None:
 def plant_buffers_not_zeroed(patch: pytest.MonkeyPatch) -> None:
     """Gradients of the step before, and of warming up, are still there."""
 
-    def wrong(self: GradBuffers) -> None:
+    def wrong(self: BucketStore) -> None:
         for slot in self._slots.values():
             slot.filled = True
             assert slot.view is not None
             slot.parameter.grad = slot.view
 
-    patch.setattr(GradBuffers, "fill_with_zeros", wrong)
+    patch.setattr(BucketStore, "fill_with_zeros", wrong)
 
 
 PLANTS = [plant_inputs_not_copied, plant_factor_not_copied, plant_results_not_copied, plant_buffers_not_zeroed]

@@ -81,7 +81,7 @@ def test_twenty_steps_are_those_written_by_hand(precision: dict[str, Any], scale
     _, parts = make_parts(argv)
     _, others = make_parts(argv)  # the same initial model, in memory of its own
     hand = ByHand(others.engine.model, lr=1e-3, scale=scale)
-    others.engine.grads.close()  # torch alone has its gradients
+    others.engine.store.close()  # torch alone has its gradients
     skipped = 0
     for _ in range(STEPS):
         batches = [next(parts.trainer.train_batches) for _ in range(MICRO_BATCHES)]

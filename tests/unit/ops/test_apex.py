@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw
 
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
-from megatron.data_parallel import GradBuffers
+from megatron.data_parallel import BucketStore
 from megatron.distributed.state import Axis
 from megatron.ops import resolve
 from megatron.ops.library import Library
@@ -130,7 +130,7 @@ def test_its_adam_is_the_update_where_ours_is_not_built(
     with_apex.load_state_dict(plain.state_dict())
     config = OptimizerConfig(weight_decay=0.1, **settings)
     for model, which in ((plain, None), (with_apex, kernels)):
-        grads = GradBuffers(model.named_parameters(), Axis.single("dp"))
+        grads = BucketStore(model.named_parameters(), Axis.single("dp"))
         optimizer = Optimizer(grads, config, PrecisionConfig(), kernels=which, asynchronous=asynchronous)
         for step in range(4):
             grads.zero()

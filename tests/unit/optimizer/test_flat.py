@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
-from megatron.data_parallel import GradBuffers
+from megatron.data_parallel import BucketStore
 from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
 from megatron.ops import Kernels, resolve
@@ -51,7 +51,7 @@ def make(model: nn.Module, kernels: Kernels | None, *, asynchronous: bool = Fals
     precision = {
         key: settings.pop(key) for key in ("fp16", "initial_loss_scale", "loss_scale_window") if key in settings
     }
-    grads = GradBuffers(model.named_parameters(), Axis.single("dp"), flat=kernels is not None)
+    grads = BucketStore(model.named_parameters(), Axis.single("dp"), flat=kernels is not None)
     config, numbers = OptimizerConfig(**settings), PrecisionConfig(**precision)
     return Optimizer(grads, config, numbers, kernels=kernels, asynchronous=asynchronous)
 
@@ -149,7 +149,7 @@ def test_two_learning_rates(kernels: Kernels, dtype: torch.dtype) -> None:
     models = [make_model(dtype) for _ in range(3)]
     optimizers = []
     for model, one in zip(models[:2], (kernels, None), strict=True):
-        grads = GradBuffers(model.named_parameters(), Axis.single("dp"), flat=one is not None)
+        grads = BucketStore(model.named_parameters(), Axis.single("dp"), flat=one is not None)
         optimizers.append(Optimizer(grads, OptimizerConfig(clip_grad=0.0), PrecisionConfig(), rule=group, kernels=one))
     named = {name: nn.Parameter(p.detach().float()) for name, p in models[2].named_parameters()}
     peer = torch.optim.AdamW([{"params": [p]} for p in named.values()], foreach=False)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
-from megatron.data_parallel import GradBuffers
+from megatron.data_parallel import BucketStore
 from megatron.distributed.state import Axis
 from megatron.ops.optim import adamw_in_place
 from megatron.optimizer import Optimizer
@@ -75,12 +75,12 @@ def make_model(dtype: torch.dtype) -> nn.Module:
     )
 
 
-Make = Callable[[GradBuffers, OptimizerConfig, dict[str, Any]], Any]
+Make = Callable[[BucketStore, OptimizerConfig, dict[str, Any]], Any]
 
 
 def make(model: nn.Module, update: Make | None, **settings: Any) -> Optimizer:
     """An optimizer with this update in place of its own."""
-    grads = GradBuffers(model.named_parameters(), Axis.single("dp"), flat=True, bucket_size=100)
+    grads = BucketStore(model.named_parameters(), Axis.single("dp"), flat=True, bucket_size=100)
     config = OptimizerConfig(adam_beta2=BETAS[1], weight_decay=0.1, **settings)
     fp16 = next(model.parameters()).dtype == torch.float16
     with pytest.MonkeyPatch.context() as patch:
@@ -101,19 +101,19 @@ def train(model: nn.Module, optimizer: Optimizer, steps: Sequence[int] = range(S
     return norms
 
 
-def twin(grads: GradBuffers, config: OptimizerConfig, rules: Any) -> FlatAdam:
+def twin(grads: BucketStore, config: OptimizerConfig, rules: Any) -> FlatAdam:
     return FlatAdam(grads, rules, BETAS, EPS, adamw_in_place)
 
 
 def near(directory: Path | None) -> Make:
     return lambda grads, config, rules: OffloadedAdam(
-        grads, list(grads.flat_buffers()), rules, BETAS, EPS, adamw_in_place, directory=directory
+        grads, list(grads.runs()), rules, BETAS, EPS, adamw_in_place, directory=directory
     )
 
 
 def far(link: FarLink, directory: Path | None) -> Make:
     return lambda grads, config, rules: OffloadedAdam(
-        grads, list(grads.flat_buffers()), rules, BETAS, EPS, adamw_in_place, directory=directory, link=link
+        grads, list(grads.runs()), rules, BETAS, EPS, adamw_in_place, directory=directory, link=link
     )
 
 
@@ -160,7 +160,7 @@ def test_the_native_kernel_updates_on_the_host(tmp_path: Path, dtype: torch.dtyp
         make(
             moved,
             lambda grads, config, rules: OffloadedAdam(
-                grads, list(grads.flat_buffers()), rules, BETAS, EPS, native, directory=tmp_path, link=link
+                grads, list(grads.runs()), rules, BETAS, EPS, native, directory=tmp_path, link=link
             ),
         ),
     )
@@ -173,7 +173,7 @@ def test_every_copy_has_its_time() -> None:
     model, link = make_model(torch.bfloat16), FarLink()
     optimizer = make(model, far(link, None))
     train(model, optimizer, [0])
-    buffers = len(list(optimizer.grads.flat_buffers()))
+    buffers = len(list(optimizer.grads.runs()))
     assert buffers > 2
     starts = [event for event in link.events if event.startswith("start")]
     assert link.events[:buffers] == starts and len(starts) == buffers
@@ -248,7 +248,7 @@ def test_a_share_is_offloaded(monkeypatch: pytest.MonkeyPatch, fraction: float) 
     train(moved, optimizer)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), moved.parameters(), strict=True))
     assert list(optimizer.state()) == list(expected.state())
-    buffers = list(optimizer.grads.flat_buffers())
+    buffers = list(optimizer.grads.runs())
     started = len([event for event in links[0].events if event.startswith("start")]) // STEPS
     share = sum(flat.weights.numel() for flat in buffers[:started]) / sum(flat.weights.numel() for flat in buffers)
     assert abs(share - fraction) < 0.3 and (share == fraction or 0 < fraction < 1)

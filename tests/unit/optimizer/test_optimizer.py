@@ -14,7 +14,7 @@ from torch.optim.adam import adam
 
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
-from megatron.data_parallel import GradBuffers
+from megatron.data_parallel import BucketStore
 from megatron.distributed.state import Axis
 from megatron.errors import CheckpointError
 from megatron.optimizer import GroupRule, Optimizer, update_rules
@@ -40,7 +40,7 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
 
 
 def make(model: nn.Module, config: OptimizerConfig | None = None, **precision: Any) -> Optimizer:
-    grads = GradBuffers(model.named_parameters(), Axis.single("dp"))
+    grads = BucketStore(model.named_parameters(), Axis.single("dp"))
     return Optimizer(grads, config or OptimizerConfig(), PrecisionConfig(**precision))
 
 
@@ -264,7 +264,7 @@ def test_multipliers_of_a_users_own_groups() -> None:
     model = make_model(torch.float64)
     before = copy.deepcopy(model)
     rules = {"1.weight": GroupRule(lr_mult=0.0), "4.weight": GroupRule(wd_mult=0.0)}
-    grads = GradBuffers(model.named_parameters(), Axis.single("dp"))
+    grads = BucketStore(model.named_parameters(), Axis.single("dp"))
     optimizer = Optimizer(
         grads, OptimizerConfig(), PrecisionConfig(), rule=lambda name, p: rules.get(name, GroupRule())
     )

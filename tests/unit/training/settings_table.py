@@ -472,7 +472,7 @@ ELSEWHERE = {
     "use_distributed_optimizer": "as zero_stage; tests/unit/config/test_parallel_checks.py",
     "ddp_bucket_size": "a matter of time; tests/unit/engine/test_build.py",
     "overlap_param_gather": "a matter of time; tests/equivalence/test_zero.py",
-    "overlap_grad_reduce": "a matter of time; tests/distributed/test_grad_buffers.py",
+    "overlap_grad_reduce": "a matter of time; tests/distributed/test_bucket_store.py",
     "memory_snapshot_path": "CUDA writes it; tests/unit/training/test_profiling.py",
     "distributed_timeout_minutes": "of a collective that fails; tests/faults/test_heartbeat.py",
     "heartbeat_timeout_seconds": "of a rank that is lost; tests/faults/test_heartbeat.py",

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.optimization import Adafactor as Transformers
 
 from megatron.config.sections.optimizer import OptimizerConfig
-from megatron.data_parallel import GradBuffers
+from megatron.data_parallel import BucketStore
 from megatron.distributed.state import Axis
 from megatron.optimizer import GroupRule, Matrix
 from megatron.optimizer.extent import rectangles, rows_and_columns
@@ -43,7 +43,7 @@ def gradients(step: int) -> list[Tensor]:
 def ours(decay: float = 0.0, **settings: Any) -> list[Tensor]:
     weights = start()
     parameters = {str(number): torch.nn.Parameter(weight) for number, weight in enumerate(weights)}
-    grads = GradBuffers(parameters.items(), Axis.single("dp"))
+    grads = BucketStore(parameters.items(), Axis.single("dp"))
     groups = {
         name: GroupRule(matrix=Matrix(Shard(name, tuple(p.shape)), SINGLE, SINGLE, p.shape[-1]))
         for name, p in parameters.items()
@@ -112,7 +112,7 @@ def test_the_rate_of_the_paper() -> None:
     build = as_transformers(lr=None, relative_step=True)
     paper = theirs(build)
     settings = OptimizerConfig(optimizer="adafactor", adafactor_relative_step=True)
-    grads = GradBuffers([("w", torch.nn.Parameter(start()[0]))], Axis.single("dp"))
+    grads = BucketStore([("w", torch.nn.Parameter(start()[0]))], Axis.single("dp"))
     matrix = Matrix(Shard("w", SHAPES[0]), SINGLE, SINGLE, SHAPES[0][1])
     rule = choose_rules(grads, settings, {"w": GroupRule(matrix=matrix)}, {}, torch.device("cpu"))["w"]
     assert isinstance(rule, Adafactor)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
-from megatron.data_parallel import GradBuffers
+from megatron.data_parallel import BucketStore
 from megatron.distributed.state import Axis
 from megatron.optimizer import Optimizer
 from megatron.optimizer.rules import eight_bits
@@ -151,7 +151,7 @@ def test_blocks_lie_along_what_no_layout_cuts(
 def train(optimizer: str, steps: int = 60) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 600), nn.GELU(), nn.Linear(600, 50))
-    grads = GradBuffers(model.named_parameters(), Axis.single("dp"))
+    grads = BucketStore(model.named_parameters(), Axis.single("dp"))
     made = Optimizer(grads, OptimizerConfig(optimizer=optimizer), PrecisionConfig())
     losses = []
     for step in range(steps):

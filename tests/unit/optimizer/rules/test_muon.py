@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
-from megatron.data_parallel import GradBuffers
+from megatron.data_parallel import BucketStore
 from megatron.distributed.state import Axis
 from megatron.optimizer import GroupRule, Matrix, Optimizer, matrices
 from megatron.optimizer.rules import muon as module
@@ -48,7 +48,7 @@ def gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
 
 def ours(**settings: object) -> nn.Module:
     model = make_model()
-    grads = GradBuffers(model.named_parameters(), Axis.single("dp"))
+    grads = BucketStore(model.named_parameters(), Axis.single("dp"))
     config = OptimizerConfig(**{**AS_TORCH, **settings})  # type: ignore[arg-type]
     optimizer = Optimizer(grads, config, PrecisionConfig(), rule=group)
     for step, rates in enumerate(STEPS):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.sections.optimizer import OptimizerConfig
-from megatron.data_parallel import GradBuffers
+from megatron.data_parallel import BucketStore
 from megatron.distributed.state import Axis
 from megatron.optimizer import GroupRule, Matrix
 from megatron.optimizer.rules import Slot, UpdateRule, adam, lion
@@ -36,7 +36,7 @@ def start(dtype: torch.dtype = torch.float64) -> Tensor:
 def rule_of(weight: Tensor, **settings: object) -> UpdateRule:
     """That of a model of one matrix."""
     parameter = torch.nn.Parameter(weight)
-    grads = GradBuffers([("w", parameter)], Axis.single("dp"))
+    grads = BucketStore([("w", parameter)], Axis.single("dp"))
     spec, single = Shard("w", tuple(weight.shape)), Axis.single("x")
     groups = {"w": GroupRule(matrix=Matrix(spec, single, single, weight.shape[1]))}
     return choose_rules(grads, OptimizerConfig(**settings), groups, {"w": spec}, CPU)["w"]  # type: ignore[arg-type]

@@ -1,11 +1,11 @@
-"""Gradients of a data-parallel model, in a few flat buffers that are summed once per step.
+"""The store of a model that every data-parallel rank holds whole: gradients in buckets, summed once per step.
 
-    grads = GradBuffers(model.named_parameters(), state.dp)
-    grads.zero()
+    store = BucketStore(model.named_parameters(), state.dp)
+    store.zero()
     for batch in micro_batches:
-        if last: grads.arm()          # with overlap: reduce each bucket as soon as its last gradient is there
+        if last: store.arm()          # with overlap: reduce each bucket as soon as its last gradient is there
         loss(batch).backward()
-    grads.reduce()                    # a SUM over the ranks: the loss decides what it is divided by
+    store.reduce()                    # a SUM over the ranks: the loss decides what it is divided by
 
 A hook on every parameter moves its gradient into the buffer, so backward stays what torch does. Half-precision
 gradients are added up in fp32. On one rank a parameter in the gradients' type needs no buffer: its gradient stays in
@@ -16,7 +16,7 @@ A parameter that got no gradient counts as having a gradient of zero, on every r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -25,20 +25,21 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.data_parallel.buckets import Slot, make_buckets
 from megatron.data_parallel.late_gather import LateGather
-from megatron.data_parallel.summed_grads import SummedGrads
-from megatron.data_parallel.withheld import WithheldGrad
+from megatron.data_parallel.training_store import TrainingStore
 from megatron.distributed.state import Axis
-from megatron.errors import ConfigError
 from megatron.model.wgrads import AddToParameter
 from megatron.ops.wgrad import Accumulate
+from megatron.state.store import FlatRun
 from megatron.utils.dtype import HALF
 
 DEFAULT_BUCKET_SIZE = 40_000_000
 """Elements of a bucket: few messages without overlap, and small enough that the first starts early with it."""
+_SCRATCH_SIZE = 1 << 20
+"""Elements widened at a time when a half gradient is added to fp32: stays in the cache, three times faster."""
 
 
-class GradBuffers(SummedGrads):
-    """The gradients of `params`, summed over the data-parallel axis by `reduce()`."""
+class BucketStore(TrainingStore):
+    """The weights and gradients of `params`, the latter summed over the data-parallel axis by `reduce()`."""
 
     def __init__(
         self,
@@ -52,12 +53,10 @@ class GradBuffers(SummedGrads):
         flat: bool = False,
         divided: bool = False,
         apart: Collection[str] = (),
-        shown: bool = True,
         in_own_type: bool = False,
         late_gather: nn.Module | None = None,
         accumulate: Accumulate | None = None,
-        finds_unused: bool = False,
-        withheld: str | None = None,
+        counts_lacking: bool = False,
     ) -> None:
         """`params` are summed over `dp`, in few large messages.
 
@@ -68,13 +67,9 @@ class GradBuffers(SummedGrads):
         - `divided` (ZeRO-1): each rank gets the sum of its own chunk of every buffer alone, and updates that.
         - `in_own_type`: gradients are accumulated in the type of their parameter, half precision included.
         - `accumulate`: a matrix product that adds its result to a buffer.
-        - `finds_unused`: the message of each bucket also counts the ranks that lack one of its gradients.
         - `late_gather`: a model whose next forward pass runs while its divided weights are being gathered.
-        - `shown`: if False, `parameter.grad` is None between passes, so that a `zero_grad()` of the user's program does
-          not drop what has been accumulated.
-        - `withheld`: then `parameter.grad` is not None, but raises an error with this line when it is used.
+        - `counts_lacking`: the message of each bucket also counts the ranks that lack one of its gradients.
         """
-        self.dp = dp
         replicas = replicas or Axis.single("replicate")
         self.overlap = overlap and dp.size * replicas.size > 1
         self.flat = flat
@@ -84,20 +79,30 @@ class GradBuffers(SummedGrads):
         self._names_of_tied: dict[str, str] = {}
         for name, parameter, axis in ((name, p, (axes or {}).get(name, dp)) for name, p in params if p.requires_grad):
             dtype = accumulation_dtype(parameter, in_own_type)
-            in_grad = shown and dtype == parameter.dtype
-            slot = Slot(name, parameter, axis, replicas, dtype, in_grad, apart=name in apart)
-            slot.stand_in = None if withheld is None else WithheldGrad(parameter, withheld)
-            self._collect(slot)
+            self._collect(Slot(name, parameter, axis, replicas, dtype, dtype == parameter.dtype, name in apart))
         in_buffers = (slot for slot in reversed(self._slots.values()) if flat or not slot.fits_its_parameter)
-        assert not (finds_unused and replicas.size > 1), "the counts of other instances are not added"
-        self._buckets = make_buckets(in_buffers, bucket_size, divided, finds_unused)
+        assert not (counts_lacking and replicas.size > 1), "the counts of other instances are not added"
+        self._buckets = make_buckets(in_buffers, bucket_size, divided, counts_lacking)
+        self.names = tuple(self._slots)
+        self.device = next((slot.parameter.device for slot in self._slots.values()), torch.device("cpu"))
+        slots = {**self._slots, **{name: self._slots[first] for name, first in self._names_of_tied.items()}}
+        self.axes = {name: slot.axis for name, slot in slots.items()}
+        self.divisions = {name: slot.division for name, slot in slots.items()}
+        self.grad_dtypes = {name: slot.dtype for name, slot in slots.items()}
         self._lacking: list[str] = []
-        self._divided = {slot.name for bucket in self._buckets if bucket.divided for slot in bucket.slots}
         self._armed = self._reduced = False
         self._next_bucket = 0
         self._adder = Adder()
         self._gathers_late = late_gather is not None
         self._hooks = self._listen(late_gather)
+
+    def _collect(self, slot: Slot) -> None:
+        known = self._slot_of.setdefault(id(slot.parameter), slot)
+        if known is not slot:
+            self._names_of_tied[slot.name] = known.name
+            return
+        assert slot.name not in self._slots, f"two parameters are called {slot.name}"
+        self._slots[slot.name] = slot
 
     def _listen(self, late_gather: nn.Module | None) -> list[RemovableHandle]:
         """Registers the hooks by which gradients come here and late weights are waited for."""
@@ -108,6 +113,55 @@ class GradBuffers(SummedGrads):
         if late_gather is not None:
             hooks += LateGather(late_gather, [bucket for bucket in self._buckets if bucket.divided]).hooks
         return hooks
+
+    def _slot(self, name: str) -> Slot:
+        return self._slots[self._names_of_tied.get(name, name)]
+
+    # by name, and as runs
+
+    def parameter(self, name: str) -> nn.Parameter:
+        return self._slot(name).parameter
+
+    def weight(self, name: str) -> Tensor:
+        slot = self._slot(name)
+        if slot.division is None:
+            return slot.parameter
+        bucket = self._buckets[slot.bucket]
+        return bucket.flatten_weights()[slice(*bucket.piece(slot.name))]
+
+    def grad(self, name: str) -> Tensor:
+        """The gradient in its accumulation type: a view of the buffer, so writing to it changes the gradient."""
+        slot = self._slot(name)
+        if slot.view is None:
+            if slot.parameter.grad is None:
+                slot.parameter.grad = torch.zeros_like(slot.parameter)
+            return slot.parameter.grad
+        if not slot.filled:
+            self._fill_with_zeros(slot)
+        assert slot.own is not None
+        return slot.own
+
+    def runs(self) -> list[FlatRun]:
+        """Each gradient buffer with its weights, which become views of a flat tensor."""
+        assert self.flat, "the gradients of some parameters are not in buffers"
+        return [bucket.run for bucket in self._buckets]
+
+    def flat_grads(self) -> Iterator[tuple[str, Tensor]]:
+        yield from ((next(iter(bucket.places)), bucket.own) for bucket in self._buckets)
+        yield from ((name, self.grad(name)) for name, slot in self._slots.items() if slot.view is None)
+
+    def multiply(self, factor: Tensor | float) -> None:
+        for bucket in self._buckets:
+            bucket.own.mul_(factor)
+        for slot in self._slots.values():
+            if slot.view is None and slot.parameter.grad is not None:
+                slot.parameter.grad.detach().mul_(factor)
+
+    def whole_of(self, name: str, part: Tensor) -> Tensor:
+        slot = self._slot(name)
+        return part if slot.division is None else self._buckets[slot.bucket].whole_of(slot.name, part)
+
+    # a step
 
     def zero(self) -> None:
         """Begins a step. No memory is touched: the first gradient overwrites what is in the buffer."""
@@ -122,30 +176,6 @@ class GradBuffers(SummedGrads):
         self._next_bucket = 0
         self._lacking = []
 
-    def reopen(self) -> None:
-        """Begins a step that goes on from the gradients that are in `parameter.grad`."""
-        kept = {name: slot.parameter.grad for name, slot in self._slots.items()}
-        self.zero()
-        for name, slot in self._slots.items():
-            slot.parameter.grad = kept[name]
-            slot.filled = kept[name] is not None
-
-    @torch.no_grad()
-    def leave_out(self, names: Iterable[str]) -> None:
-        """Announces, once the last backward has begun, that it has no gradients for these: they keep what is in
-        `parameter.grad`, or count as zero."""
-        for name in names:
-            slot = self._slot(name)
-            if slot.view is None:
-                continue
-            grad = slot.parameter.grad
-            if grad is None:
-                slot.view.zero_()
-            elif grad.data_ptr() != slot.view.data_ptr():
-                slot.view.copy_(grad)
-            slot.filled = True
-            self._arrived(slot)
-
     @torch.no_grad()
     def fill_with_zeros(self) -> None:
         """After `zero()`, for gradients that are only ever added: every buffer counts as filled."""
@@ -157,7 +187,7 @@ class GradBuffers(SummedGrads):
             slot.parameter.grad = slot.view if slot.shown else None
 
     @torch.no_grad()
-    def put(self, parameter: nn.Parameter, grad: torch.Tensor, x: torch.Tensor) -> None:
+    def put(self, parameter: nn.Parameter, grad: Tensor, x: Tensor) -> None:
         """Adds the gradient grad.t() @ x, given as its two factors instead of by backward."""
         slot = self._slot_of.get(id(parameter))
         view = None if slot is None else slot.view
@@ -171,27 +201,17 @@ class GradBuffers(SummedGrads):
             parameter.grad = view
         self._arrived(slot)
 
-    def expect(self) -> None:
-        """Called before another backward pass of the step: removes the stand-ins from `parameter.grad`, to which
-        autograd would add."""
-        for slot in self._slots.values():
-            if slot.stand_in is not None:
-                slot.parameter.grad = None
-
-    def withhold(self) -> None:
-        """Called after a backward pass. A no-op: a stand-in replaces every gradient as it arrives."""
-
     def arm(self) -> None:
         """Announces the last backward of the step: from now on a complete bucket may be reduced."""
         self._armed = True
 
     def reduce(self) -> None:
         """Sums the remaining buckets over the ranks and waits for all of them. Once per step."""
-        self.start_reduce()
-        self.finish_reduce()
+        self._start_reduce()
+        self._finish_reduce()
 
-    def start_reduce(self) -> None:
-        """The first half of `reduce`: starts the remaining sums, in the same order on every rank."""
+    def _start_reduce(self) -> None:
+        """Starts the remaining sums, in the same order on every rank."""
         assert not self._reduced, "reduce() twice in one step would sum the sums: call zero() first"
         self.wait_for_weights()  # of what this step did not use
         self._reduced = True
@@ -203,10 +223,22 @@ class GradBuffers(SummedGrads):
         if self._buckets:
             self._buckets[-1].start_sum_of_instances()
 
-    def finish_reduce(self) -> None:
-        """The second half of `reduce`: waits for the sums."""
+    def _finish_reduce(self) -> None:
         for bucket in self._buckets:
             bucket.finish_sum()
+
+    def publish(self) -> None:
+        """Gathers the weights of the divided buffers, those that the next forward needs first at the front."""
+        self.wait_for_weights()
+        for bucket in reversed(self._buckets):
+            if bucket.divided:
+                bucket.start_gather()
+        if not self._gathers_late:
+            self.wait_for_weights()
+
+    def wait_for_weights(self) -> None:
+        for bucket in reversed(self._buckets):
+            bucket.finish_gather()
 
     def close(self) -> None:
         """Removes the hooks from the parameters."""
@@ -214,25 +246,12 @@ class GradBuffers(SummedGrads):
             hook.remove()
         self._hooks.clear()
 
-    def _collect(self, slot: Slot) -> None:
-        known = self._slot_of.setdefault(id(slot.parameter), slot)
-        if known is not slot:
-            self._names_of_tied[slot.name] = known.name
-            return
-        assert slot.name not in self._slots, f"two parameters are called {slot.name}"
-        self._slots[slot.name] = slot
+    # as gradients arrive
 
     def _on_gradient(self, slot: Slot, parameter: nn.Parameter) -> None:
         """Runs after backward has added to `parameter.grad`: moves it into the buffer."""
-        grad, view = parameter.grad, slot.view
+        grad, view = self._grad_that_came(slot), slot.view
         assert view is not None
-        if isinstance(grad, WithheldGrad):
-            grad = grad.take_what_came()
-        if grad is None:
-            raise ConfigError(
-                f"the gradient of {slot.name} was taken by an engine that the model was given to before; go on with "
-                "that engine, or make the model anew"
-            )
         self._check_open(slot)
         if grad.requires_grad:  # of a backward pass with create_graph
             grad = grad.detach()
@@ -244,8 +263,17 @@ class GradBuffers(SummedGrads):
             parameter.grad = view
         else:
             self._take(slot, view, grad)
-            parameter.grad = slot.stand_in
+            parameter.grad = self._stand_in(slot)
         self._arrived(slot)
+
+    def _grad_that_came(self, slot: Slot) -> Tensor:
+        assert slot.parameter.grad is not None
+        return slot.parameter.grad
+
+    def _stand_in(self, slot: Slot) -> Tensor | None:
+        """What `parameter.grad` is where the gradient is not shown there."""
+        del slot
+        return None
 
     def _check_open(self, slot: Slot) -> None:
         assert self._buckets[slot.bucket].gathering is None, f"{slot.name} was used while its weights were gathered"
@@ -255,7 +283,7 @@ class GradBuffers(SummedGrads):
                 "of a step, arm() only before its last backward, and reduce() after it"
             )
 
-    def _take(self, slot: Slot, view: torch.Tensor, grad: torch.Tensor) -> None:
+    def _take(self, slot: Slot, view: Tensor, grad: Tensor) -> None:
         """Copies or adds to the buffer, in its type."""
         if slot.filled:
             self._adder.add(view, grad)
@@ -266,26 +294,32 @@ class GradBuffers(SummedGrads):
         slot.filled = True
         if self._armed and self.overlap:
             self._buckets[slot.bucket].arrived.add(slot.name)
-            while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].complete:
+            while self._next_bucket < len(self._buckets) and self._is_complete(self._next_bucket):
                 self._launch_next()
+
+    def _is_complete(self, number: int) -> bool:
+        return len(self._buckets[number].arrived) == len(self._buckets[number].places)
 
     def _launch_next(self) -> None:
         """Reduces buckets in the same order on every rank, whatever the order of backward: collectives must match. The
         previous bucket is now summed over the instances of the optimizer: that needs its sum within the instance, which
         has had time to complete."""
         bucket = self._buckets[self._next_bucket]
-        lacking = [slot for slot in bucket.slots if not slot.filled]
-        for slot in lacking:
-            self._fill_with_zeros(slot)
-            self._lacking.append(slot.name)
+        lacking = [name for name in bucket.places if not self._slots[name].filled]
+        for name in lacking:
+            self._fill_with_zeros(self._slots[name])
+            self._lacking.append(name)
         bucket.start_sum(bool(lacking))
         if self._next_bucket:
             self._buckets[self._next_bucket - 1].start_sum_of_instances()
         self._next_bucket += 1
 
-
-_SCRATCH_SIZE = 1 << 20
-"""Elements widened at a time when a half gradient is added to fp32: stays in the cache, three times faster."""
+    def _fill_with_zeros(self, slot: Slot) -> None:
+        assert slot.view is not None
+        slot.view.zero_()
+        slot.filled = True
+        if slot.shown:
+            slot.parameter.grad = slot.view
 
 
 def accumulation_dtype(parameter: nn.Parameter, own: bool = False) -> torch.dtype:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.data_parallel import GradBuffers
+from megatron.data_parallel import BucketStore
 from megatron.distributed.state import Axis
 
 ALONE = Axis.single("dp")
@@ -40,7 +40,7 @@ def summed(dtype: torch.dtype, seeds: range) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_accumulation(dtype: torch.dtype, gate: float, micro_batches: int) -> None:
     model = make_model(dtype)
-    grads = GradBuffers(model.named_parameters(), ALONE)
+    grads = BucketStore(model.named_parameters(), ALONE)
     for start in (0, 10):  # two steps: the second overwrites the first
         grads.zero()
         for seed in range(start, start + micro_batches):
@@ -54,7 +54,7 @@ def test_accumulation(dtype: torch.dtype, gate: float, micro_batches: int) -> No
 
 def test_one_rank_in_full_precision_leaves_gradients_where_backward_put_them() -> None:
     model = make_model()
-    grads = GradBuffers(model.named_parameters(), ALONE)
+    grads = BucketStore(model.named_parameters(), ALONE)
     backward(model, 0)
     before = {name: p.grad for name, p in model.named_parameters()}
     grads.reduce()
@@ -63,7 +63,7 @@ def test_one_rank_in_full_precision_leaves_gradients_where_backward_put_them() -
 
 
 def test_a_wide_half_gradient_is_added_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.data_parallel.grad_buffers._SCRATCH_SIZE", 7)
+    monkeypatch.setattr("megatron.data_parallel.bucket_store._SCRATCH_SIZE", 7)
     test_accumulation(torch.bfloat16, 1e-6, 3)
 
 
@@ -71,7 +71,7 @@ def test_a_parameter_without_gradient_counts_as_zero() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         model = make_model(dtype)
         model.extra = nn.Parameter(torch.ones(3, dtype=dtype))
-        grads = GradBuffers(model.named_parameters(), ALONE)
+        grads = BucketStore(model.named_parameters(), ALONE)
         backward(model, 0)
         (model.extra * 2).sum().backward()
         grads.reduce()
@@ -87,7 +87,7 @@ def test_tied_and_frozen_parameters() -> None:
     model.register_parameter("again", model[0].weight)
     model[2].bias.requires_grad_(False)
     named = [*model.named_parameters(), ("tied", model[0].weight)]
-    grads = GradBuffers(named, ALONE)
+    grads = BucketStore(named, ALONE)
     assert set(grads.names) == {"0.bias", "2.weight", named[0][0]}
     backward(model, 0)
     assert grads.grad("tied") is grads.grad(named[0][0])
@@ -97,7 +97,7 @@ def test_tied_and_frozen_parameters() -> None:
 def test_grad_is_a_view_that_can_be_written() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         model = make_model(dtype)
-        grads = GradBuffers(model.named_parameters(), ALONE)
+        grads = BucketStore(model.named_parameters(), ALONE)
         backward(model, 0)
         grads.reduce()
         grads.grad("0.bias").fill_(7.0)
@@ -108,7 +108,7 @@ def test_grad_is_a_view_that_can_be_written() -> None:
 
 def test_sparse_gradients() -> None:
     model = nn.Embedding(5, 2, sparse=True).to(torch.bfloat16)
-    grads = GradBuffers(model.named_parameters(), ALONE)
+    grads = BucketStore(model.named_parameters(), ALONE)
     model(torch.tensor([1, 1, 3])).sum().backward()
     grads.reduce()
     assert grads.grad("weight").sum(dim=1).tolist() == [0, 4, 0, 2, 0]
@@ -118,7 +118,7 @@ def test_sparse_gradients() -> None:
 def test_gradients_with_a_graph() -> None:
     """create_graph makes backward replace p.grad instead of adding to it in place."""
     model = make_model(torch.float32)
-    grads = GradBuffers(model.named_parameters(), Axis("dp", 0, 2, (0, 1)))  # buffers, but never reduced
+    grads = BucketStore(model.named_parameters(), Axis("dp", 0, 2, (0, 1)))  # buffers, but never reduced
     for _ in range(2):
         model(torch.ones(1, 3)).sum().backward(create_graph=True)
     once = make_model(torch.float32)
@@ -129,7 +129,7 @@ def test_gradients_with_a_graph() -> None:
 
 
 def test_reducing_twice_is_refused() -> None:
-    grads = GradBuffers(make_model().named_parameters(), ALONE)
+    grads = BucketStore(make_model().named_parameters(), ALONE)
     grads.reduce()
     with pytest.raises(AssertionError, match="sum the sums"):
         grads.reduce()
@@ -139,7 +139,7 @@ def test_reducing_twice_is_refused() -> None:
 
 def test_a_late_gradient_is_refused() -> None:
     model = make_model(torch.bfloat16)
-    grads = GradBuffers(model.named_parameters(), ALONE)
+    grads = BucketStore(model.named_parameters(), ALONE)
     backward(model, 0)
     grads.reduce()
     with pytest.raises(RuntimeError, match=r"gradient of 2\.(weight|bias) arrived after its sum"):
@@ -148,7 +148,7 @@ def test_a_late_gradient_is_refused() -> None:
 
 def test_close_takes_the_hooks_off() -> None:
     model = make_model(torch.bfloat16)
-    grads = GradBuffers(model.named_parameters(), ALONE)
+    grads = BucketStore(model.named_parameters(), ALONE)
     grads.close()
     backward(model, 0)
     assert all(p.grad is not None for p in model.parameters())
@@ -156,13 +156,13 @@ def test_close_takes_the_hooks_off() -> None:
 
 def test_buckets_follow_backward_and_keep_types_apart() -> None:
     model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4).double(), nn.Linear(4, 4)])
-    grads = GradBuffers(model.named_parameters(), Axis("dp", 0, 2, (0, 1)), bucket_size=30)
-    assert [[slot.name for slot in bucket.slots] for bucket in grads._buckets] == [
+    grads = BucketStore(model.named_parameters(), Axis("dp", 0, 2, (0, 1)), bucket_size=30)
+    assert [list(bucket.places) for bucket in grads._buckets] == [
         ["1.bias", "1.weight"],
         ["2.bias", "2.weight", "0.bias", "0.weight"],
     ]
     assert [bucket.buffer.numel() for bucket in grads._buckets] == [20, 40]
     assert [bucket.buffer.dtype for bucket in grads._buckets] == [torch.float64, torch.float32]
-    small = GradBuffers(model.named_parameters(), Axis("dp", 0, 2, (0, 1)), bucket_size=1)
-    assert [bucket.slots[0].name for bucket in small._buckets][:2] == ["2.bias", "2.weight"]
+    small = BucketStore(model.named_parameters(), Axis("dp", 0, 2, (0, 1)), bucket_size=1)
+    assert [next(iter(bucket.places)) for bucket in small._buckets][:2] == ["2.bias", "2.weight"]
     assert len(small._buckets) == 6

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.data_parallel.grad_buffers import GradBuffers
-from megatron.data_parallel.gradients import Gradients
+from megatron.data_parallel import BucketStore, TrainingStore
+from megatron.data_parallel.sharding_units import HOOKS_OF_GRADIENTS, taken_over
 from megatron.distributed.messages import all_gather_json
 from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
 
-_BEFORE, _AFTER = "register_hook", "register_post_accumulate_grad_hook"
-_DICT_OF = {_BEFORE: "_backward_hooks", _AFTER: "_post_accumulate_grad_hooks"}
+_BEFORE, _AFTER = HOOKS_OF_GRADIENTS
 Hooks = MutableMapping[int, Callable[[Any], Any]]
 
 
@@ -35,7 +34,7 @@ class GradientHooks:
     in an update, with the mean over micro-batches and ranks."""
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], dp: Axis) -> None:
-        """Takes the hooks out of autograd. Must be made before `GradBuffers`, whose own hooks stay. A collective."""
+        """Takes the hooks out of autograd. Must be made before `BucketStore`, whose own hooks stay. A collective."""
         self._parameters = {name: one for name, one in parameters if one.requires_grad}
         self._hooks = {name: hooks for name, one in self._parameters.items() if (hooks := list(_taken(one)))}
         here = {name: [hook.kind for hook in hooks] for name, hooks in self._hooks.items()}
@@ -57,18 +56,18 @@ class GradientHooks:
                 )
 
     @torch.no_grad()
-    def call(self, grads: Gradients, factor: float, absent: Collection[str]) -> None:
+    def call(self, store: TrainingStore, factor: float, absent: Collection[str]) -> None:
         """Calls the hooks with the reduced gradients, which are the true ones times `factor`. `absent`: the parameters
         without a gradient. A collective where ranks divide the gradients."""
         for name, hooks in self._hooks.items():
             if name in absent:
                 continue
-            piece = grads.grad(name)
-            grad = grads.whole_of(name, piece) / factor
+            piece = store.grad(name)
+            grad = store.whole_of(name, piece) / factor
             for hook in hooks:
                 if hook.key in hook.registered:
                     grad = self._called(hook, name, grad)
-            piece.copy_(grads.piece_of(name, grad * factor))
+            piece.copy_(store.part_of(name, grad * factor))
 
     def _called(self, hook: _Hook, name: str, grad: Tensor) -> Tensor:
         if hook.kind == _BEFORE:
@@ -88,29 +87,14 @@ class GradientHooks:
         return result.to(grad.dtype)
 
 
-def refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]], way_out: str) -> None:
-    """Raises a ConfigError that names a parameter with a gradient hook that nobody has taken over."""
-    for name, parameter in parameters:
-        for kind, attribute in _DICT_OF.items():
-            if any(hook is not _nothing for hook in (getattr(parameter, attribute) or {}).values()):
-                raise ConfigError(
-                    f"{name} has a gradient hook ({kind}()), which would not be called where the ranks divide weights "
-                    f"(ZeRO 2 and 3); {way_out}"
-                )
-
-
 def _taken(parameter: nn.Parameter) -> Iterable[_Hook]:
-    for kind, attribute in _DICT_OF.items():
+    for kind, attribute in HOOKS_OF_GRADIENTS.items():
         registered: Hooks = getattr(parameter, attribute) or {}
         for key, call in registered.items():
             if not _is_of_an_engine(call):
-                registered[key] = _nothing
+                registered[key] = taken_over
                 yield _Hook(kind, key, call, registered)
 
 
 def _is_of_an_engine(call: Callable[[Any], Any]) -> bool:
-    return isinstance(call, partial) and isinstance(getattr(call.func, "__self__", None), GradBuffers)
-
-
-def _nothing(*_: Any) -> None:
-    """A no-op: `GradientHooks` calls the hook that was here."""
+    return isinstance(call, partial) and isinstance(getattr(call.func, "__self__", None), BucketStore)

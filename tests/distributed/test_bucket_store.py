@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from megatron.data_parallel import GradBuffers, broadcast_parameters, buckets
+from megatron.data_parallel import BucketStore, broadcast_parameters, buckets
 from megatron.distributed.state import Axis, ParallelState
 from megatron.layout import Layout
 from tests.helpers.distributed import run_ranks
@@ -72,7 +72,7 @@ def parallel_grads(
 ) -> dict[str, torch.Tensor]:
     model = make_model()
     state = ParallelState.build(Layout(world), rank)
-    grads = GradBuffers(model.named_parameters(), state.dp, bucket_size=bucket_size, overlap=overlap)
+    grads = BucketStore(model.named_parameters(), state.dp, bucket_size=bucket_size, overlap=overlap)
     part = slice(rank * SAMPLES // world, (rank + 1) * SAMPLES // world)
     pieces = [t[part].chunk(micro_batches) for t in make_batch()]
     for _ in range(steps):  # a second step must not remember the first
@@ -115,30 +115,30 @@ def plant_missing_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plant_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = GradBuffers._launch_next
+    launch = BucketStore._launch_next
 
-    def mean(self: GradBuffers) -> None:
-        self._buckets[self._next_bucket].buffer.div_(self.dp.size)
+    def mean(self: BucketStore) -> None:
+        self._buckets[self._next_bucket].buffer.div_(self._buckets[self._next_bucket].axis.size)
         launch(self)
 
-    monkeypatch.setattr(GradBuffers, "_launch_next", mean)
+    monkeypatch.setattr(BucketStore, "_launch_next", mean)
 
 
 def plant_overwritten_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    move = GradBuffers._on_gradient
+    move = BucketStore._on_gradient
 
-    def overwrite(self: GradBuffers, slot: buckets.Slot, parameter: nn.Parameter) -> None:
+    def overwrite(self: BucketStore, slot: buckets.Slot, parameter: nn.Parameter) -> None:
         move(self, slot, parameter)
         parameter.grad = None  # the next micro-batch starts anew
 
-    monkeypatch.setattr(GradBuffers, "_on_gradient", overwrite)
+    monkeypatch.setattr(BucketStore, "_on_gradient", overwrite)
 
 
 def plant_stale_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def keep(self: GradBuffers, slot: buckets.Slot) -> None:
+    def keep(self: BucketStore, slot: buckets.Slot) -> None:
         slot.filled = True
 
-    monkeypatch.setattr(GradBuffers, "_fill_with_zeros", keep)
+    monkeypatch.setattr(BucketStore, "_fill_with_zeros", keep)
     make = buckets._make_bucket
 
     def dirty(*args: object) -> buckets.Bucket:
@@ -163,7 +163,7 @@ def against_torch_ddp(rank: int) -> float:
     """The mean over ranks that DDP takes is our sum over 2 ranks, halved."""
     ours, theirs = make_model(torch.float32), make_model(torch.float32)
     state = ParallelState.build(Layout(2), rank)
-    grads = GradBuffers(ours.named_parameters(), state.dp)
+    grads = BucketStore(ours.named_parameters(), state.dp)
     wrapped = DistributedDataParallel(theirs, find_unused_parameters=True)
     part = [t[rank * 4 : rank * 4 + 4] for t in make_batch()]
     loss_sum(ours, *part).backward()
@@ -181,7 +181,7 @@ def half_grads(rank: int, dtype: torch.dtype) -> tuple[float, bool]:
     """Half gradients of several micro-batches are added in fp32: the sum of the single ones, exactly."""
     model = make_model(dtype)
     state = ParallelState.build(Layout(2), rank)
-    grads = GradBuffers(model.named_parameters(), state.dp)
+    grads = BucketStore(model.named_parameters(), state.dp)
     tokens, labels, mask = make_batch()
     total: dict[str, torch.Tensor] = {}
     for sample in range(SAMPLES):
@@ -209,7 +209,7 @@ def uneven_use(rank: int) -> list[float]:
     torch.manual_seed(0)
     layers = nn.ModuleList([nn.Linear(3, 3).double() for _ in range(3)])
     state = ParallelState.build(Layout(2), rank)
-    grads = GradBuffers(layers.named_parameters(), state.dp, bucket_size=1, overlap=True)
+    grads = BucketStore(layers.named_parameters(), state.dp, bucket_size=1, overlap=True)
     grads.zero()
     grads.arm()
     x = torch.ones(1, 3, dtype=torch.float64)
@@ -247,7 +247,7 @@ def own_group(rank: int) -> float:
     if rank not in (1, 3):
         return 0.0
     model = nn.Linear(2, 1, bias=False)
-    grads = GradBuffers(model.named_parameters(), Axis("mine", (1, 3).index(rank), 2, (1, 3), group))
+    grads = BucketStore(model.named_parameters(), Axis("mine", (1, 3).index(rank), 2, (1, 3), group))
     model(torch.full((1, 2), float(rank))).sum().backward()
     grads.reduce()
     return grads.grad("weight")[0, 0].item()

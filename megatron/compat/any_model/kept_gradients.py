@@ -1,0 +1,180 @@
+"""Stores of the engine for any model, whose program must not use `parameter.grad` between passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.compat.any_model.gathered_writes import GatheredWrites, refuse_new_parameters
+from megatron.compat.any_model.guarded_shards import guard
+from megatron.compat.any_model.same_use import SameUse
+from megatron.compat.any_model.withheld import WithheldGrad, Withholding
+from megatron.data_parallel import BucketStore, FullySharded, Unit
+from megatron.data_parallel.buckets import Slot
+from megatron.data_parallel.shard_grads import as_dtensor, local
+from megatron.data_parallel.sharding_units import refuse_hooks, sharded
+from megatron.distributed.state import Axis
+from megatron.errors import ConfigError
+
+
+class KeptGradients(BucketStore):
+    """Gradients in buckets. A stand-in that raises an error is in `parameter.grad`, so that a `zero_grad()` of the
+    program does not drop what has been accumulated."""
+
+    def __init__(
+        self, params: Iterable[tuple[str, nn.Parameter]], dp: Axis, *, overlap: bool, divided: bool, withheld: str
+    ) -> None:
+        """`withheld`: the line of the error."""
+        super().__init__(params, dp, overlap=overlap, divided=divided, flat=True, counts_lacking=True)
+        self._stand_ins = {name: WithheldGrad(slot.parameter, withheld) for name, slot in self._slots.items()}
+        for slot in self._slots.values():
+            slot.shown = False
+
+    @property
+    def lacking(self) -> list[str]:
+        """The parameters that got no gradient on this rank in this step; `reduce` has given them one of zero."""
+        return self._lacking
+
+    @property
+    def counts_lacking(self) -> bool:
+        """Whether `reduce` tells all ranks if one of them lacked a gradient. (The message of a divided buffer has no
+        element for the count.)"""
+        return all(bucket.count is not None for bucket in self._buckets)
+
+    def some_rank_lacked(self) -> bool:
+        """After `reduce`: whether any rank lacked a gradient. The same on all ranks."""
+        return any(bucket.lacked for bucket in self._buckets)
+
+    def start_reduce(self) -> None:
+        """The first half of `reduce`: starts the remaining sums."""
+        self._start_reduce()
+
+    def finish_reduce(self) -> None:
+        """The second half of `reduce`: waits for the sums."""
+        self._finish_reduce()
+
+    def expect(self) -> None:
+        """Called before another backward pass of the step: removes the stand-ins, to which autograd would add."""
+        for slot in self._slots.values():
+            slot.parameter.grad = None
+
+    def withhold(self) -> None:
+        """Called after a backward pass. A no-op: a stand-in replaces every gradient as it arrives."""
+
+    def _stand_in(self, slot: Slot) -> Tensor | None:
+        return self._stand_ins[slot.name]
+
+    def _grad_that_came(self, slot: Slot) -> Tensor:
+        grad = slot.parameter.grad
+        if isinstance(grad, WithheldGrad):
+            grad = grad.take_what_came()
+        if grad is None:
+            raise ConfigError(
+                f"the gradient of {slot.name} was taken by an engine that the model was given to before; go on with "
+                "that engine, or make the model anew"
+            )
+        return grad
+
+
+class GuardedWeights(FullySharded):
+    """Divided weights, with errors for a program that would lose what it does to them."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        *,
+        keep_gathered: bool,
+        device: torch.device,
+        on_host: bool,
+        withheld: str,
+        compared_over: Axis,
+    ) -> None:
+        """`withheld`: a line for who uses `parameter.grad` after `withhold()`. `compared_over`: ranks that check in
+        every step that they use the same parts."""
+        model, modules = units[-1].module, [unit.module for unit in units]
+        self._same_use = SameUse(model, modules, compared_over, device)
+        self._writes = GatheredWrites(model, modules)
+        super().__init__(units, keep_gathered=keep_gathered, device=device, on_host=on_host)
+        self._same_use.compare_gathers()
+        self._first_name = _names_of_tied(model)
+        self._places = self._storages()
+        model.register_load_state_dict_pre_hook(self._divide_loaded)
+        model.register_forward_pre_hook(self._before_pass, prepend=True)
+        self._withholding = Withholding(model, withheld)
+        guard({name: one.parameter for name, one in self._divided.items()}, modules)
+        # Makes the model the root, so that its units may be called before it: torch takes the first that is called.
+        sharded(model)._get_fsdp_state()._lazy_init()
+
+    def whole_state_dict(self) -> dict[str, Tensor]:
+        """Returns the model's state dict with whole tensors. A collective."""
+        state = self._units[-1].module.state_dict(keep_vars=True)  # which reshards: from here on weights are shards
+        name_of = {id(one.parameter): name for name, one in self._divided.items()}
+        whole = {name: self.whole_weight(name) for name in self.all_names}
+        return {key: whole[name_of[id(one)]] if id(one) in name_of else one.detach() for key, one in state.items()}
+
+    def replaced(self) -> list[str]:
+        """The parameters whose `.data` the program has replaced: `fully_shard` does not gather the new values."""
+        return [name for name, place in self._storages().items() if place != self._places[name]]
+
+    def lost_writes(self) -> list[str]:
+        """The parameters that the program has written while they were gathered."""
+        return self._writes.found()
+
+    def refuse_new_hooks(self) -> None:
+        """Raises a ConfigError that names a shard with a gradient hook: autograd never calls it."""
+        shards = ((name, one.parameter) for name, one in self._divided.items())
+        refuse_hooks(shards, "set it before megatron.compat.initialize()")
+
+    def frozen(self) -> list[str]:
+        """The parameters that were trainable at construction and have been frozen since."""
+        self._follow_freezing()
+        return [name for name in self.names if not self._divided[name].parameter.requires_grad]
+
+    def unused(self) -> list[str]:
+        """Those of `names` that no rank has used in this step. They have a gradient of zero."""
+        return self._same_use.unused(self.names)
+
+    def zero(self) -> None:
+        super().zero()
+        self._same_use.begin()
+
+    def expect(self) -> None:
+        self._withholding.end()
+
+    def withhold(self) -> None:
+        self._withholding.begin()
+        self._same_use.end_pass()
+
+    def reduce(self) -> None:
+        self.expect()
+        self._same_use.check()
+        super().reduce()
+
+    def _before_pass(self, model: nn.Module, *_: object) -> None:
+        self._follow_freezing()
+        shards = {id(one.parameter) for one in self._divided.values()}
+        refuse_new_parameters(model, shards | self._writes.gathered)
+
+    def _follow_freezing(self) -> None:
+        self._writes.follow_freezing({name: one.parameter for name, one in self._divided.items()})
+
+    def _storages(self) -> dict[str, int]:
+        return {name: one.parameter.untyped_storage()._cdata for name, one in self._divided.items()}
+
+    def _divide_loaded(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Whole tensors of a state dict that is being loaded become this rank's rows. (It is torch's own copy.)"""
+        for key, name in self._first_name.items():
+            shard, whole = self._divided[name].parameter, state.get(prefix + key)
+            if whole is not None and type(whole) in (Tensor, nn.Parameter) and whole.shape == shard.shape:
+                weight = self.weight(name)
+                rows = self.part_of(name, whole.detach()).to(weight.device, weight.dtype)
+                state[prefix + key] = as_dtensor(rows.view(local(shard).shape), shard)
+
+
+def _names_of_tied(model: nn.Module) -> dict[str, str]:
+    """Returns the first name of every parameter by each of its names."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name: first[id(one)] for name, one in model.named_parameters(remove_duplicate=False)}

@@ -1,0 +1,161 @@
+"""Store: the tensors that belong to what a rank trains, by name and as runs.
+
+A part is a range of a parameter's elements in memory's order. Without ZeRO it is the whole parameter, on every rank;
+with it the data-parallel ranks divide the elements, and a rank keeps masters and moments of its own parts alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from megatron.state.division import Division, Range, common
+from megatron.utils.dtype import HALF
+
+
+@dataclass(frozen=True)
+class FlatRun:
+    """Parts that lie one after the other in flat tensors: they are updated in one pass over memory."""
+
+    names: tuple[str, ...]
+    ends: tuple[int, ...]
+    """Where each part ends; it begins where the one before it ends."""
+    grads: Tensor
+    weights: Tensor
+    """The model's own; in its type, or its fp32 masters."""
+    kinds: dict[str, Tensor] = field(default_factory=dict)
+    """What the optimizer added, each as long as `weights`."""
+
+    def places(self) -> Iterator[tuple[str, slice]]:
+        """The place of each part in the flat tensors."""
+        return zip(self.names, map(slice, (0, *self.ends), self.ends), strict=False)
+
+
+@dataclass(eq=False, kw_only=True)
+class Buffer:
+    """The gradients of several parameters in one flat tensor, and maybe their weights in another of the same order."""
+
+    parameters: Mapping[str, nn.Parameter]
+    views: Mapping[str, Tensor]
+    """Each gradient in the shape of its parameter."""
+    places: Mapping[str, Range]
+    """The elements of the buffer that belong to each parameter."""
+    buffer: Tensor
+    chunk: Range
+    """What this rank updates: its share of a divided buffer, whose end may be padding; else all."""
+    weights: Tensor | None = None
+
+    @property
+    def divided(self) -> bool:
+        return self.chunk != (0, self.buffer.numel())
+
+    def piece(self, name: str, rank: int | None = None) -> Range:
+        """The part of a parameter that a rank (default: this one) updates, as a range of the buffer. An empty range is
+        at the end of the parameter."""
+        place, share = self.places[name], self.chunk[1] - self.chunk[0]
+        first = self.chunk[0] if rank is None else rank * share
+        start, stop = common(place, (first, first + share))
+        return (start, stop) if start < stop else (place[1], place[1])
+
+    @cached_property
+    def held(self) -> Range:
+        """What this rank updates, without the padding."""
+        return self.chunk[0], self.chunk[0] + sum(stop - start for start, stop in map(self.piece, self.places))
+
+    @cached_property
+    def own(self) -> Tensor:
+        """The gradients of what this rank updates."""
+        return self.buffer[slice(*self.held)]
+
+    @cached_property
+    def run(self) -> FlatRun:
+        sizes = (stop - start for start, stop in map(self.piece, self.places))
+        weights = self.flatten_weights()[slice(*self.held)]
+        return FlatRun(tuple(self.places), tuple(accumulate(sizes)), self.own, weights)
+
+    def flatten_weights(self) -> Tensor:
+        """Makes the parameters views of one flat tensor, if they are not yet, and returns it."""
+        if self.weights is None:
+            dtype = next(iter(self.parameters.values())).dtype
+            self.weights = torch.zeros(self.buffer.numel(), dtype=dtype, device=self.buffer.device)
+            for name, parameter in self.parameters.items():
+                part = self.weights[slice(*self.places[name])]
+                part = part.as_strided(self.views[name].shape, self.views[name].stride())
+                parameter.data = part.copy_(parameter.detach())
+        return self.weights
+
+    def name_at(self, offset: int) -> str:
+        """The name of the parameter that the element at `offset` belongs to."""
+        return next(name for name, (start, stop) in self.places.items() if start <= offset < stop)
+
+
+class Store(ABC):
+    """The weights and gradients that one rank updates."""
+
+    names: tuple[str, ...]
+    """Every trainable parameter once, in the order of the model; a tied one under its first name."""
+    device: torch.device
+    """Where the model computes, and what its ranks send each other is. The parts may be in host memory."""
+    divisions: Mapping[str, Division | None]
+    """How the ranks divide each parameter; None where every rank's part is whole."""
+    grad_dtypes: Mapping[str, torch.dtype]
+    """The type in which the gradients of each parameter are added up."""
+    flat: bool
+    """Whether `runs` has all parts, with gradients that have the same addresses in every step."""
+
+    @abstractmethod
+    def parameter(self, name: str) -> nn.Parameter:
+        """As the model has it: its shape says what it is, and is not always that of its part."""
+
+    @abstractmethod
+    def weight(self, name: str) -> Tensor:
+        """This rank's part: in the parameter's own shape if it is all of it, else of one dimension, maybe empty."""
+
+    @abstractmethod
+    def grad(self, name: str) -> Tensor:
+        """The part's gradient, in its shape. Writing to it changes the gradient."""
+
+    @abstractmethod
+    def runs(self) -> list[FlatRun]:
+        """All parts in as few runs as there are, which the model computes with from here on."""
+
+    @abstractmethod
+    def multiply(self, factor: Tensor | float) -> None:
+        """Multiplies every gradient by a single number."""
+
+    def grads(self) -> Iterator[tuple[str, Tensor]]:
+        """All gradients by name."""
+        return ((name, self.grad(name)) for name in self.names)
+
+    def flat_grads(self) -> Iterator[tuple[str, Tensor]]:
+        """All gradients in as few tensors as they lie in, each with the name of its first parameter."""
+        return self.grads()
+
+    def held(self, name: str) -> Range:
+        """Which elements of the parameter this rank's part holds."""
+        division = self.divisions[name]
+        return (0, self.parameter(name).numel()) if division is None else division.held
+
+    def part_of(self, name: str, whole: Tensor) -> Tensor:
+        """The view of a tensor of the parameter's shape that is this rank's part, shaped as `weight` is."""
+        division = self.divisions[name]
+        return whole if division is None else whole.view(-1)[slice(*division.held)]
+
+
+def run_alone(store: Store, name: str) -> FlatRun:
+    """A part that lies by itself, as those of gathered weights do."""
+    weight = store.weight(name)
+    return FlatRun((name,), (weight.numel(),), store.grad(name).view(-1), weight.view(-1))
+
+
+def are_masters(store: Store, run: FlatRun) -> bool:
+    """Whether these weights are the fp32 masters of a model that computes in half precision."""
+    halves = {store.parameter(name).dtype in HALF for name in run.names}
+    assert len(halves) == 1, "weights of a run have one type"
+    return halves.pop() and run.weights.dtype not in HALF
