@@ -15,7 +15,7 @@ COPY --chown=trainer:trainer examples/ examples/
 COPY --chown=trainer:trainer megatron/ megatron/
 COPY --chown=trainer:trainer tasks/ tasks/
 COPY --chown=trainer:trainer tools/ tools/
-COPY --chown=trainer:trainer pretrain_gpt.py ./
+COPY --chown=trainer:trainer megatron_anywhere.py pretrain_gpt.py ./
 RUN bash -euo pipefail -c '. examples/setup.sh && setup_environment'
 
 ENV PATH=/opt/megatron/.venv/bin:$PATH

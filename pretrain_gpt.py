@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import megatron.utils.supported_python  # noqa: F401
+import megatron_anywhere  # noqa: F401
 from megatron.pretrain import pretrain
 
 if TYPE_CHECKING:  # `--help` loads no torch

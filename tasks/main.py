@@ -6,6 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
 
 if __name__ == "__main__":
+    import megatron_anywhere  # noqa: F401
     from megatron.compat.renamed_tools import main, script_name
 
     sys.exit(main(script_name(__file__)))

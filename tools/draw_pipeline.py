@@ -6,6 +6,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
 
 if __name__ == "__main__":
-    from megatron.cli import run
+    from megatron_anywhere import run
 
     sys.exit(run("draw_pipeline"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,22 @@ def test_every_benchmark_answers_help_from_anywhere(script: Path, tmp_path: Path
     command = [sys.executable, str(script), "--help"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and "usage" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("place", ["on the path", "installed"])
+@pytest.mark.parametrize("program", ["pretrain_gpt.py", "tools/generate.py", "tools/checkpoint_util.py"])
+def test_another_package_of_the_name_is_one_line(program: str, place: str, tmp_path: Path) -> None:
+    """Its folder is searched after this checkout, and hides it all the same. Nothing of it is executed."""
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "__init__.py").write_text("import no_such_dependency")
+    path = str(tmp_path)
+    start = f"import sys, runpy; sys.path.append({path!r}); sys.argv = [{program!r}, '--help']; "
+    code = start + f"runpy.run_path({program!r}, run_name='__main__')"
+    command = [sys.executable, program, "--help"] if place == "on the path" else [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": path if place == "on the path" else ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    hides = f"error: {tmp_path}/megatron/__init__.py: another package megatron hides this one; take its folder from "
+    assert done.returncode == 2 and done.stderr.startswith(hides) and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_the_guard_sees_torch() -> None:
