@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron.data_parallel.buckets import Slot, make_buckets
+from megatron.data_parallel.buckets import GradientSlot, make_buckets
 from megatron.data_parallel.late_gather import LateGather
 from megatron.data_parallel.training_store import TrainingStore
 from megatron.distributed.state import Axis
@@ -74,12 +74,12 @@ class BucketStore(TrainingStore):
         self.overlap = overlap and dp.size * replicas.size > 1
         self.flat = flat
         self._accumulate = accumulate
-        self._slots: dict[str, Slot] = {}
-        self._slot_of: dict[int, Slot] = {}
+        self._slots: dict[str, GradientSlot] = {}
+        self._slot_of: dict[int, GradientSlot] = {}
         self._names_of_tied: dict[str, str] = {}
         for name, parameter, axis in ((name, p, (axes or {}).get(name, dp)) for name, p in params if p.requires_grad):
             dtype = accumulation_dtype(parameter, in_own_type)
-            self._collect(Slot(name, parameter, axis, replicas, dtype, dtype == parameter.dtype, name in apart))
+            self._collect(GradientSlot(name, parameter, axis, replicas, dtype, dtype == parameter.dtype, name in apart))
         in_buffers = (slot for slot in reversed(self._slots.values()) if flat or not slot.fits_its_parameter)
         assert not (counts_lacking and replicas.size > 1), "the counts of other instances are not added"
         self._buckets = make_buckets(in_buffers, bucket_size, divided, counts_lacking)
@@ -96,7 +96,7 @@ class BucketStore(TrainingStore):
         self._gathers_late = late_gather is not None
         self._hooks = self._listen(late_gather)
 
-    def _collect(self, slot: Slot) -> None:
+    def _collect(self, slot: GradientSlot) -> None:
         known = self._slot_of.setdefault(id(slot.parameter), slot)
         if known is not slot:
             self._names_of_tied[slot.name] = known.name
@@ -114,7 +114,7 @@ class BucketStore(TrainingStore):
             hooks += LateGather(late_gather, [bucket for bucket in self._buckets if bucket.divided]).hooks
         return hooks
 
-    def _slot(self, name: str) -> Slot:
+    def _slot(self, name: str) -> GradientSlot:
         return self._slots[self._names_of_tied.get(name, name)]
 
     # by name, and as runs
@@ -248,7 +248,7 @@ class BucketStore(TrainingStore):
 
     # as gradients arrive
 
-    def _on_gradient(self, slot: Slot, parameter: nn.Parameter) -> None:
+    def _on_gradient(self, slot: GradientSlot, parameter: nn.Parameter) -> None:
         """Runs after backward has added to `parameter.grad`: moves it into the buffer."""
         grad, view = self._grad_that_came(slot), slot.view
         assert view is not None
@@ -266,16 +266,16 @@ class BucketStore(TrainingStore):
             parameter.grad = self._stand_in(slot)
         self._arrived(slot)
 
-    def _grad_that_came(self, slot: Slot) -> Tensor:
+    def _grad_that_came(self, slot: GradientSlot) -> Tensor:
         assert slot.parameter.grad is not None
         return slot.parameter.grad
 
-    def _stand_in(self, slot: Slot) -> Tensor | None:
+    def _stand_in(self, slot: GradientSlot) -> Tensor | None:
         """What `parameter.grad` is where the gradient is not shown there."""
         del slot
         return None
 
-    def _check_open(self, slot: Slot) -> None:
+    def _check_open(self, slot: GradientSlot) -> None:
         assert self._buckets[slot.bucket].gathering is None, f"{slot.name} was used while its weights were gathered"
         if self._buckets[slot.bucket].launched or self._reduced:
             raise RuntimeError(
@@ -283,14 +283,14 @@ class BucketStore(TrainingStore):
                 "of a step, arm() only before its last backward, and reduce() after it"
             )
 
-    def _take(self, slot: Slot, view: Tensor, grad: Tensor) -> None:
+    def _take(self, slot: GradientSlot, view: Tensor, grad: Tensor) -> None:
         """Copies or adds to the buffer, in its type."""
         if slot.filled:
             self._adder.add(view, grad)
         else:
             view.copy_(grad)
 
-    def _arrived(self, slot: Slot) -> None:
+    def _arrived(self, slot: GradientSlot) -> None:
         slot.filled = True
         if self._armed and self.overlap:
             self._buckets[slot.bucket].arrived.add(slot.name)
@@ -314,7 +314,7 @@ class BucketStore(TrainingStore):
             self._buckets[self._next_bucket - 1].start_sum_of_instances()
         self._next_bucket += 1
 
-    def _fill_with_zeros(self, slot: Slot) -> None:
+    def _fill_with_zeros(self, slot: GradientSlot) -> None:
         assert slot.view is not None
         slot.view.zero_()
         slot.filled = True

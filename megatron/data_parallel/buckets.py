@@ -20,7 +20,7 @@ _ALIGNED = 64
 
 
 @dataclass(eq=False)
-class Slot:
+class GradientSlot:
     """The place of one parameter's gradient."""
 
     name: str
@@ -127,13 +127,13 @@ class Bucket(Buffer):
         return whole.view(parameter.shape)
 
 
-def make_buckets(slots: Iterable[Slot], size: int, divided: bool, counts: bool = False) -> list[Bucket]:
+def make_buckets(slots: Iterable[GradientSlot], size: int, divided: bool, counts: bool = False) -> list[Bucket]:
     """Groups the parameters, in the given order, into buckets of one kind and at least `size` elements. Buckets are in
     the order in which the last of their gradients arrives. `counts`: buckets that are not divided count the ranks that
     lack a gradient."""
     assert size > 0, f"bucket size {size}"
-    closed: list[list[Slot]] = []
-    open_: dict[tuple[object, ...], list[Slot]] = {}
+    closed: list[list[GradientSlot]] = []
+    open_: dict[tuple[object, ...], list[GradientSlot]] = {}
     order: dict[str, int] = {}
     for slot in slots:
         order[slot.name] = len(order)
@@ -149,7 +149,7 @@ def make_buckets(slots: Iterable[Slot], size: int, divided: bool, counts: bool =
     return [_make_bucket(number, members, divided, counts) for number, members in enumerate(closed)]
 
 
-def _make_bucket(number: int, members: list[Slot], divided: bool, counts: bool) -> Bucket:
+def _make_bucket(number: int, members: list[GradientSlot], divided: bool, counts: bool) -> Bucket:
     first, sizes = members[0], [slot.parameter.numel() for slot in members]
     total, axis, ranks = sum(sizes), first.axis, first.axis.size if divided else 1
     share = total if ranks == 1 else -(-total // (ranks * _ALIGNED)) * _ALIGNED

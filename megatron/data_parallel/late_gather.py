@@ -29,7 +29,7 @@ class LateGather:
         self.hooks = self._listen(model)
 
     def _listen(self, model: nn.Module) -> list[RemovableHandle]:
-        units = list(units_of(model))
+        units = list(repeated_units(model))
         inside = {parameter: number for number, unit in enumerate(units) for parameter in unit.parameters()}
         first: set[Bucket] = set()  # needed when the model begins
         after: list[set[Bucket]] = [set() for _ in units]
@@ -95,13 +95,13 @@ class _Order(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def units_of(model: nn.Module) -> Iterator[nn.Module]:
+def repeated_units(model: nn.Module) -> Iterator[nn.Module]:
     """The repeated parts of a model, the outermost ones."""
     for child in model.children():
         if isinstance(model, nn.ModuleList | nn.ModuleDict | nn.Sequential) and not _never_called(child):
             yield child
         else:
-            yield from units_of(child)
+            yield from repeated_units(child)
 
 
 def _never_called(module: nn.Module) -> bool:

@@ -127,7 +127,7 @@ def plant_mean(monkeypatch: pytest.MonkeyPatch) -> None:
 def plant_overwritten_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     move = BucketStore._on_gradient
 
-    def overwrite(self: BucketStore, slot: buckets.Slot, parameter: nn.Parameter) -> None:
+    def overwrite(self: BucketStore, slot: buckets.GradientSlot, parameter: nn.Parameter) -> None:
         move(self, slot, parameter)
         parameter.grad = None  # the next micro-batch starts anew
 
@@ -135,7 +135,7 @@ def plant_overwritten_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plant_stale_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def keep(self: BucketStore, slot: buckets.Slot) -> None:
+    def keep(self: BucketStore, slot: buckets.GradientSlot) -> None:
         slot.filled = True
 
     monkeypatch.setattr(BucketStore, "_fill_with_zeros", keep)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.data_parallel import BucketStore
-from megatron.data_parallel.late_gather import LateGather, units_of
+from megatron.data_parallel.late_gather import LateGather, repeated_units
 from megatron.distributed import collectives
 from megatron.distributed.state import ParallelState
 from megatron.layout import Layout
@@ -103,5 +103,5 @@ def test_planted_weights_that_arrive_too_late(monkeypatch: pytest.MonkeyPatch) -
 def test_units_are_the_outermost_entries_of_lists() -> None:
     inner = nn.Sequential(nn.Linear(1, 1), nn.ModuleList([nn.Linear(1, 1)]))
     model = nn.ModuleDict({"list": nn.ModuleList([inner, nn.Linear(1, 1)]), "alone": nn.Linear(1, 1)})
-    assert list(units_of(model)) == [inner, model["list"][1], model["alone"]]
-    assert list(units_of(nn.Linear(1, 1))) == []
+    assert list(repeated_units(model)) == [inner, model["list"][1], model["alone"]]
+    assert list(repeated_units(nn.Linear(1, 1))) == []

@@ -13,7 +13,7 @@ from megatron.compat.any_model.guarded_shards import guard
 from megatron.compat.any_model.same_use import SameUse
 from megatron.compat.any_model.withheld import WithheldGrad, Withholding
 from megatron.data_parallel import BucketStore, FullySharded, Unit
-from megatron.data_parallel.buckets import Slot
+from megatron.data_parallel.buckets import GradientSlot
 from megatron.data_parallel.shard_grads import as_dtensor, local
 from megatron.data_parallel.sharding_units import refuse_hooks, sharded
 from megatron.distributed.state import Axis
@@ -64,10 +64,10 @@ class KeptGradients(BucketStore):
     def withhold(self) -> None:
         """Called after a backward pass. A no-op: a stand-in replaces every gradient as it arrives."""
 
-    def _stand_in(self, slot: Slot) -> Tensor | None:
+    def _stand_in(self, slot: GradientSlot) -> Tensor | None:
         return self._stand_ins[slot.name]
 
-    def _grad_that_came(self, slot: Slot) -> Tensor:
+    def _grad_that_came(self, slot: GradientSlot) -> Tensor:
         grad = slot.parameter.grad
         if isinstance(grad, WithheldGrad):
             grad = grad.take_what_came()

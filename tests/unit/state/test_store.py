@@ -9,21 +9,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.data_parallel.buckets import Bucket, Slot, make_buckets
+from megatron.data_parallel.buckets import Bucket, GradientSlot, make_buckets
 from megatron.distributed.state import Axis
 from megatron.state.store import FlatRun, are_masters
 
 ALIGNED = 64
 
 
-def slots_of(draw: random.Random, dp: Axis) -> Iterator[Slot]:
+def slots_of(draw: random.Random, dp: Axis) -> Iterator[GradientSlot]:
     for number in range(draw.randint(1, 6)):
         shape = [(draw.randint(1, 40), draw.randint(1, 9)), (draw.randint(1, 200),)][draw.randint(0, 1)]
         parameter = nn.Parameter(torch.rand(shape))
-        yield Slot(f"p{number}", parameter, dp, Axis.single("replicate"), torch.float32, shown=True)
+        yield GradientSlot(f"p{number}", parameter, dp, Axis.single("replicate"), torch.float32, shown=True)
 
 
-def one_bucket(seed: int, rank: int, ranks: int) -> tuple[Bucket, list[Slot]]:
+def one_bucket(seed: int, rank: int, ranks: int) -> tuple[Bucket, list[GradientSlot]]:
     dp = Axis("dp", rank, ranks, tuple(range(ranks)))
     slots = list(slots_of(random.Random(seed), dp))
     (bucket,) = make_buckets(slots, size=10**9, divided=True)
