@@ -91,13 +91,8 @@ class Engine:
         device: torch.device,
         stop_on_nonfinite: bool,
     ) -> None:
-        self.model, self.divided, self.passes, self.parallel, self.device = (
-            built.model,
-            built.divided,
-            passes,
-            parallel,
-            device,
-        )
+        self.model, self.divided, self.passes = built.model, built.divided, passes
+        self.parallel, self.device = parallel, device
         self.evaluation = Evaluation(built.model, passes, parallel, device=device, divided=built.divided)
         self.whole_weights = self.evaluation.whole_weights
         self.store = store
