@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 
@@ -10,12 +11,14 @@ from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.data_parallel import TrainingStore
 from megatron.errors import ConfigError
 from megatron.ops import Kernels
-from megatron.optimizer.flat import FlatAdam
+from megatron.ops.optim import adamw_in_place
+from megatron.optimizer.adam_flat import FlatAdam
+from megatron.optimizer.adam_memory import Beside, OnHost, share_of
 from megatron.optimizer.groups import GroupRule
-from megatron.optimizer.offload import build_offloaded
 from megatron.optimizer.rules.choose import choose_rules
 from megatron.optimizer.update_rules import DecidedOnHost, TorchUpdate, Update
 from megatron.state.shard import Shard
+from megatron.utils.device import HostLink
 
 
 def build_update(
@@ -37,7 +40,8 @@ def build_update(
     dtypes = {grads.grad_dtypes[name] for name in grads.names}
     if config.is_plain_adamw and kernel is not None and grads.flat and dtypes <= {torch.float32, torch.bfloat16}:
         betas = config.adam_beta1, config.adam_beta2
-        return FlatAdam(grads, rules, betas, config.adam_eps, kernel, remainders=config.store_param_remainders)
+        memory = Beside(grads.runs(), remainders=config.store_param_remainders)
+        return FlatAdam(grads, rules, betas, config.adam_eps, kernel, [memory])
     if config.store_param_remainders:
         raise no_place_for_remainders()
     apex = kernels is not None and dtypes == {torch.float32} and kernels.backend("adamw") == "apex"
@@ -57,6 +61,30 @@ def _on_host(
     if config.is_plain_adamw:
         return build_offloaded(grads, config, rules, kernel, host)
     return DecidedOnHost(TorchUpdate(grads, rules, choose_rules(grads, config, rules, specs, host)))
+
+
+def build_offloaded(
+    grads: TrainingStore,
+    config: OptimizerConfig,
+    rules: Mapping[str, GroupRule],
+    kernel: Callable[..., None] | None,
+    device: torch.device,
+) -> FlatAdam:
+    """AdamW on the host for the asked share of the state, and on the device for the rest. `kernel`: the native AdamW,
+    for fp32."""
+    runs = grads.runs()
+    if kernel is None or any(run.grads.dtype == torch.float64 for run in runs):
+        kernel = adamw_in_place
+    count, directory = share_of(runs, config.optimizer_offload_fraction), config.optimizer_offload_directory
+    away = OnHost(
+        grads,
+        runs[:count],
+        directory=None if directory is None else Path(directory),
+        link=None if device.type == "cpu" else HostLink(device),
+    )
+    rest = [Beside(runs[count:])] if count < len(runs) else []
+    betas = config.adam_beta1, config.adam_beta2
+    return FlatAdam(grads, rules, betas, config.adam_eps, kernel, [away, *rest])
 
 
 def offloads(config: OptimizerConfig, device: torch.device) -> bool:

@@ -15,10 +15,12 @@ from tests.equivalence.test_model_parallel import GPT2
 from tests.helpers.runs import flags
 
 DECISION = "megatron/optimizer/decision.py:on_host"
-STEP = "megatron/optimizer/offload.py:step"
+START = "megatron/optimizer/adam_memory.py:start"
+ARRIVAL = "megatron/optimizer/adam_memory.py:_sweep"
 NEEDED = (
     Known(DECISION, "the norm decides whether there is an update", lambda names, tensor: torch.ones(4)),
-    Known(STEP, "the gradients, buffer by buffer", lambda names, tensor: None if tensor is None else 1.0),
+    Known(START, "whether there is an update, read from the host", lambda names, tensor: 1.0),
+    Known(ARRIVAL, "the gradients, run by run", lambda names, tensor: None),
 )
 
 
@@ -35,7 +37,7 @@ def test_the_host_waits_for_the_decision_and_the_gradients(changes: dict[str, ob
         with Watch((*KNOWN, *NEEDED)) as watch:
             parts.trainer.fit(1)
     assert buffers or changes
-    assert watch.waits == +Counter({OUTCOME: 1, DECISION: 1, STEP: 1 + buffers})  # whether there is one, and each
+    assert watch.waits == +Counter({OUTCOME: 1, DECISION: 1, START: 1, ARRIVAL: buffers})
 
 
 def test_without_its_exceptions_the_wait_is_found() -> None:
@@ -67,7 +69,7 @@ SUM = "megatron/optimizer/norms.py:sum_on_device"
 SHARDS = (
     Known(SUM, "the sum of squares of the host's gradients", lambda names, tensor: tensor.new_empty((), device=CUDA)),
     Known(DECISION, "the norm decides whether there is an update", lambda names, tensor: torch.ones(4)),
-    Known(STEP, "the decision, read from the host", lambda names, tensor: 1.0),
+    Known(START, "the decision, read from the host", lambda names, tensor: 1.0),
     Known("megatron/optimizer/update_rules.py:step", "the decision, read from the host", lambda names, tensor: 1.0),
     Known(
         PASS,

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.data_parallel import FullySharded, fully_sharded
-from megatron.optimizer import Optimizer, flat
-from megatron.optimizer.flat import FlatAdam
+from megatron.optimizer import Optimizer
+from megatron.optimizer import adam_flat as flat
+from megatron.optimizer.adam_flat import FlatAdam
 from megatron.optimizer.update_rules import TorchUpdate
 from tests.helpers.distributed import run_ranks
 from tests.helpers.kernels import backend

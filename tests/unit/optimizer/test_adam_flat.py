@@ -21,7 +21,7 @@ from megatron.errors import ConfigError
 from megatron.ops import Kernels, resolve
 from megatron.ops.optim import join_fp32, split_fp32
 from megatron.optimizer import GroupRule, Optimizer, megatron_rule
-from megatron.optimizer.flat import FlatAdam
+from megatron.optimizer.adam_flat import FlatAdam
 from megatron.optimizer.norms import side_by_side, square_sum_for
 from megatron.optimizer.update_rules import TorchUpdate
 from tests.helpers.in_place import read_into

@@ -18,9 +18,10 @@ from megatron.data_parallel import BucketStore
 from megatron.distributed.state import Axis
 from megatron.ops.optim import adamw_in_place
 from megatron.optimizer import Optimizer
-from megatron.optimizer import offload as module
-from megatron.optimizer.flat import FlatAdam
-from megatron.optimizer.offload import OffloadedAdam, build_offloaded
+from megatron.optimizer import build_update as module
+from megatron.optimizer.adam_flat import FlatAdam
+from megatron.optimizer.adam_memory import Beside, OnHost
+from megatron.optimizer.build_update import build_offloaded
 from megatron.training import devices
 from megatron.training.settings import read_settings
 from megatron.utils.log import RankLog
@@ -102,18 +103,18 @@ def train(model: nn.Module, optimizer: Optimizer, steps: Sequence[int] = range(S
 
 
 def twin(grads: BucketStore, config: OptimizerConfig, rules: Any) -> FlatAdam:
-    return FlatAdam(grads, rules, BETAS, EPS, adamw_in_place)
+    return FlatAdam(grads, rules, BETAS, EPS, adamw_in_place, [Beside(grads.runs())])
 
 
 def near(directory: Path | None) -> Make:
-    return lambda grads, config, rules: OffloadedAdam(
-        grads, list(grads.runs()), rules, BETAS, EPS, adamw_in_place, directory=directory
+    return lambda grads, config, rules: FlatAdam(
+        grads, rules, BETAS, EPS, adamw_in_place, [OnHost(grads, grads.runs(), directory=directory)]
     )
 
 
 def far(link: FarLink, directory: Path | None) -> Make:
-    return lambda grads, config, rules: OffloadedAdam(
-        grads, list(grads.runs()), rules, BETAS, EPS, adamw_in_place, directory=directory, link=link
+    return lambda grads, config, rules: FlatAdam(
+        grads, rules, BETAS, EPS, adamw_in_place, [OnHost(grads, grads.runs(), directory=directory, link=link)]
     )
 
 
@@ -153,14 +154,17 @@ def test_the_twin_is_torchs_update(dtype: torch.dtype) -> None:
 def test_the_native_kernel_updates_on_the_host(tmp_path: Path, dtype: torch.dtype) -> None:
     native = kernel("adamw", backend("cpu").ops)
     plain, moved = make_model(dtype), make_model(dtype)
-    train(plain, make(plain, lambda grads, config, rules: FlatAdam(grads, rules, BETAS, EPS, native)))
+    train(
+        plain,
+        make(plain, lambda grads, config, rules: FlatAdam(grads, rules, BETAS, EPS, native, [Beside(grads.runs())])),
+    )
     link = FarLink()
     train(
         moved,
         make(
             moved,
-            lambda grads, config, rules: OffloadedAdam(
-                grads, list(grads.runs()), rules, BETAS, EPS, native, directory=tmp_path, link=link
+            lambda grads, config, rules: FlatAdam(
+                grads, rules, BETAS, EPS, native, [OnHost(grads, grads.runs(), directory=tmp_path, link=link)]
             ),
         ),
     )

@@ -1,0 +1,176 @@
+"""AdamW over flat tensors: weights, moments and gradients of many parameters in one launch.
+
+The state is where `adam_memory.py` keeps it. By name it is the same tensors as with torch's update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.data_parallel import TrainingStore
+from megatron.ops.optim import join_fp32, split_fp32
+from megatron.optimizer.adam_memory import AdamMemory
+from megatron.optimizer.decision import Decision
+from megatron.optimizer.groups import GroupRule, Rates
+from megatron.optimizer.update_rules import OptimizerState
+from megatron.state.store import FlatRun, are_masters
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """At which rates the parts of a run learn; tensors where the update reads them."""
+
+    ends: Tensor
+    """Of each part."""
+    factors: Tensor
+    """[parts, 2]: on learning rate and weight decay."""
+    decoupled: Tensor
+    """Which parts have the decoupled learning rate."""
+
+    @staticmethod
+    def of(run: FlatRun, rules: Mapping[str, GroupRule], device: torch.device) -> _Factors:
+        groups = [rules[name] for name in run.names]
+        return _Factors(
+            torch.tensor(run.ends).to(device),
+            torch.tensor([[group.lr_mult, group.wd_mult] for group in groups], dtype=torch.float32).to(device),
+            torch.tensor([group.decoupled for group in groups]).to(device),
+        )
+
+    def at(self, rates: Rates) -> Tensor:
+        """The factors on the rates of `step_control`. With two learning rates the rates themselves are in the factors,
+        which multiply 1: rounding is then as with one rate."""
+        if rates.decoupled_lr is None:
+            return self.factors
+        lr = torch.where(self.decoupled, rates.decoupled_lr, rates.lr).to(self.factors.dtype)
+        return torch.stack([self.factors[:, 0] * lr, self.factors[:, 1]], 1)
+
+
+class _Part:
+    """The runs of one memory."""
+
+    def __init__(self, memory: AdamMemory, store: TrainingStore, rules: Mapping[str, GroupRule]) -> None:
+        self.memory = memory
+        self.factors = [_Factors.of(run, rules, memory.device) for run in memory.runs]
+        self.are_masters = [are_masters(store, run) for run in memory.runs]
+        self.steps = torch.zeros((), dtype=torch.float64, device=memory.device)
+        wide = any(run.grads.dtype == torch.float64 for run in memory.runs)
+        self.precision = torch.float64 if wide else torch.float32
+
+
+class FlatAdam:
+    def __init__(
+        self,
+        store: TrainingStore,
+        rules: Mapping[str, GroupRule],
+        betas: tuple[float, float],
+        eps: float,
+        kernel: Callable[..., None],
+        memories: Sequence[AdamMemory],
+    ) -> None:
+        """`memories` have the runs of the store among them."""
+        self._betas, self._eps, self._kernel = betas, eps, kernel
+        self._parts = [_Part(memory, store, rules) for memory in memories]
+        self._shapes = {name: store.weight(name).shape for name in store.names}
+
+    @torch.no_grad()
+    def step(self, decision: Decision, rates: Rates) -> None:
+        for part in self._parts:
+            decided = part.memory.start(decision)
+            if decided is None:
+                continue
+            steps = part.steps.add_(decided.applied)
+            control = step_control(decided, steps, rates, self._betas).to(part.precision)
+            for run, factors in zip(part.memory.sweep(), part.factors, strict=True):
+                moments = run.kinds["exp_avg"], run.kinds["exp_avg_sq"]
+                places = factors.ends, factors.at(rates)
+                self._kernel(*_weights(run), *moments, run.grads, *places, control, *self._betas, self._eps)
+
+    def state(self) -> OptimizerState:
+        """The live tensors, copies of those in a file; with remainders the masters are computed for the call."""
+        found: OptimizerState = {}
+        for part in self._parts:
+            for run, masters in zip(part.memory.sweep(changes=False), part.are_masters, strict=True):
+                for kind, flat in _saved(run, masters).items():
+                    for name, tensor in self._views(run, flat):
+                        found.setdefault(name, {})[kind] = tensor
+        return found
+
+    def loadable_in_place(self) -> OptimizerState:
+        found: OptimizerState = {}
+        for part in self._parts:
+            for run in part.memory.runs if part.memory.loads_in_place else ():
+                for kind in ("exp_avg", "exp_avg_sq", *(["master"] if "master" in run.kinds else [])):
+                    for name, tensor in self._views(run, run.kinds[kind]):
+                        found.setdefault(name, {})[kind] = tensor
+        return found
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
+        """Half-precision parameters are rounded from their masters."""
+        for part in self._parts:
+            part.steps.fill_(steps)
+            for run, masters in zip(part.memory.sweep(refreshed=True), part.are_masters, strict=True):
+                saved = _saved(run, masters)
+                for kind, flat in saved.items():
+                    for name, tensor in self._views(run, flat):
+                        if state[name][kind].data_ptr() != tensor.data_ptr():  # else it was read into its place
+                            tensor.copy_(state[name][kind])
+                if "master" in saved and not masters:
+                    _set_masters(run, saved["master"])
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        for part in self._parts:
+            for run in part.memory.sweep(refreshed=True):
+                if run.kinds.keys() & {"master", "remainder"}:
+                    _set_masters(run, run.weights.float())
+
+    def _views(self, run: FlatRun, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Views of a flat tensor: each part of it, in its shape."""
+        return ((name, flat[place].view(self._shapes[name])) for name, place in run.places())
+
+
+def _weights(run: FlatRun) -> tuple[Tensor, Tensor]:
+    """The weights that are updated, and the model's rounded copy or the bits that these lack."""
+    if "master" in run.kinds:
+        return run.kinds["master"], run.weights
+    if "remainder" in run.kinds:
+        return run.weights, run.kinds["remainder"]
+    return run.weights, torch.empty(0, dtype=torch.bfloat16, device=run.weights.device)
+
+
+def _saved(run: FlatRun, are_masters: bool) -> dict[str, Tensor]:
+    """The state of a run by kind, as a checkpoint has it."""
+    found = {kind: tensor for kind, tensor in run.kinds.items() if kind != "remainder"}
+    if "remainder" in run.kinds:
+        found["master"] = join_fp32(run.weights, run.kinds["remainder"])
+    elif are_masters:
+        found["master"] = run.weights
+    return found
+
+
+def _set_masters(run: FlatRun, masters: Tensor) -> None:
+    """Also sets the model's own weights: the masters, rounded."""
+    if "remainder" in run.kinds:
+        for kept, new in zip(_weights(run), split_fp32(masters), strict=True):
+            kept.copy_(new)
+    elif "master" in run.kinds:
+        run.kinds["master"].copy_(masters)
+        run.weights.copy_(masters)
+
+
+def step_control(decision: Decision, steps: Tensor, rates: Rates, betas: tuple[float, float]) -> Tensor:
+    """[whether there is an update, factor on gradients, learning rate, decay, corrections of the two moments]."""
+    numbers = [
+        decision.applied,
+        decision.factor,
+        torch.full_like(steps, rates.lr if rates.decoupled_lr is None else 1.0),
+        torch.full_like(steps, rates.weight_decay),
+        1.0 - torch.pow(betas[0], steps),
+        (1.0 - torch.pow(betas[1], steps)).sqrt(),
+    ]
+    return torch.stack([number.to(steps.dtype) for number in numbers])

@@ -1,0 +1,167 @@
+"""Where flat AdamW keeps moments and masters: beside the weights, in host memory, or in a file.
+
+On the host, gradients come from the device while it is still at other work, are used run by run, and the new weights go
+back while the next run is updated. A file's part of the state is read one run ahead and written behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.data_parallel import TrainingStore
+from megatron.optimizer.decision import Decision
+from megatron.state.store import FlatRun
+from megatron.utils.device import HostLink
+from megatron.utils.disk_tensors import DiskTensors
+from megatron.utils.dtype import HALF
+
+DIRECTORY_FLAG = "--optimizer-offload-directory"
+
+
+class AdamMemory(Protocol):
+    runs: Sequence[FlatRun]
+    """Those of the store whose state is here."""
+    device: torch.device
+    """Where they are updated."""
+    loads_in_place: bool
+    """Whether a checkpoint's file may be read straight into the state."""
+
+    def start(self, decision: Decision) -> Decision | None:
+        """Begins an update. Returns the decision where the update is made, None if there is none to make."""
+        ...
+
+    def sweep(self, *, changes: bool = True, refreshed: bool = False) -> Iterator[FlatRun]:
+        """Yields each run where it is updated, with its state in `kinds`. What is changed is kept and the model gets
+        the weights, unless `changes` is False. `refreshed`: the weights are first those of the model."""
+        ...
+
+
+class Beside:
+    """The state is in the memory of the weights."""
+
+    loads_in_place = True
+
+    def __init__(self, runs: Sequence[FlatRun], *, remainders: bool = False) -> None:
+        """`remainders`: of the fp32 master of a bf16 parameter, keep only the 16 bits that the parameter lacks."""
+        self.runs = runs
+        self.device = next((run.weights.device for run in runs), torch.device("cpu"))
+        for run in runs:
+            wide = torch.promote_types(run.grads.dtype, torch.float32)
+            moments = torch.zeros((2, run.weights.numel()), dtype=wide, device=self.device)
+            run.kinds.clear()
+            run.kinds.update(exp_avg=moments[0], exp_avg_sq=moments[1])
+            if remainders and run.weights.dtype == torch.bfloat16:
+                run.kinds["remainder"] = torch.zeros_like(run.weights, dtype=torch.int16)
+            elif run.weights.dtype in HALF:
+                run.kinds["master"] = run.weights.float()
+
+    def start(self, decision: Decision) -> Decision | None:
+        return decision
+
+    def sweep(self, *, changes: bool = True, refreshed: bool = False) -> Iterator[FlatRun]:
+        del changes, refreshed
+        return iter(self.runs)
+
+
+class OnHost:
+    """The state is in host memory, or in a file."""
+
+    loads_in_place = False  # a file has another form, and no file is read into memory for an accelerator
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        store: TrainingStore,
+        runs: Sequence[FlatRun],
+        *,
+        directory: Path | None = None,
+        link: HostLink | None = None,
+    ) -> None:
+        """`directory`: where the state's file is; None: the state is in memory. `link`: to the device, if that is not
+        the host."""
+        self.runs, self._store, self._link = runs, store, link
+        dtype = torch.float64 if any(run.grads.dtype == torch.float64 for run in runs) else torch.float32
+        lengths = [len(_kinds(run)) * run.weights.numel() for run in runs]
+        self._tensors: list[Tensor] = []
+        self._file: DiskTensors | None = None
+        if directory is None:
+            self._tensors = [torch.zeros(length, dtype=dtype) for length in lengths]
+        else:
+            self._file = DiskTensors(directory, lengths, setting=DIRECTORY_FLAG, dtype=dtype)
+        # [weights, gradients] of each run on the host, where that is not the device
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        if link is not None:
+            for run in runs:
+                weights, grads = (link.empty(tensor.numel(), tensor.dtype) for tensor in (run.weights, run.grads))
+                self._copies.append((weights, grads))
+        self._arrivals: list[Callable[[], None]] = []
+        for run in self._sweep(changes=True, refreshed=True, returned=False):
+            if "master" in run.kinds:
+                run.kinds["master"].copy_(run.weights)
+
+    def start(self, decision: Decision) -> Decision | None:
+        self._arrivals = []
+        if self._link is not None:
+            for run, (_, grads) in zip(self.runs, self._copies, strict=True):
+                self._arrivals.append(self._link.to_host(run.grads, grads))
+        decided = decision.on_host()
+        if decided.applied:
+            return decided
+        self._arrivals = []
+        return None
+
+    def sweep(self, *, changes: bool = True, refreshed: bool = False) -> Iterator[FlatRun]:
+        return self._sweep(changes, refreshed, returned=changes)
+
+    def _sweep(self, changes: bool, refreshed: bool, returned: bool) -> Iterator[FlatRun]:
+        arrivals, self._arrivals = self._arrivals, []
+        for number, state in self._states(changes):
+            run, weights = self.runs[number], self._weights(number)
+            if refreshed and weights is not run.weights:
+                weights.copy_(run.weights)
+            if arrivals:
+                arrivals[number]()
+            kinds = _kinds(run)
+            parts = state.view(len(kinds), run.weights.numel()).unbind()
+            yield FlatRun(run.names, run.ends, self._grads(number), weights, dict(zip(kinds, parts, strict=True)))
+            if self._link is not None and returned:
+                self._link.to_device(weights, run.weights)
+        if self._link is not None and returned:
+            self._link.join()
+
+    def _states(self, changes: bool) -> Iterator[tuple[int, Tensor]]:
+        """The state of each run as one tensor, with the run's number; copies where it is in a file and only read."""
+        if self._file is None:
+            yield from enumerate(self._tensors)
+            return
+        for number, state in self._file.sweep(changes=changes):
+            yield number, state if changes else state.clone()
+
+    def _weights(self, number: int) -> Tensor:
+        return self.runs[number].weights if self._link is None else self._copies[number][0]
+
+    def _grads(self, number: int) -> Tensor:
+        """Shards on the host have new gradient tensors in each step."""
+        run = self.runs[number]
+        if self._link is not None:
+            return self._copies[number][1]
+        return run.grads if self._store.flat else self._store.grad(run.names[0]).view(-1)
+
+
+def _kinds(run: FlatRun) -> tuple[str, ...]:
+    """The kinds of state that are kept for a run."""
+    return ("exp_avg", "exp_avg_sq", "master") if run.weights.dtype in HALF else ("exp_avg", "exp_avg_sq")
+
+
+def share_of(runs: Sequence[FlatRun], fraction: float) -> int:
+    """How many of the runs, the first ones, come closest to that fraction of all elements; one at least, unless it is
+    0."""
+    sizes = [0, *accumulate(run.weights.numel() for run in runs)]
+    closest = min(range(len(sizes)), key=lambda count: abs(sizes[count] - fraction * sizes[-1]))
+    return min(max(closest, 1), len(runs)) if fraction > 0.0 else closest
