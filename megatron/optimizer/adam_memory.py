@@ -42,7 +42,7 @@ class AdamMemory(Protocol):
         ...
 
 
-class Beside:
+class Resident:
     """The state is in the memory of the weights."""
 
     loads_in_place = True
@@ -69,7 +69,7 @@ class Beside:
         return iter(self.runs)
 
 
-class OnHost:
+class Offloaded:
     """The state is in host memory, or in a file."""
 
     loads_in_place = False  # a file has another form, and no file is read into memory for an accelerator

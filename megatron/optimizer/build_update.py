@@ -13,7 +13,7 @@ from megatron.errors import ConfigError
 from megatron.ops import Kernels
 from megatron.ops.optim import adamw_in_place
 from megatron.optimizer.adam_flat import FlatAdam
-from megatron.optimizer.adam_memory import Beside, OnHost, share_of
+from megatron.optimizer.adam_memory import Offloaded, Resident, share_of
 from megatron.optimizer.groups import GroupRule
 from megatron.optimizer.rules.choose import choose_rules
 from megatron.optimizer.update_rules import DecidedOnHost, TorchUpdate, Update
@@ -40,7 +40,7 @@ def build_update(
     dtypes = {grads.grad_dtypes[name] for name in grads.names}
     if config.is_plain_adamw and kernel is not None and grads.flat and dtypes <= {torch.float32, torch.bfloat16}:
         betas = config.adam_beta1, config.adam_beta2
-        memory = Beside(grads.runs(), remainders=config.store_param_remainders)
+        memory = Resident(grads.runs(), remainders=config.store_param_remainders)
         return FlatAdam(grads, rules, betas, config.adam_eps, kernel, [memory])
     if config.store_param_remainders:
         raise no_place_for_remainders()
@@ -76,13 +76,13 @@ def build_offloaded(
     if kernel is None or any(run.grads.dtype == torch.float64 for run in runs):
         kernel = adamw_in_place
     count, directory = share_of(runs, config.optimizer_offload_fraction), config.optimizer_offload_directory
-    away = OnHost(
+    away = Offloaded(
         grads,
         runs[:count],
         directory=None if directory is None else Path(directory),
         link=None if device.type == "cpu" else HostLink(device),
     )
-    rest = [Beside(runs[count:])] if count < len(runs) else []
+    rest = [Resident(runs[count:])] if count < len(runs) else []
     betas = config.adam_beta1, config.adam_beta2
     return FlatAdam(grads, rules, betas, config.adam_eps, kernel, [away, *rest])
 

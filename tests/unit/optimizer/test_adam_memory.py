@@ -20,7 +20,7 @@ from megatron.ops.optim import adamw_in_place
 from megatron.optimizer import Optimizer
 from megatron.optimizer import build_update as module
 from megatron.optimizer.adam_flat import FlatAdam
-from megatron.optimizer.adam_memory import Beside, OnHost
+from megatron.optimizer.adam_memory import Offloaded, Resident
 from megatron.optimizer.build_update import build_offloaded
 from megatron.training import devices
 from megatron.training.settings import read_settings
@@ -103,18 +103,18 @@ def train(model: nn.Module, optimizer: Optimizer, steps: Sequence[int] = range(S
 
 
 def twin(grads: BucketStore, config: OptimizerConfig, rules: Any) -> FlatAdam:
-    return FlatAdam(grads, rules, BETAS, EPS, adamw_in_place, [Beside(grads.runs())])
+    return FlatAdam(grads, rules, BETAS, EPS, adamw_in_place, [Resident(grads.runs())])
 
 
 def near(directory: Path | None) -> Make:
     return lambda grads, config, rules: FlatAdam(
-        grads, rules, BETAS, EPS, adamw_in_place, [OnHost(grads, grads.runs(), directory=directory)]
+        grads, rules, BETAS, EPS, adamw_in_place, [Offloaded(grads, grads.runs(), directory=directory)]
     )
 
 
 def far(link: FarLink, directory: Path | None) -> Make:
     return lambda grads, config, rules: FlatAdam(
-        grads, rules, BETAS, EPS, adamw_in_place, [OnHost(grads, grads.runs(), directory=directory, link=link)]
+        grads, rules, BETAS, EPS, adamw_in_place, [Offloaded(grads, grads.runs(), directory=directory, link=link)]
     )
 
 
@@ -156,7 +156,7 @@ def test_the_native_kernel_updates_on_the_host(tmp_path: Path, dtype: torch.dtyp
     plain, moved = make_model(dtype), make_model(dtype)
     train(
         plain,
-        make(plain, lambda grads, config, rules: FlatAdam(grads, rules, BETAS, EPS, native, [Beside(grads.runs())])),
+        make(plain, lambda grads, config, rules: FlatAdam(grads, rules, BETAS, EPS, native, [Resident(grads.runs())])),
     )
     link = FarLink()
     train(
@@ -164,7 +164,7 @@ def test_the_native_kernel_updates_on_the_host(tmp_path: Path, dtype: torch.dtyp
         make(
             moved,
             lambda grads, config, rules: FlatAdam(
-                grads, rules, BETAS, EPS, native, [OnHost(grads, grads.runs(), directory=tmp_path, link=link)]
+                grads, rules, BETAS, EPS, native, [Offloaded(grads, grads.runs(), directory=tmp_path, link=link)]
             ),
         ),
     )
