@@ -1,8 +1,8 @@
 """Declares settings: a section is a frozen dataclass whose fields are made by `flag(default, help, ...)`.
 
 `flag` is `dataclasses.field` with a `Flag` in its metadata: the spelling, the accepted values, whether this version
-supports it, and when it has an effect. The command line, the YAML reader, the checks, the lines about settings without
-effect, and docs/flags.md are generated from these declarations.
+supports it, when it has an effect, and what it excludes. The command line, the YAML reader, the checks, the lines about
+settings without effect, and docs/flags.md are generated from these declarations.
 """
 
 from __future__ import annotations
@@ -28,6 +28,24 @@ class Need:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Exclude:
+    """Something that cannot be combined with the setting that declares this."""
+
+    other: str | Need
+    """The name of a setting, which counts if it is not at its default; or what a run may have."""
+    why: str = ""
+    way_out: str = "keep one of them"
+    given: bool = False
+    """The other setting counts if the user gave it, at its default too."""
+    own: Callable[[Any], bool] | None = None
+    """Whether the declaring setting counts in a run; None: if it is not at its default."""
+
+
+def excludes(*others: str | Need, **options: Any) -> tuple[Exclude, ...]:
+    return tuple(Exclude(other=other, **options) for other in others)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Flag:
     """The command-line description of one field."""
 
@@ -50,6 +68,7 @@ class Flag:
     cli_only: bool = False  # concerns this launch only: never written into a checkpoint
     path: bool = False  # names a file or folder: may differ between machines
     needs: tuple[Need, ...] = ()  # what it has no effect without; none: it always has one
+    excludes: tuple[Exclude, ...] = ()  # what it cannot be combined with; declared on one of the two
     insists: bool = False  # given without what it needs it is refused: something else must have been meant
 
 

@@ -9,12 +9,6 @@ from megatron.config.run import RunConfig, all_settings, settings_by_name
 from megatron.config.values import show
 
 
-def given(config: RunConfig, name: str) -> bool:
-    """Whether the user set it, by a flag or in a file. (The values of a preset or a checkpoint do not count.)"""
-    origin = config.origins.get(name)
-    return origin is not None and not origin.startswith(("preset ", "checkpoint"))
-
-
 def spelled(config: RunConfig, name: str) -> str:
     """A setting and its value as the user would type them, and the key that it came from, if any."""
     setting = settings_by_name()[name]
@@ -57,7 +51,7 @@ def without_effect(config: RunConfig) -> Iterator[tuple[Setting, Need]]:
     for setting in all_settings():
         value = config.value(setting)
         asks = value is not None and not (value == setting.default and (setting.is_switch or value == "none"))
-        if given(config, setting.name) and asks:
+        if config.given(setting.name) and asks:
             unmet = [need for need in setting.flag.needs if not need.met(config)]
             if unmet:
                 yield setting, unmet[0]
@@ -66,7 +60,7 @@ def without_effect(config: RunConfig) -> Iterator[tuple[Setting, Need]]:
 def _activation(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.activation == "gelu_erf":
-        turned_off = given(config, "bias_gelu_fusion") and not model.bias_gelu_fusion
+        turned_off = config.given("bias_gelu_fusion") and not model.bias_gelu_fusion
         cause = "--no-bias-gelu-fusion" if turned_off else "--disable-bias-linear"
         yield f"{cause}: GELU is computed in its erf form, as in Megatron; --openai-gelu keeps the tanh form"
 
@@ -75,7 +69,7 @@ def _attention(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.use_rotary_position_embeddings:
         yield "--use-rotary-position-embeddings: taken as --position-embedding-type rope, without a learned table"
-    if given(config, "num_query_groups") and not model.group_query_attention:
+    if config.given("num_query_groups") and not model.group_query_attention:
         yield f"{spelled(config, 'num_query_groups')}: turns grouped-query attention on"
 
 
@@ -93,7 +87,7 @@ def _experts(config: RunConfig) -> Iterator[str]:
 
 
 def _loss_scale(config: RunConfig) -> Iterator[str]:
-    if given(config, "loss_scale") and config.precision.loss_scale != 1.0 and not config.precision.fp16:
+    if config.given("loss_scale") and config.precision.loss_scale != 1.0 and not config.precision.fp16:
         kind = "bf16" if config.precision.bf16 else "fp32"
         yield (
             f"{spelled(config, 'loss_scale')}: {kind} gradients need no scale; the loss is multiplied by it and the "

@@ -52,6 +52,11 @@ class RunConfig:
     keys: Mapping[str, str] | None = field(default=None, compare=False)
     """Where there is no command line: the key of each setting's name, for messages, which speak of keys alone."""
 
+    def given(self, name: str) -> bool:
+        """Whether the user set it, by a flag or in a file. (The values of a preset or a checkpoint do not count.)"""
+        origin = self.origins.get(name)
+        return origin is not None and not origin.startswith(("preset ", "checkpoint"))
+
     def value(self, setting: Setting) -> Any:
         return getattr(getattr(self, setting.section), setting.name)
 

@@ -14,7 +14,7 @@ from megatron.checkpoint.find import find_candidates
 from megatron.checkpoint.step_source import OWN_STEPS, StepSource
 from megatron.config import RunConfig, adopt_checkpoint_args, check_paths, check_settings
 from megatron.config.cli import merge_sources
-from megatron.config.notices import given, spelled
+from megatron.config.notices import spelled
 from megatron.config.refusals import Refusals
 from megatron.config.sources import SettingsSource, no_other_file
 from megatron.errors import ConfigError
@@ -116,7 +116,7 @@ def _with_settings_of_folder(config: RunConfig, source: StepSource, *, needs_dat
     if not checkpoint.finetune:
         raise ConfigError(f"{here}, which has weights and nothing to resume; add --finetune to train on from them")
     for name in ("ckpt_step", "strict_load", "skip_hash"):
-        if given(config, name):
+        if config.given(name):
             raise ConfigError(f"{spelled(config, name)}: {here}, without steps and a manifest; remove it")
     if checkpoint.save is not None and Path(checkpoint.save).resolve() == folder.resolve():
         raise ConfigError(f"--save {checkpoint.save}: {here}; save to another directory")

@@ -12,9 +12,10 @@ from megatron.compat.any_model.schedule import ConfiguredSchedule
 from megatron.compat.any_model.settings import BatchSizes, EngineSettings
 from megatron.compat.deepspeed_file import DeepSpeedSettings, read_deepspeed
 from megatron.compat.deepspeed_file.table import keys_by_field
+from megatron.config.checks import exclusions
 from megatron.config.checks.model import check_precision
+from megatron.config.checks.parallel import check_zero
 from megatron.config.checks.training import check_deepspeed_scheduler
-from megatron.config.checks.zero import check_place_of_parameters
 from megatron.config.notices import without_effect
 from megatron.config.refusals import Refusals
 from megatron.config.run import RunConfig, build, settings_by_name
@@ -46,9 +47,11 @@ class EngineConfig:
         except ConfigError as error:  # of a file, which another program names in a flag
             raise ConfigError(str(error).replace("--deepspeed_config ", "config ")) from None
         self.run: RunConfig = build(self._read.values, origins=self._read.origins, keys=keys_by_field())
-        for check in (check_precision, check_deepspeed_scheduler, check_place_of_parameters):
+        for check in (check_precision, check_deepspeed_scheduler, check_zero):
             with refusals.of_checking():
                 check(self.run)
+        for text in exclusions(self.run, counts=_is_used):
+            refusals.refuse(ConfigError(text))
         if (directory := self._read.keys.get("optimizer_offload_directory")) is not None:
             refusals.refuse(
                 ConfigError(

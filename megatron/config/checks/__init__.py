@@ -6,15 +6,19 @@ Device and backend are checked where the device is known (`distributed/device.py
 
 from __future__ import annotations
 
-from megatron.config.checks import checkpoint, data, kernels, model, moe, parallel, training, zero
+from collections.abc import Callable, Iterator
+from itertools import chain
+
+from megatron.config.checks import checkpoint, data, model, moe, parallel, training
 from megatron.config.checks.paths import check_paths
 from megatron.config.checks.world import check_world
+from megatron.config.flag import Exclude, Need, Setting
 from megatron.config.notices import spelled, without_effect
 from megatron.config.refusals import Refusals
-from megatron.config.run import RunConfig
+from megatron.config.run import RunConfig, all_settings, settings_by_name
 from megatron.errors import ConfigError
 
-__all__ = ["check_paths", "check_settings", "check_world"]
+__all__ = ["check_paths", "check_settings", "check_world", "exclusions"]
 
 
 def check_settings(
@@ -30,18 +34,48 @@ def check_settings(
         missing = [flag for flag in model.missing(config) if not found.doubts(flag)]
         if missing:
             found.refuse(model.required(missing))
-    modules = (model, training, data, checkpoint, parallel, moe, kernels, zero)
+    modules = (model, training, data, checkpoint, parallel, moe)
     checks = [check_one for module in modules for check_one in module.CHECKS]
     if needs_data:
         checks += [data.check_sources, *([data.check_tokenizer_flags] if complete else [])]
     with found.of_checking():
-        for setting, need in without_effect(config):
-            if setting.flag.insists:
-                text = f"{spelled(config, setting.name)}: has no effect without {need.text}; add that, or leave it out"
-                with found.of_checking():
-                    raise ConfigError(text)
+        for text in chain(_unmet(config), exclusions(config)):
+            with found.of_checking():
+                raise ConfigError(text)
     for check_one in checks:
         with found.of_checking():
             check_one(config)
     if refusals is None:
         found.end()
+
+
+def _unmet(config: RunConfig) -> Iterator[str]:
+    """A line for each setting that insists on something which is not there."""
+    for setting, need in without_effect(config):
+        if setting.flag.insists:
+            yield f"{spelled(config, setting.name)}: has no effect without {need.text}; add that, or leave it out"
+
+
+def exclusions(config: RunConfig, counts: Callable[[str], bool] = lambda name: True) -> Iterator[str]:
+    """A line for each pair of settings that exclude each other. `counts`: whether a setting has an effect."""
+    for setting in all_settings():
+        for exclude in setting.flag.excludes:
+            if not counts(setting.name) or not (isinstance(exclude.other, Need) or counts(exclude.other)):
+                continue
+            own = _chosen(config, setting) if exclude.own is None else exclude.own(config)
+            if own and (other := _excluded(config, exclude)) is not None:
+                why = f": {exclude.why}" if exclude.why else ""
+                yield f"{spelled(config, setting.name)} and {other} exclude each other{why}; {exclude.way_out}"
+
+
+def _excluded(config: RunConfig, exclude: Exclude) -> str | None:
+    """What a run has of that which is excluded, as messages call it."""
+    if isinstance(exclude.other, Need):
+        return exclude.other.text if exclude.other.met(config) else None
+    chosen = config.given(exclude.other) if exclude.given else _chosen(config, settings_by_name()[exclude.other])
+    return spelled(config, exclude.other) if chosen else None
+
+
+def _chosen(config: RunConfig, setting: Setting) -> bool:
+    value = config.value(setting)
+    return value is not None and value != setting.default

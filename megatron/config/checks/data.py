@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.config.blend import data_sources, parse_blend
-from megatron.config.notices import given, spelled
+from megatron.config.notices import spelled
 from megatron.config.run import RunConfig
 from megatron.config.split import parse_split
 from megatron.config.validation import asked_samples, set_names
@@ -27,26 +27,12 @@ def check_paths_and_split(config: RunConfig) -> None:
         words = getattr(data, name)
         if words is not None:
             parse_blend("--" + name.replace("_", "-"), words)
-    ways = [*_given(config, _SHARED), *_given(config, _SEPARATE_FILE), *_given(config, _SEPARATE)[:1]]
-    if data.mock_data and ways:
-        raise ConfigError("--mock-data and data paths exclude each other; keep one of them")
     if not shares[0] and (data.mock_data or _given(config, _SHARED)) and not config.training.skip_train:
         raise ConfigError(f"{spelled(config, 'split')}: leaves nothing to train on; give training a share")
-    if len(ways) > 1:
-        first = "--" + ways[0].replace("_", "-")
-        raise ConfigError(f"{first} and {spelled(config, ways[1])} exclude each other; keep one of them")
-    if ways and ways[0] not in _SHARED and given(config, "split"):
-        raise ConfigError(
-            f"{spelled(config, 'split')} and {spelled(config, ways[0])} exclude each other: separate sets are not "
-            "split; remove --split"
-        )
 
 
 def check_validation_sets(config: RunConfig) -> None:
     data, evaluation = config.data, config.evaluation
-    for name in ("full_validation", "validation_samples"):
-        if data.mock_data and given(config, name) and getattr(evaluation, name):
-            raise ConfigError(f"{spelled(config, name)} and --mock-data exclude each other: synthetic data has no end")
     if data.multiple_validation_sets:
         _check_sets(config)
     samples = asked_samples(config)
@@ -93,20 +79,6 @@ def check_fill_in_the_middle(config: RunConfig) -> None:
         raise ConfigError("--fim-data: cuts text, and this run has no tokenizer of text; give one, or leave it out")
 
 
-_OF_DOCUMENTS = ("reset_position_ids", "reset_attention_mask", "dataloader_inter_document_masking", "eod_mask_loss")
-
-
-def check_conversations(config: RunConfig) -> None:
-    if not config.data.sft:
-        return
-    for name in (*_OF_DOCUMENTS, "fim_data"):
-        if getattr(config.data, name):
-            raise ConfigError(
-                f"--sft and {spelled(config, name)} exclude each other: conversations have borders and a loss of their "
-                f"own; remove {spelled(config, name)}"
-            )
-
-
 def check_sources(config: RunConfig) -> None:
     data = config.data
     separate = _given(config, _SEPARATE)
@@ -136,4 +108,4 @@ def check_seed(config: RunConfig) -> None:
         raise ConfigError(f"{spelled(config, 'seed')}: the sample order needs 0 to {2**32 - 1}; choose another")
 
 
-CHECKS = (check_seed, check_paths_and_split, check_validation_sets, check_fill_in_the_middle, check_conversations)
+CHECKS = (check_seed, check_paths_and_split, check_validation_sets, check_fill_in_the_middle)

@@ -1,8 +1,8 @@
-"""Checks of the model's shape, its number formats and its recomputation."""
+"""Checks of the model's shape, its number formats, its recomputation and its kernels."""
 
 from __future__ import annotations
 
-from megatron.config.notices import given, spelled
+from megatron.config.notices import spelled
 from megatron.config.run import RunConfig, all_settings
 from megatron.errors import ConfigError
 from megatron.utils.numerals import WIDTH
@@ -60,17 +60,6 @@ def check_positions(config: RunConfig) -> None:
             f"{spelled(config, 'seq_length')} is longer than {spelled(config, 'max_position_embeddings')}; "
             f"raise --max-position-embeddings to {data.seq_length} or shorten --seq-length"
         )
-    named = given(config, "position_embedding_type")
-    if model.use_rotary_position_embeddings and named and model.position_embedding_type in ("learned_absolute", "none"):
-        raise ConfigError(
-            f"--use-rotary-position-embeddings and {spelled(config, 'position_embedding_type')} contradict each other; "
-            "keep one of them"
-        )
-    if named and model.position_embedding_type == "learned_absolute" and not model.add_position_embedding:
-        raise ConfigError(
-            "--position-embedding-type learned_absolute and --no-position-embedding contradict each other; "
-            "keep one of them"
-        )
 
 
 def check_rope(config: RunConfig) -> None:
@@ -82,8 +71,6 @@ def check_rope(config: RunConfig) -> None:
             "--rotary-seq-len-interpolation-factor": model.rotary_seq_len_interpolation_factor is not None,
         }
     )
-    if len(scalings) > 1:
-        raise ConfigError(f"{' and '.join(scalings)} are different scalings of RoPE; keep one of them")
     if scalings and model.positions != "rope":
         raise ConfigError(f"{scalings[0]}: needs rotary positions; add --position-embedding-type rope")
     if model.positions != "rope" or not model.num_attention_heads:
@@ -114,33 +101,8 @@ def check_window(config: RunConfig) -> None:
         )
 
 
-def check_activation(config: RunConfig) -> None:
-    model = config.model
-    chosen = _on({"--swiglu": model.swiglu, "--squared-relu": model.squared_relu, "--openai-gelu": model.openai_gelu})
-    if len(chosen) > 1:
-        way_out = "keep one (a preset's is turned off with --swiglu=false)"
-        raise ConfigError(f"{' and '.join(chosen)} each choose the activation; {way_out}")
-
-
-def check_residual(config: RunConfig) -> None:
-    model = config.model
-    chosen = _on(
-        {
-            "--use-parallel-residual": model.use_parallel_residual,
-            "--norm-placement after": model.norm_placement == "after",
-            "--apply-residual-connection-post-layernorm": model.apply_residual_connection_post_layernorm,
-        }
-    )
-    if len(chosen) > 1:
-        raise ConfigError(f"{' and '.join(chosen)} are different wirings of a layer; keep one of them")
-
-
 def check_precision(config: RunConfig) -> None:
     precision = config.precision
-    if precision.fp16 and precision.bf16:
-        raise ConfigError(
-            f"{spelled(config, 'fp16')} and {spelled(config, 'bf16')} exclude each other; keep one of them"
-        )
     if config.model.fp32_residual_connection and precision.params_dtype == "float32":
         raise ConfigError("--fp32-residual-connection: everything is fp32 already; remove it, or add --bf16 or --fp16")
     if precision.min_loss_scale > precision.initial_loss_scale:
@@ -160,16 +122,6 @@ def check_recomputed_parts(config: RunConfig) -> None:
 
 def check_recompute(config: RunConfig) -> None:
     recompute = config.recompute
-    for name in ("recompute_activations", "moe_layer_recompute"):
-        if recompute.full and getattr(recompute, name):
-            raise ConfigError(
-                f"{spelled(config, name)} means --recompute-granularity selective, but full was given; keep one of them"
-            )
-    if recompute.full and recompute.cpu_offloading_num_layers:
-        raise ConfigError(
-            f"{spelled(config, 'cpu_offloading_num_layers')} and --recompute-granularity full exclude each other: a "
-            "layer keeps its input alone, and computes the rest anew; keep one"
-        )
     if 0 < config.model.num_layers < recompute.cpu_offloading_num_layers:
         raise ConfigError(
             f"{spelled(config, 'cpu_offloading_num_layers')}: the model has {config.model.num_layers} layers; give at "
@@ -184,15 +136,24 @@ def check_recompute(config: RunConfig) -> None:
         )
 
 
+def check_kernels(config: RunConfig) -> None:
+    kernels = config.kernels
+    mode, *excluded = kernels.kernels.split(",")
+    if mode not in ("auto", "native", "ref") or any(not word.startswith("-") or len(word) == 1 for word in excluded):
+        raise ConfigError(
+            f"{spelled(config, 'kernels')}: begins with auto, native or ref, followed by operations to leave out; "
+            "as in --kernels auto,-rope"
+        )
+
+
 CHECKS = (
     check_width,
     check_heads,
     check_positions,
     check_rope,
     check_window,
-    check_activation,
-    check_residual,
     check_precision,
     check_recompute,
     check_recomputed_parts,
+    check_kernels,
 )

@@ -79,23 +79,6 @@ def check_groups(config: RunConfig) -> None:
         )
 
 
-def check_capacity(config: RunConfig) -> None:
-    """Token dropping looks at whole sequences, so nothing may split them."""
-    moe, parallel = config.moe, config.parallel
-    if not moe.is_on or moe.moe_expert_capacity_factor is None:
-        return
-    cutting = {
-        "context_parallel_size": parallel.context_parallel_size > 1,
-        "sequence_parallel": parallel.splits_sequence,
-    }
-    for name, cuts in cutting.items():
-        if cuts:
-            raise ConfigError(
-                f"{spelled(config, 'moe_expert_capacity_factor')}: what is dropped is decided over whole sequences, "
-                f"which {spelled(config, name)} cuts; remove one of them"
-            )
-
-
 def check_experts(config: RunConfig) -> None:
     """The experts divide over the expert-parallel ranks, and their widths over the tensor-parallel ranks."""
     experts, ep = config.moe.num_experts, config.parallel.expert_model_parallel_size
@@ -127,4 +110,4 @@ def check_experts(config: RunConfig) -> None:
         )
 
 
-CHECKS = (check_layers, check_router, check_groups, check_capacity, check_experts)
+CHECKS = (check_layers, check_router, check_groups, check_experts)

@@ -145,16 +145,11 @@ def check_zero(config: RunConfig) -> None:
             f"{spelled(config, 'num_distributed_optimizer_instances')}: without ZeRO every rank has the whole "
             "optimizer; add --use-distributed-optimizer (or --zero-stage 2 or 3), or leave it out"
         )
+    if stage == 3 and config.parallel.remote_device == "nvme":
+        raise ConfigError(
+            f"{spelled(config, 'remote_device')}: parameters are kept in host memory or on the device, not in files; "
+            "use cpu, or leave it out"
+        )
 
 
-def check_gradients(config: RunConfig) -> None:
-    """--grad-reduce-in-bf16 has no exceptions."""
-    for name in ("ddp_reduce_scatter_with_fp32_accumulation", "ddp_param_name_patterns_for_fp32_local_accumulation"):
-        if config.parallel.grad_reduce_in_bf16 and getattr(config.parallel, name):
-            raise ConfigError(
-                f"{spelled(config, name)} asks for sums in fp32, and --grad-reduce-in-bf16 adds up and reduces all "
-                "gradients in bf16 here; keep one of them"
-            )
-
-
-CHECKS = (check_tensor, check_pipeline, check_context, check_zero, check_gradients)
+CHECKS = (check_tensor, check_pipeline, check_context, check_zero)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.config.batch import parse_schedule
-from megatron.config.notices import given, spelled, to_add
+from megatron.config.notices import spelled, to_add
 from megatron.config.run import RunConfig
 from megatron.config.sections.deepspeed_scheduler import REQUIRED
 from megatron.errors import ConfigError
@@ -15,33 +15,10 @@ _MOST_RAMP_STEPS = 1_000_000
 
 def check_length(config: RunConfig) -> None:
     training = config.training
-    if training.train_iters is not None and training.train_samples is not None:
-        raise ConfigError(
-            f"{spelled(config, 'train_iters')} and {spelled(config, 'train_samples')} exclude each other; keep one"
-        )
     if training.train_iters is None and training.train_samples is None and not training.skip_train:
         raise ConfigError(
             "--train-iters or --train-samples: one is required; give it, or --skip-train to evaluate only"
         )
-
-
-def check_units(config: RunConfig) -> None:
-    """The run and its schedule count in the same unit, iterations or samples (as in Megatron)."""
-    by_samples = config.training.train_samples is not None
-    if config.training.train_iters is None and not by_samples:
-        return
-    right, wrong = ("samples", "iters") if by_samples else ("iters", "samples")
-    length = spelled(config, f"train_{right}")
-    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
-        if getattr(config.schedule, f"{name}_{wrong}"):
-            way_out = f"use --{name.replace('_', '-')}-{right}"
-            raise ConfigError(f"{spelled(config, f'{name}_{wrong}')} and {length} count in different units; {way_out}")
-    for name in ("rampup_batch_size", "step_batch_size_schedule"):
-        if getattr(config.training, name) is not None and not by_samples:
-            raise ConfigError(
-                f"{spelled(config, name)} and {length} cannot be combined; "
-                "give the length of the run in samples, with --train-samples"
-            )
 
 
 def check_batch(config: RunConfig) -> None:
@@ -54,16 +31,7 @@ def check_batch(config: RunConfig) -> None:
             f"{' or '.join(map(str, nearest_divisors(final, micro)))}; with several data-parallel ranks, a multiple of "
             "both together"
         )
-    if training.gradient_accumulation_steps is not None:
-        for name in ("rampup_batch_size", "step_batch_size_schedule"):
-            if getattr(training, name) is not None:
-                steps = spelled(config, "gradient_accumulation_steps")
-                raise ConfigError(f"{steps}: {spelled(config, name)} changes it during the run; remove one of them")
     if training.step_batch_size_schedule is not None:
-        for name in ("global_batch_size", "rampup_batch_size"):
-            if getattr(training, name) is not None:
-                schedule = spelled(config, "step_batch_size_schedule")
-                raise ConfigError(f"{schedule} and {spelled(config, name)} are both given; keep one")
         parse_schedule(training.step_batch_size_schedule)
     if training.rampup_batch_size is None:
         return
@@ -93,10 +61,6 @@ def check_learning_rate(config: RunConfig) -> None:
             raise ConfigError(f"{spelled(config, name)} is above {spelled(config, 'lr')}; lower it, or raise --lr")
     if schedule.decoupled_lr is not None and (schedule.decoupled_min_lr or 0.0) > schedule.decoupled_lr:
         raise ConfigError(f"{spelled(config, 'decoupled_min_lr')} is above {spelled(config, 'decoupled_lr')}; lower it")
-    if schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler:
-        raise ConfigError(
-            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; keep one"
-        )
 
 
 def check_warmup(config: RunConfig) -> None:
@@ -105,11 +69,6 @@ def check_warmup(config: RunConfig) -> None:
     length = getattr(config.training, f"train_{unit}")
     decay = getattr(schedule, f"lr_decay_{unit}") or length
     warmup = getattr(schedule, f"lr_warmup_{unit}")
-    if schedule.lr_warmup_fraction is not None and warmup:
-        raise ConfigError(
-            f"{spelled(config, 'lr_warmup_fraction')} and {spelled(config, f'lr_warmup_{unit}')} exclude each other; "
-            "keep one of them"
-        )
     if decay is None:
         return
     name = f"lr_decay_{unit}" if getattr(schedule, f"lr_decay_{unit}") else f"train_{unit}"
@@ -145,18 +104,9 @@ def check_deepspeed_scheduler(config: RunConfig) -> None:
     if scheduler.lr_schedule is None:
         return
     chosen = spelled(config, "lr_schedule")
-    of_megatron = [name for name in vars(config.schedule) if name not in _OF_EVERY_SCHEDULE and given(config, name)]
-    others = [*of_megatron, *(name for name in _RAMPS if getattr(config.training, name) is not None)]
-    if others:
-        what = "another schedule" if of_megatron else "a batch size that grows"
-        raise ConfigError(f"{spelled(config, others[0])} and {chosen}: that is {what}; keep one")
     for name in REQUIRED.get(scheduler.lr_schedule, ()):
         if getattr(scheduler, name) is None:
             raise ConfigError(f"{chosen}: needs {name}, which has no default; add {to_add(config, name)}")
-
-
-_OF_EVERY_SCHEDULE = ("lr", "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
-_RAMPS = ("rampup_batch_size", "step_batch_size_schedule")
 
 
 def check_memory_log(config: RunConfig) -> None:
@@ -180,8 +130,6 @@ def check_weight_decay(config: RunConfig) -> None:
         raise ConfigError(
             f"{spelled(config, 'end_weight_decay')} is below {spelled(config, 'start_weight_decay')}; it can only grow"
         )
-    if given(config, "weight_decay"):
-        raise ConfigError(f"{spelled(config, 'weight_decay')} and {style} exclude each other; remove --weight-decay")
 
 
 def check_profile(config: RunConfig) -> None:
@@ -234,30 +182,14 @@ def check_offload(config: RunConfig) -> None:
             f"{spelled(config, name)}: only the state of AdamW with fp32 moments is offloaded; use --optimizer adam "
             "with decoupled weight decay, or leave it out"
         )
-    if optimizer.store_param_remainders:
-        raise ConfigError(
-            f"{spelled(config, name)} and --store-param-remainders exclude each other: masters on the host are whole; "
-            "keep one"
-        )
-
-
-def check_place_of_state(config: RunConfig) -> None:
-    optimizer = config.optimizer
-    if optimizer.optimizer_cpu_offload and optimizer.optimizer_offload_directory is not None:
-        raise ConfigError(
-            f"--optimizer-cpu-offload and {spelled(config, 'optimizer_offload_directory')} exclude each other: the "
-            "optimizer's state is in memory or in a file; keep one"
-        )
 
 
 CHECKS = (
     check_remainders,
-    check_place_of_state,
     check_offload,
     check_rule,
     check_profile,
     check_length,
-    check_units,
     check_batch,
     check_learning_rate,
     check_warmup,

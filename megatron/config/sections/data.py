@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flag import Need, flag
+from megatron.config.flag import Need, excludes, flag
 from megatron.config.sections.checkpoint import RESUME
 from megatron.config.split import parse_split
 from megatron.tokenizer_types import GPT2, OF_OTHER_MODELS, TOKENIZERS
@@ -30,6 +30,10 @@ _MODEL_FILE = Need(
 )
 
 
+_SEPARATE = ("per_split_data_args_path", "train_data_path", "valid_data_path", "test_data_path")
+_NOT_SPLIT = excludes("split", given=True, why="separate sets are not split", way_out="remove --split")
+
+
 def _read_by_types(name: str) -> Need:
     kinds = [kind for kind, made in TOKENIZERS.items() if made.pretrains and made.reads(name)]
     return Need(f"--tokenizer-type {' or '.join(kinds)}", lambda run: TOKENIZERS[run.tokenizer.kind].reads(name))
@@ -42,15 +46,25 @@ class DataConfig:
         "PREFIX of .bin/.idx files, or WEIGHT PREFIX WEIGHT PREFIX ...",
         nargs="+",
         path=True,
+        excludes=excludes("data_args_path", *_SEPARATE),
     )
-    train_data_path: tuple[str, ...] | None = flag(None, "As --data-path, for training only.", nargs="+", path=True)
-    valid_data_path: tuple[str, ...] | None = flag(None, "As --data-path, for validation only.", nargs="+", path=True)
-    test_data_path: tuple[str, ...] | None = flag(None, "As --data-path, for the test only.", nargs="+", path=True)
-    data_args_path: str | None = flag(None, "File with the words of --data-path, for long blends.", path=True)
+    train_data_path: tuple[str, ...] | None = flag(
+        None, "As --data-path, for training only.", nargs="+", path=True, excludes=_NOT_SPLIT
+    )
+    valid_data_path: tuple[str, ...] | None = flag(
+        None, "As --data-path, for validation only.", nargs="+", path=True, excludes=_NOT_SPLIT
+    )
+    test_data_path: tuple[str, ...] | None = flag(
+        None, "As --data-path, for the test only.", nargs="+", path=True, excludes=_NOT_SPLIT
+    )
+    data_args_path: str | None = flag(
+        None, "File with the words of --data-path, for long blends.", path=True, excludes=excludes(*_SEPARATE)
+    )
     per_split_data_args_path: str | None = flag(
         None,
         'JSON file {"train": [...], "valid": [...], "test": [...]}, each the words of --data-path.',
         path=True,
+        excludes=(*excludes("train_data_path", "valid_data_path", "test_data_path"), *_NOT_SPLIT),
     )
     multiple_validation_sets: bool = flag(
         False,
@@ -118,8 +132,23 @@ class DataConfig:
         "alone, and the assistant's answers alone are in the loss.",
         needs=(_FILES,),
         insists=True,
+        excludes=excludes(
+            "reset_position_ids",
+            "reset_attention_mask",
+            "dataloader_inter_document_masking",
+            "eod_mask_loss",
+            "fim_data",
+            why="conversations have borders and a loss of their own",
+        ),
     )
-    mock_data: bool = flag(False, "Synthetic tokens instead of data files.")
+    mock_data: bool = flag(
+        False,
+        "Synthetic tokens instead of data files.",
+        excludes=(
+            *excludes("data_path", "data_args_path", *_SEPARATE),
+            *excludes("full_validation", "validation_samples", why="synthetic data has no end"),
+        ),
+    )
     accept_changed_data: bool = flag(
         False,
         "Resume although the data, its weights or its order differ from the checkpoint's; the differences are printed.",

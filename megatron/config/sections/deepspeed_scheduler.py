@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 
-from megatron.config.flag import Need, flag
+from megatron.config.flag import Need, excludes, flag
+from megatron.config.sections.optimizer import ScheduleConfig
 
 _WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type")
 _CYCLE = (
@@ -41,6 +42,10 @@ REQUIRED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Schedule -> those without a default."""
 
 
+_OF_EVERY_SCHEDULE = ("lr", "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
+_OF_MEGATRON = tuple(field.name for field in fields(ScheduleConfig) if field.name not in _OF_EVERY_SCHEDULE)
+
+
 def _of(name: str) -> tuple[Need, ...]:
     kinds = [kind for kind, names in PARAMETERS.items() if name in names]
     return (Need(f"--lr-schedule {' or '.join(kinds)}", lambda run: run.deepspeed_scheduler.lr_schedule in kinds),)
@@ -54,6 +59,10 @@ class DeepSpeedSchedulerConfig:
         None,
         "One of DeepSpeed's schedules of the learning rate, number for number, in place of --lr-decay-style.",
         choices=tuple(PARAMETERS),
+        excludes=(
+            *excludes(*_OF_MEGATRON, why="they are two schedules", given=True),
+            *excludes("rampup_batch_size", "step_batch_size_schedule", why="DeepSpeed's count steps of one batch size"),
+        ),
     )
     warmup_min_lr: float = flag(
         0.0, "Learning rate at the start of the warm-up.", at_least=0.0, needs=_of("warmup_min_lr")

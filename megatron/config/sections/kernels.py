@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flag import Need, flag
+from megatron.config.flag import Need, excludes, flag
 from megatron.config.sections.model import ROPE
+from megatron.config.sections.precision import RECOMPUTES
 
 _SWIGLU = Need("--swiglu", lambda run: run.model.swiglu)
 _LAYER_NORM = Need("--normalization LayerNorm", lambda run: run.model.normalization == "LayerNorm")
@@ -18,6 +19,18 @@ class KernelsConfig:
         False,
         "Compile every transformer layer with torch.compile: elementwise operations are fused, and starting takes a "
         "minute longer.",
+        excludes=excludes(
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+            RECOMPUTES,
+            "cpu_offloading_num_layers",
+            "overlap_param_gather",
+            "num_experts",
+            why="only layers that one rank computes alone and once are compiled",
+            way_out="leave --compile out",
+        ),
     )
     masked_softmax_fusion: bool = flag(True, "Short for -softmax in --kernels.", off="--no-masked-softmax-fusion")
     bias_swiglu_fusion: bool = flag(
@@ -33,13 +46,30 @@ class KernelsConfig:
     )
     use_flash_attn: bool = flag(False, "Short for --attention-backend flash.")
     attention_backend: str = flag(
-        "auto", "Which core attention runs.", choices=("auto", "flash", "fused", "unfused", "local")
+        "auto",
+        "Which core attention runs.",
+        choices=("auto", "flash", "fused", "unfused", "local"),
+        excludes=excludes("use_flash_attn", own=lambda run: run.kernels.attention_backend not in ("auto", "flash")),
     )
 
     cuda_graphs: bool = flag(
         False,
         "Capture forward and backward of a micro-batch as CUDA graphs and replay them (one rank per model, no "
         "experts).",
+        excludes=(
+            *excludes(
+                "tensor_model_parallel_size",
+                "pipeline_model_parallel_size",
+                "context_parallel_size",
+                why="ranks communicate within a pass, which is not recorded",
+            ),
+            *excludes("num_experts", why="the host cuts the tokens by what each expert got"),
+            *excludes("overlap_grad_reduce", why="reductions are started from within a pass"),
+            *excludes("overlap_param_gather", why="weights are waited for within a pass"),
+            *excludes("compile", why="the two have not been tried together"),
+            *excludes("cpu_offloading_num_layers", why="activations leave the device within a pass"),
+            *excludes(RECOMPUTES, why="it reads the random state within a pass"),
+        ),
     )
 
     @property

@@ -5,13 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.flag import Need, flag
+from megatron.config.flag import Need, excludes, flag
 from megatron.utils.numerals import INT32, LAYERS, WIDTH
 
 _NORMAL = Need("normally distributed initial weights", lambda run: not run.model.init_method_xavier_uniform)
 ROPE = Need("rotary positions", lambda run: run.model.positions == "rope")
 _LLAMA3 = Need("--use-rope-scaling", lambda run: run.model.rope_scaling == "llama3")
 _YARN = Need("--position-embedding-type yarn", lambda run: run.model.rope_scaling == "yarn")
+_LEARNED = Need(
+    "--position-embedding-type learned_absolute",
+    lambda run: run.given("position_embedding_type") and run.model.position_embedding_type == "learned_absolute",
+)
+_NO_POSITIONS = Need("--position-embedding-type none", lambda run: run.model.position_embedding_type == "none")
+_ACTIVATION = {
+    "why": "each chooses the activation",
+    "way_out": "keep one (a preset's is turned off with --swiglu=false)",
+}
+_WIRINGS = "they are different wirings of a layer"
 _GELU = Need(
     "a GELU (and no --openai-gelu)", lambda run: run.model.activation.startswith("gelu") and not run.model.openai_gelu
 )
@@ -57,16 +67,27 @@ class ModelConfig:
             "mrope": "multimodal RoPE is not supported; use rope",
         },
     )
-    add_position_embedding: bool = flag(True, "No learned position table.", off="--no-position-embedding")
+    add_position_embedding: bool = flag(
+        True, "No learned position table.", off="--no-position-embedding", excludes=excludes(_LEARNED)
+    )
     use_rotary_position_embeddings: bool = flag(
-        False, "23.06's spelling of --position-embedding-type rope (there is then no learned table)."
+        False,
+        "23.06's spelling of --position-embedding-type rope (there is then no learned table).",
+        excludes=excludes(_LEARNED, _NO_POSITIONS),
     )
     rotary_percent: float = flag(1.0, "Share of the head width that rotates.", above=0.0, at_most=1.0, needs=(ROPE,))
     rotary_base: float = flag(10000.0, "RoPE's theta.", above=0.0, needs=(ROPE,))
     rotary_seq_len_interpolation_factor: float | None = flag(
-        None, "Linear position interpolation: positions are divided by this.", above=0.0
+        None,
+        "Linear position interpolation: positions are divided by this.",
+        above=0.0,
+        excludes=excludes(_YARN, "use_rope_scaling", why="they are different scalings of RoPE"),
     )
-    use_rope_scaling: bool = flag(False, "Llama-3.x scaling of the RoPE frequencies.")
+    use_rope_scaling: bool = flag(
+        False,
+        "Llama-3.x scaling of the RoPE frequencies.",
+        excludes=excludes(_YARN, why="they are different scalings of RoPE"),
+    )
     rope_scaling_factor: float = flag(8.0, "Factor of --use-rope-scaling.", at_least=1.0, needs=(_LLAMA3,))
     rope_low_freq_factor: float = flag(1.0, "Llama-3.x scaling: low frequency factor.", above=0.0, needs=(_LLAMA3,))
     rope_high_freq_factor: float = flag(4.0, "Llama-3.x scaling: high frequency factor.", above=0.0, needs=(_LLAMA3,))
@@ -122,14 +143,15 @@ class ModelConfig:
         "Attention and MLP both read the layer's input, each through its own norm, and are added to it together "
         "(GPT-NeoX).",
         aliases=("--gpt-j-residual",),
+        excludes=excludes("norm_placement", "apply_residual_connection_post_layernorm", why=_WIRINGS),
     )
     window_size: tuple[int, ...] | None = flag(
         None,
         "Sliding-window attention: LEFT RIGHT tokens besides the own one (Mistral with window w: w-1 0).",
         nargs="+",
     )
-    swiglu: bool = flag(False, "Gated SiLU MLP.")
-    squared_relu: bool = flag(False, "ReLU squared MLP.")
+    swiglu: bool = flag(False, "Gated SiLU MLP.", excludes=excludes("squared_relu", "openai_gelu", **_ACTIVATION))
+    squared_relu: bool = flag(False, "ReLU squared MLP.", excludes=excludes("openai_gelu", **_ACTIVATION))
     openai_gelu: bool = flag(False, "The tanh form of GELU, which is also the default here.")
     bias_gelu_fusion: bool = flag(
         True,
@@ -152,7 +174,9 @@ class ModelConfig:
     )
     init_method_xavier_uniform: bool = flag(False, "Xavier-uniform initial weights instead.")
     apply_residual_connection_post_layernorm: bool = flag(
-        False, "Residual taken after the norm instead of before (BERT style)."
+        False,
+        "Residual taken after the norm instead of before (BERT style).",
+        excludes=excludes("norm_placement", why=_WIRINGS),
     )
     apply_query_key_layer_scaling: bool = flag(
         False, "Divide QK by the layer number and multiply back in fp32 inside the softmax (off here, unlike 23.06)."

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.flag import Need, flag
+from megatron.config.flag import Need, excludes, flag
 from megatron.errors import ConfigError
 from megatron.utils.numerals import EXPERTS, WIDTH
 
@@ -108,6 +108,12 @@ class MoEConfig:
         "Unset: dropless.",
         above=0.0,
         needs=(_EXPERTS,),
+        excludes=excludes(
+            "context_parallel_size",
+            Need("--sequence-parallel", lambda run: run.parallel.splits_sequence),
+            why="what is dropped is decided over whole sequences, which the latter cuts",
+            own=lambda run: run.moe.is_on and run.moe.moe_expert_capacity_factor is not None,
+        ),
     )
     moe_token_drop_policy: str = flag(
         "probs",

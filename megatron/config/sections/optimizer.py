@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flag import Need, flag
+from megatron.config.flag import Need, excludes, flag
 from megatron.config.sections.checkpoint import RESUME
 
 _ADAMS = ("adam", "adam8bit")
@@ -75,7 +75,10 @@ class OptimizerConfig:
         False, "Weight decay of the norms of queries and keys too (--qk-layernorm).", needs=(_QK_NORMS,)
     )
     weight_decay_incr_style: str = flag(
-        "constant", "How weight decay moves from start to end.", choices=("constant", "linear", "cosine")
+        "constant",
+        "How weight decay moves from start to end.",
+        choices=("constant", "linear", "cosine"),
+        excludes=excludes("weight_decay", given=True, way_out="remove --weight-decay"),
     )
     start_weight_decay: float | None = flag(
         None, "Weight decay at the start of its ramp.", at_least=0.0, needs=(_GROWING,), insists=True
@@ -92,12 +95,14 @@ class OptimizerConfig:
         "Store the low 16 bits of the fp32 master weights beside the bf16 weights, instead of whole fp32 copies. "
         "Training is the same, except that a weight halfway between two bf16 numbers is rounded away from zero. Needs "
         "the native adamw of --kernels.",
+        excludes=excludes("optimizer_cpu_offload", "optimizer_offload_directory", why="masters on the host are whole"),
     )
     sgd_momentum: float = flag(0.9, "Momentum of SGD.", at_least=0.0, below=1.0, needs=_is("sgd"))
     optimizer_cpu_offload: bool = flag(
         False,
         "Keep moments and fp32 masters of Adam in host memory, and update there: gradients come to the host, and "
         "weights go back, while the device is at other work.",
+        excludes=excludes("optimizer_offload_directory", why="the optimizer's state is in memory or in a file"),
     )
     optimizer_offload_directory: str | None = flag(
         None,
@@ -274,7 +279,11 @@ class ScheduleConfig:
         None, "Length of the decay in samples. Unset: --train-samples.", at_least=1, needs=(_DECAY_OR_SHARE,)
     )
     lr_warmup_fraction: float | None = flag(
-        None, "Linear warm-up as a share of the decay length.", at_least=0.0, at_most=1.0
+        None,
+        "Linear warm-up as a share of the decay length.",
+        at_least=0.0,
+        at_most=1.0,
+        excludes=excludes("lr_warmup_iters", "lr_warmup_samples"),
     )
     lr_warmup_iters: int = flag(0, "Steps of the linear warm-up.", at_least=0)
     lr_warmup_samples: int = flag(0, "Samples of the linear warm-up.", at_least=0)
@@ -292,6 +301,7 @@ class ScheduleConfig:
         "On resume take the schedule from the command line.",
         spelling="--override-opt_param-scheduler",
         needs=(RESUME,),
+        excludes=excludes("use_checkpoint_opt_param_scheduler"),
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
         False,

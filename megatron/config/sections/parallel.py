@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import lcm
 
-from megatron.config.flag import Need, flag
+from megatron.config.flag import Exclude, Need, excludes, flag
 from megatron.layout import Layout
 from megatron.pipeline_schedules import SCHEDULES
 from megatron.utils.numerals import LARGEST_WORLD
@@ -27,6 +27,23 @@ _ZERO_3 = Need("stage 3 of ZeRO (--zero-stage 3)", lambda run: run.parallel.zero
 _FSDP2 = Need("--use-torch-fsdp2", lambda run: run.parallel.use_torch_fsdp2)
 _FP32_GRADIENTS = "gradients are added up and reduced in fp32, unless --grad-reduce-in-bf16 is given"
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+_ON_HOST = Need("--remote-device cpu", lambda run: run.parallel.parameters_on_host)
+_DEFERS = Need(
+    f"--pipeline-schedule {' or '.join(name for name, schedule in SCHEDULES.items() if schedule.defers_wgrads)}",
+    lambda run: SCHEDULES[run.parallel.schedule].defers_wgrads,
+)
+
+
+def _gathering(asking: str) -> Iterator[Exclude]:
+    """What ZeRO's stages 2 and 3 exclude, which gather weights for every pass, where this setting asks for them."""
+    for other, why in (
+        (_DEFERS, "it computes weight gradients after those of the layer were reduced"),
+        ("cuda_graphs", "a graph has fixed addresses, and gathered weights have none"),
+        ("compile", "the two have not been tried together"),
+        ("store_param_remainders", "the masters are the weights that the ranks keep"),
+        ("optimizer_offload_fraction", "where weights are divided, all of the optimizer's state is offloaded or none"),
+    ):
+        yield Exclude(other=other, why=why, own=lambda run: run.parallel.zero_asked.get(asking, 0) >= 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +129,7 @@ class ParallelConfig:
         "ZeRO: what the data-parallel ranks divide among them instead of holding a copy each. 1: the optimizer's state "
         "(masters, moments); 2: gradients too; 3: parameters too. Unset: nothing, unless another flag asks for it.",
         choices=(0, 1, 2, 3),
+        excludes=(*_gathering("zero_stage"),),
     )
     use_distributed_optimizer: bool = flag(
         False,
@@ -123,6 +141,7 @@ class ParallelConfig:
         "summed within each and then between them (HSDP). 1: all ranks divide it.",
         at_least=1,
         at_most=LARGEST_WORLD,
+        excludes=excludes(_ON_HOST, why="gradients in host memory are not summed between instances"),
     )
     overlap_grad_reduce: bool = flag(False, "Reduce gradients during the backward pass.", needs=(_BUCKETS,))
     grad_reduce_in_bf16: bool = flag(
@@ -131,6 +150,11 @@ class ParallelConfig:
         "digits only.",
         needs=(_BF16, _BUCKETS),
         insists=True,
+        excludes=excludes(
+            "ddp_reduce_scatter_with_fp32_accumulation",
+            "ddp_param_name_patterns_for_fp32_local_accumulation",
+            why="the former adds up and reduces all gradients in bf16, the latter asks for sums in fp32",
+        ),
     )
     ddp_reduce_scatter_with_fp32_accumulation: bool = flag(
         False, "Sum reduced gradients in fp32.", status="no-op", note=_FP32_GRADIENTS
@@ -150,6 +174,7 @@ class ParallelConfig:
     use_torch_fsdp2: bool = flag(
         False,
         "Divide everything over the data-parallel ranks, as --zero-stage 3.",
+        excludes=(*_gathering("use_torch_fsdp2"),),
     )
     torch_fsdp2_reshard_after_forward: bool = flag(
         True,
@@ -161,6 +186,7 @@ class ParallelConfig:
         None,
         "Megatron's names of --zero-stage 0 to 3.",
         choices=tuple(_STRATEGIES),
+        excludes=(*_gathering("data_parallel_sharding_strategy"),),
     )
     remote_device: str = flag(
         "none",

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.flag import Need, flag
+from megatron.config.flag import Need, excludes, flag
 
 _DYNAMIC = Need("--fp16 and a dynamic loss scale", lambda run: run.precision.fp16 and run.precision.loss_scale is None)
 _FULL = Need("--recompute-granularity full", lambda run: run.recompute.full)
+RECOMPUTES = Need("recomputation", lambda run: run.recompute.full or run.recompute.selective)
 _SELECTIVE = Need("--recompute-granularity selective", lambda run: run.recompute.selective)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    fp16: bool = flag(False, "fp16 weights with fp32 masters and a loss scale.")
+    fp16: bool = flag(False, "fp16 weights with fp32 masters and a loss scale.", excludes=excludes("bf16"))
     bf16: bool = flag(False, "bf16 weights with fp32 masters.")
     loss_scale: float | None = flag(None, "Constant loss scale. Unset: dynamic with --fp16, else 1.", above=0.0)
     initial_loss_scale: float = flag(2.0**32, "First dynamic loss scale.", above=0.0, needs=(_DYNAMIC,))
@@ -55,7 +56,7 @@ class PrecisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig:
-    recompute_activations: bool = flag(False, "Short for --recompute-granularity selective.")
+    recompute_activations: bool = flag(False, "Short for --recompute-granularity selective.", excludes=excludes(_FULL))
     recompute_granularity: str | None = flag(
         None, "full: whole layers; selective: the core attention.", choices=("full", "selective")
     )
@@ -83,12 +84,15 @@ class RecomputeConfig:
         insists=True,
     )
     moe_layer_recompute: bool = flag(
-        False, "Short for --recompute-granularity selective, with moe among the --recompute-modules."
+        False,
+        "Short for --recompute-granularity selective, with moe among the --recompute-modules.",
+        excludes=excludes(_FULL),
     )
     cpu_offloading_num_layers: int = flag(
         0,
         "Layers, the first of each stage, whose activations wait in host memory for the backward pass.",
         at_least=0,
+        excludes=excludes(_FULL, why="a layer keeps its input alone, and computes the rest anew"),
     )
     distribute_saved_activations: bool = flag(
         False,

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.config.flag import Need, flag
+from megatron.config.flag import Exclude, Need, excludes, flag
 from megatron.utils.numerals import INT32
 
 _LISTENS = Need("--exit-signal-handler", lambda run: run.training.exit_signal_handler)
 _SPIKES = Need("--check-for-spiky-loss", lambda run: run.training.check_for_spiky_loss)
 _MANUAL_GC = Need("--manual-gc", lambda run: run.training.manual_gc)
+_GROWING_BATCH = ("rampup_batch_size", "step_batch_size_schedule")
+
+
+def _in_other_unit(unit: str) -> Iterator[Exclude]:
+    """A run and its schedule count in the same unit, iterations or samples, as in Megatron-LM."""
+    right = {"samples": "iters", "iters": "samples"}[unit]
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        way_out = f"use --{name.replace('_', '-')}-{right}"
+        yield from excludes(f"{name}_{unit}", why="they count in different units", way_out=way_out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +39,7 @@ class TrainingConfig:
         "may be left out.",
         at_least=1,
         at_most=INT32,
+        excludes=excludes(*_GROWING_BATCH, why="the latter changes it during the run"),
     )
     rampup_batch_size: tuple[int, ...] | None = flag(
         None, "START INCREMENT SAMPLES: grow the batch from START to --global-batch-size over SAMPLES samples.", nargs=3
@@ -38,9 +49,21 @@ class TrainingConfig:
         "TOKENS:SIZE ...: the global batch size from so many consumed tokens on, as in 0:384 200B:768 400B:1152 (K, M, "
         "B, T), instead of --global-batch-size.",
         nargs="+",
+        excludes=excludes("global_batch_size", "rampup_batch_size"),
     )
-    train_iters: int | None = flag(None, "Steps to train (or --train-samples).", at_least=1)
-    train_samples: int | None = flag(None, "Samples to train on (or --train-iters).", at_least=1)
+    train_iters: int | None = flag(
+        None,
+        "Steps to train (or --train-samples).",
+        at_least=1,
+        excludes=(
+            *excludes("train_samples"),
+            *_in_other_unit("samples"),
+            *excludes(*_GROWING_BATCH, way_out="give the length of the run in samples, with --train-samples"),
+        ),
+    )
+    train_samples: int | None = flag(
+        None, "Samples to train on (or --train-iters).", at_least=1, excludes=(*_in_other_unit("iters"),)
+    )
     exit_interval: int | None = flag(None, "Save and stop when the iteration is a multiple of this.", at_least=1)
     exit_duration_in_mins: float | None = flag(None, "Save and stop after so many minutes.", above=0.0)
     exit_signal_handler: bool = flag(

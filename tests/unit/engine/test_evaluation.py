@@ -203,8 +203,8 @@ def test_validation_sets_that_cannot_be_are_refused(changes: dict[str, Any], mes
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mock_data": True, "validation_samples": 3}, "--validation-samples 3 and --mock-data exclude each other"),
-        ({"mock_data": True, "full_validation": True}, "--full-validation and --mock-data exclude each other"),
+        ({"mock_data": True, "validation_samples": 3}, "--mock-data and --validation-samples 3 exclude each other"),
+        ({"mock_data": True, "full_validation": True}, "--mock-data and --full-validation exclude each other"),
         ({"data_path": "a", "mock_data": None, "validation_samples": "a=3"}, "a=3: there is one validation set"),
     ],
 )

@@ -65,7 +65,7 @@ LATER: dict[str, str] = {
     "--cpu-offloading-num-layers 1 --recompute-granularity full --recompute-method block": "exclude each other: a",
     "--zero-stage 3 --remote-device cpu --num-distributed-optimizer-instances 2": "not summed between instances",
     "--num-distributed-optimizer-instances 2": "without ZeRO every rank has the whole optimizer; add",
-    "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --zero-stage 2": "is offloaded or none; leave it at 1",
+    "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --zero-stage 2": "is offloaded or none; keep one",
     "--optimizer-cpu-offload --optimizer-offload-directory out/d": "is in memory or in a file; keep one",
     "--optimizer-cpu-offload --optimizer sgd": "--optimizer-cpu-offload: only the state of AdamW",
     "--optimizer-offload-directory out/d --bf16 --store-param-remainders": "exclude each other: masters on the host",

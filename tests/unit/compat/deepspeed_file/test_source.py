@@ -278,7 +278,7 @@ def test_accumulation_is_a_flag_too() -> None:
     config = parse_args(argv(SMALL, "--gradient-accumulation-steps 3"))
     check_world(config, 2)
     assert BatchPlan.on(config, 2).final_batch_size == 2 * 3 * 2
-    with pytest.raises(ConfigError, match=r"--gradient-accumulation-steps 3: --rampup-batch-size 2 2 8 changes it"):
+    with pytest.raises(ConfigError, match=r"--gradient-accumulation-steps 3 and --rampup-batch-size 2 2 8 exclude"):
         parse_args(
             argv(
                 without(SMALL, "--train-iters"),
