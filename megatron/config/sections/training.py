@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.config.flag import Exclude, Need, excludes, flag
 from megatron.utils.numerals import INT32
@@ -14,12 +15,16 @@ _MANUAL_GC = Need("--manual-gc", lambda run: run.training.manual_gc)
 _GROWING_BATCH = ("rampup_batch_size", "step_batch_size_schedule")
 
 
-def _in_other_unit(unit: str) -> Iterator[Exclude]:
+def _by_iterations(run: Any) -> bool:
+    return run.training.train_iters is not None and run.training.train_samples is None
+
+
+def _in_other_unit(unit: str, own: Callable[[Any], bool] | None = None) -> Iterator[Exclude]:
     """A run and its schedule count in the same unit, iterations or samples, as in Megatron-LM."""
     right = {"samples": "iters", "iters": "samples"}[unit]
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         way_out = f"use --{name.replace('_', '-')}-{right}"
-        yield from excludes(f"{name}_{unit}", why="they count in different units", way_out=way_out)
+        yield from excludes(f"{name}_{unit}", why="they count in different units", way_out=way_out, own=own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +62,12 @@ class TrainingConfig:
         at_least=1,
         excludes=(
             *excludes("train_samples"),
-            *_in_other_unit("samples"),
-            *excludes(*_GROWING_BATCH, way_out="give the length of the run in samples, with --train-samples"),
+            *_in_other_unit("samples", _by_iterations),
+            *excludes(
+                *_GROWING_BATCH,
+                way_out="give the length of the run in samples, with --train-samples",
+                own=_by_iterations,
+            ),
         ),
     )
     train_samples: int | None = flag(
