@@ -20,8 +20,8 @@ if TYPE_CHECKING:  # `--help` loads no torch
 
 def datasets_provider(run: Run, num_samples: tuple[int, int | None, int]) -> Datasets:
     """The training, validation and test sets, each at least as long as the run asks."""
-    from megatron.data.build import build_train_valid_test
     from megatron.data.index_builders import Builders
+    from megatron.data.split_datasets import build_train_valid_test
 
     return build_train_valid_test(
         run.config.data,

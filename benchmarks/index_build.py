@@ -219,9 +219,9 @@ def first_batch(prefix: Path, cache: Path, seq: int, workers: int, step: float) 
         import torch
     with clock("import of megatron.data"):
         from megatron.config import DataConfig
-        from megatron.data.build import build_train_valid_test
         from megatron.data.loader import build_loader
         from megatron.data.sampler import BlockShape, single_batches
+        from megatron.data.split_datasets import build_train_valid_test
     torch.set_num_threads(1)
     config = DataConfig(data_path=(str(prefix),), split="969,30,1", seq_length=seq, data_cache_path=str(cache))
     with clock("datasets: open, check, record, indices"):

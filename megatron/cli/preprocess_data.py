@@ -17,7 +17,7 @@ from megatron.utils.process import usable_cpus
 
 if TYPE_CHECKING:
     from megatron.preprocess.merge import Report
-    from megatron.preprocess.settings import PreprocessSettings
+    from megatron.preprocess.options import PreprocessSettings
 
 NAME = "preprocess_data.py"
 
@@ -188,7 +188,7 @@ def settings_and_folder(arguments: argparse.Namespace) -> tuple[PreprocessSettin
     if arguments.tiktoken_pattern is not None and arguments.tokenizer_type != "TikTokenizer":
         without = "has no effect without --tokenizer-type TikTokenizer"
         print_line(f"--tiktoken-pattern {arguments.tiktoken_pattern}: {without}", sys.stderr)
-    from megatron.preprocess.settings import PreprocessSettings
+    from megatron.preprocess.options import PreprocessSettings
     from megatron.tokenizer import TokenizerSettings
 
     settings = PreprocessSettings(

@@ -1,6 +1,6 @@
 """Model, gradients and optimizer behind one training step."""
 
-from megatron.engine.build import build_engine
+from megatron.engine.assembly import build_engine
 from megatron.engine.engine import Engine, StepResult
 from megatron.engine.evaluation import Evaluation, EvaluationResult
 from megatron.engine.graphs import GraphedPasses

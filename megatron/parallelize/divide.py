@@ -12,7 +12,7 @@ from megatron.data_parallel import FullySharded, Unit
 from megatron.distributed.state import Axis, ParallelState
 from megatron.model.gpt import GPT
 from megatron.model.moe import Experts
-from megatron.parallelize.build import Parallel
+from megatron.parallelize.parallel import Parallel
 from megatron.parallelize.specs import persistent_buffers
 
 

@@ -15,8 +15,8 @@ from megatron.data.indexed.index_file import token_dtype
 from megatron.errors import DataError, MegatronError
 from megatron.preprocess.input.documents import BadLine, Batch, Texts
 from megatron.preprocess.input.segments import Segment, read_batches
+from megatron.preprocess.options import PreprocessSettings
 from megatron.preprocess.punkt import SentenceSplitter
-from megatron.preprocess.settings import PreprocessSettings
 from megatron.preprocess.worker_output import PARTS, Encoded, OutputWriter, SegmentFailure, SegmentResult
 from megatron.tokenizer import EncoderDifference, Tokenizer, build_tokenizer
 from megatron.tokenizer.base import Ids

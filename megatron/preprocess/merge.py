@@ -17,8 +17,8 @@ from megatron.preprocess.encoder import EXAMPLES_SHOWN, remove_files
 from megatron.preprocess.input.files import InputFile
 from megatron.preprocess.input.locate import Lines
 from megatron.preprocess.journal import Kept, WorkFolder
+from megatron.preprocess.options import PreprocessSettings, digest_of
 from megatron.preprocess.outputs import GrowingOutput, shard_is_whole
-from megatron.preprocess.settings import PreprocessSettings, digest_of
 from megatron.preprocess.worker_output import SegmentFailure, SegmentResult, Totals
 from megatron.tokenizer import Tokenizer
 from megatron.utils.durable import writing

@@ -16,11 +16,11 @@ from megatron.preprocess.input.locate import Assigned, assigned
 from megatron.preprocess.input.segments import Segment, plan_segments, share_bytes
 from megatron.preprocess.journal import WorkFolder, is_begun
 from megatron.preprocess.merge import Merger, Report
+from megatron.preprocess.options import PreprocessSettings, digest_of
 from megatron.preprocess.outputs import refuse_existing, take_names_back
 from megatron.preprocess.progress import ProgressDisplay
 from megatron.preprocess.punkt import SentenceSplitter
 from megatron.preprocess.sentences import prepare_splitter, texts_of_sample
-from megatron.preprocess.settings import PreprocessSettings, digest_of
 from megatron.preprocess.worker_output import SegmentFailure, SegmentResult
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.utils.pool import WorkerDiedError, WorkerPool

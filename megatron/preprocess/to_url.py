@@ -13,8 +13,8 @@ from megatron.data.indexed.record import record_path
 from megatron.data.remote_pairs import beside, put_pair, refuse_existing_urls
 from megatron.errors import StorageError
 from megatron.preprocess.merge import Report
+from megatron.preprocess.options import PreprocessSettings
 from megatron.preprocess.run import is_of, preprocess
-from megatron.preprocess.settings import PreprocessSettings
 
 Say = Callable[[str], None]
 

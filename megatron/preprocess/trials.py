@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 from megatron.errors import ConfigError
 from megatron.preprocess.input.files import InputFile, expand_inputs
 from megatron.preprocess.input.segments import plan_segments, read_batches
+from megatron.preprocess.options import PreprocessSettings
 from megatron.preprocess.run import preprocess
-from megatron.preprocess.settings import PreprocessSettings
 
 
 @dataclass(frozen=True)

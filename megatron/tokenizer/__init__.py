@@ -1,6 +1,6 @@
 """Text to ids and back. Importing this loads neither torch nor `tokenizers`."""
 
 from megatron.tokenizer.base import END_OF_TEXT, EncoderDifference, Tokenizer, TokenizerSettings
-from megatron.tokenizer.build import build_tokenizer
+from megatron.tokenizer.selection import build_tokenizer
 
 __all__ = ["END_OF_TEXT", "EncoderDifference", "Tokenizer", "TokenizerSettings", "build_tokenizer"]

@@ -15,7 +15,7 @@ from megatron.config import CheckpointConfig, MoEConfig, ParallelConfig, RunConf
 from megatron.config.blend import data_sources, given_sets
 from megatron.config.refusals import Refusals
 from megatron.config.stages import stage_layers
-from megatron.data.build import sources_of
+from megatron.data.split_datasets import sources_of
 from megatron.data.splits import sample_counts
 from megatron.data.validation import sizes_of_sets
 from megatron.distributed.state import ParallelState

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatron.config.sections.data import DataConfig
-from megatron.data.build import build_train_valid_test
 from megatron.data.loader import build_loader
 from megatron.data.sampler import BlockShape, sample_batches
+from megatron.data.split_datasets import build_train_valid_test
 from tests.unit.data.oracle import random_documents, write_dataset
 
 GLOBAL_BATCH, STEPS = 16, 3

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.model.gpt import GPT
-from megatron.parallelize.build import stage_fields
+from megatron.parallelize.parallel import stage_fields
 from megatron.training.batches import BatchMaker
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import flags, make_parts, pretrain_gpt

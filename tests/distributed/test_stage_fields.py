@@ -12,7 +12,7 @@ import torch
 from megatron.data.indexed.dataset import IndexedDataset
 from megatron.distributed.state import Axis
 from megatron.model.gpt import GPT
-from megatron.parallelize import build
+from megatron.parallelize import parallel as build
 from megatron.training.assemble import Parts
 from tests.helpers.distributed import RankFailed, run_ranks
 from tests.helpers.layouts import at_layout, expected, unequal, worst

@@ -24,8 +24,8 @@ from megatron.preprocess import outputs
 from megatron.preprocess.input.files import expand_inputs
 from megatron.preprocess.journal import WorkFolder
 from megatron.preprocess.merge import Merger
+from megatron.preprocess.options import PreprocessSettings
 from megatron.preprocess.run import Terminated, preprocess
-from megatron.preprocess.settings import PreprocessSettings
 from megatron.preprocess.worker_output import SegmentResult
 from megatron.tokenizer import TokenizerSettings, build_tokenizer
 from tests.helpers.mutations import mutated, only_our_errors, texts

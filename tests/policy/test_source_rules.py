@@ -77,7 +77,7 @@ PLANTED: list[tuple[Rule, str, str]] = [
     ),
     (rules.upward_imports, "megatron/optimizer/optimizer.py", "from megatron.compat.client_update import ClientUpdate"),
     (rules.upward_imports, "megatron/inference/run.py", "if TYPE_CHECKING:\n    import megatron.cli.generate"),
-    (rules.upward_imports, "megatron/engine/build.py", "import_module('megatron.pretrain')"),
+    (rules.upward_imports, "megatron/engine/assembly.py", "import_module('megatron.pretrain')"),
     (rules.upward_imports, "megatron/report/results.py", "from megatron.prove.order import waits"),
     (rules.upward_imports, "megatron/newcomer/part.py", "x = 1"),
     (rules.upward_imports_of_scripts, "tools/a.py", "from tests.helpers import distributed"),

@@ -25,9 +25,9 @@ from megatron.checkpoint import (
     writes,
 )
 from megatron.checkpoint.all_ranks import do_on_first, run_on_first
+from megatron.compat.any_model.engine_settings import EngineSettings
 from megatron.compat.any_model.plain import mark_types, restore_types
 from megatron.compat.any_model.ranks import RankPlacement
-from megatron.compat.any_model.settings import EngineSettings
 from megatron.data_parallel import FullySharded
 from megatron.distributed.messages import all_gather_json, broadcast_json
 from megatron.distributed.rng import get_rng_state, set_rng_state

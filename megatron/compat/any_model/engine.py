@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from megatron.checkpoint.all_ranks import do_on_first
 from megatron.compat.any_model.checkpoints import EngineCheckpoints, directory_of, write_weights
 from megatron.compat.any_model.deepspeed_members import ATTRIBUTES, METHODS, check_assignment, deepspeed_member
+from megatron.compat.any_model.engine_settings import EngineSettings
 from megatron.compat.any_model.facts import Calls, EngineFacts
 from megatron.compat.any_model.gradient_hooks import GradientHooks
 from megatron.compat.any_model.guarded_shards import divided_now
@@ -30,7 +31,6 @@ from megatron.compat.any_model.kept_gradients import GuardedWeights, KeptGradien
 from megatron.compat.any_model.loss_scale_lines import SEVERAL, line_after_skips
 from megatron.compat.any_model.ranks import RankPlacement
 from megatron.compat.any_model.schedule import scheduler_arguments
-from megatron.compat.any_model.settings import EngineSettings
 from megatron.compat.any_model.types_that_fit import TypesThatFit
 from megatron.compat.any_model.usage import Usage
 from megatron.compat.any_model.withheld import WithheldGrad

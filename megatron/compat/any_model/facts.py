@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.compat.any_model.engine_settings import BatchSizes, EngineSettings
 from megatron.compat.any_model.ranks import RankPlacement
-from megatron.compat.any_model.settings import BatchSizes, EngineSettings
 from megatron.compat.rule_optimizer import RuleOptimizer
 from megatron.errors import ConfigError
 from megatron.optimizer import Optimizer

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from megatron.compat.any_model.engine_settings import BatchSizes, EngineSettings
 from megatron.compat.any_model.schedule import ConfiguredSchedule
-from megatron.compat.any_model.settings import BatchSizes, EngineSettings
 from megatron.compat.deepspeed_file import DeepSpeedSettings, read_deepspeed
 from megatron.compat.deepspeed_file.table import keys_by_field
 from megatron.config.checks import exclusions

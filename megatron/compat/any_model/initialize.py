@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megatron.compat.any_model.engine import ModelEngine
+from megatron.compat.any_model.engine_settings import EngineSettings
 from megatron.compat.any_model.fit import checked_model
 from megatron.compat.any_model.from_deepspeed import EngineConfig
 from megatron.compat.any_model.gradient_hooks import GradientHooks
@@ -18,7 +19,6 @@ from megatron.compat.any_model.kept_gradients import GuardedWeights, KeptGradien
 from megatron.compat.any_model.loader import EpochLoader
 from megatron.compat.any_model.loss_scale_lines import lines_at_start
 from megatron.compat.any_model.ranks import RankPlacement, find_place
-from megatron.compat.any_model.settings import EngineSettings
 from megatron.compat.any_model.usage import Usage
 from megatron.compat.client_update import ClientUpdate, refuse_whole_matrices
 from megatron.compat.on_pieces import differs_on_pieces

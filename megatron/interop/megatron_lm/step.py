@@ -20,7 +20,7 @@ from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError
 from megatron.interop.megatron_lm import classic_tree, optimizer_state
 from megatron.interop.megatron_lm.classic_tree import ClassicTree, SliceLocation
-from megatron.interop.megatron_lm.settings import settings_from_args, true_vocabulary
+from megatron.interop.megatron_lm.megatron_args import settings_from_args, true_vocabulary
 from megatron.model.parameters import VOCABULARY_TABLES, WORD_TABLE, Parameter, parameters
 from megatron.state.division import Range
 from megatron.state.shard import Shard

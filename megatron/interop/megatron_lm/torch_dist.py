@@ -26,8 +26,8 @@ from megatron.checkpoint.torch_files import plain_values
 from megatron.errors import CheckpointError
 from megatron.interop.megatron_lm.common import STATE, common_content
 from megatron.interop.megatron_lm.dcp import METADATA, DistDirectory, open_directory
+from megatron.interop.megatron_lm.megatron_args import settings_from_args, true_vocabulary
 from megatron.interop.megatron_lm.names import layer_pattern
-from megatron.interop.megatron_lm.settings import settings_from_args, true_vocabulary
 from megatron.interop.megatron_lm.step import (
     ClassicReader,
     MegatronStep,

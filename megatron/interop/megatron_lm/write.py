@@ -25,8 +25,8 @@ from megatron.checkpoint.torch_file_writer import save_tree
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import ConfigError
 from megatron.interop.conversion import Reading, Show, no_progress, written_aside
+from megatron.interop.megatron_lm.megatron_args import their_args
 from megatron.interop.megatron_lm.names import HEAD_COPY, Generation, their_name
-from megatron.interop.megatron_lm.settings import their_args
 from megatron.layout import nearest_divisors, padded_vocab_size
 from megatron.model.parameters import HEAD_TABLE, VOCABULARY_TABLES, WORD_TABLE, Parameter, parameters
 from megatron.state.division import Range, even_ranges

@@ -32,7 +32,7 @@ from megatron.prove.check_layout.outcome import (
     train_outcome,
 )
 from megatron.prove.check_layout.ranks import run_ranks
-from megatron.prove.check_layout.settings import alone, changed_settings, is_large, ranks_of, reproducible, shrink
+from megatron.prove.check_layout.reproducible import alone, changed_settings, is_large, ranks_of, reproducible, shrink
 from megatron.training.assemble import assemble
 from megatron.training.exit import in_one_line
 from megatron.training.initialize import build_run, tokenizer_of

@@ -14,7 +14,7 @@ import torch
 from megatron.config import CheckpointConfig, EvaluationConfig, RunConfig
 from megatron.distributed.launch import LaunchInfo
 from megatron.layout import Layout
-from megatron.prove.check_layout.settings import alone
+from megatron.prove.check_layout.reproducible import alone
 from megatron.prove.order.agreement import disagreements
 from megatron.prove.order.classes import difference, others, representative, representatives
 from megatron.prove.order.events import Recording

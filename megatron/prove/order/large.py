@@ -17,7 +17,8 @@ from megatron.checkpoint.background import Task
 from megatron.checkpoint.content import RankContent
 from megatron.checkpoint.save import Save
 from megatron.data_parallel import BucketStore
-from megatron.engine import Engine, build
+from megatron.engine import Engine
+from megatron.engine import assembly as build
 
 _BUCKET = 4096
 """Elements: several buckets of gradients, as a large model has."""

@@ -29,7 +29,7 @@ from megatron.config.sources import SettingsSource, no_other_file
 from megatron.config.stages import stage_layers
 from megatron.pipeline_schedules import SCHEDULES
 from megatron.prove.check_layout.check import load_script
-from megatron.prove.check_layout.settings import changed_settings, shrink
+from megatron.prove.check_layout.reproducible import changed_settings, shrink
 from megatron.prove.order.classes import representatives
 from megatron.prove.order.cluster import ClusterRecording, compared_ranks, record_runs
 from megatron.prove.order.events import Mark, Op, Recording

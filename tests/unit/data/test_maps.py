@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from megatron.data import sources
-from megatron.data.build import build_train_valid_test
 from megatron.data.indexed.dataset import IndexedDataset
 from megatron.data.indexed.files import map_tokens
+from megatron.data.split_datasets import build_train_valid_test
 from megatron.errors import DataError
 from tests.unit.data.oracle import random_documents, write_dataset
 

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config import DataConfig
-from megatron.data.build import build_train_valid_test
 from megatron.data.datasets import Datasets
 from megatron.data.loader import BatchDataset
 from megatron.data.masks import MaskConfig
 from megatron.data.sft.packing import pack
+from megatron.data.split_datasets import build_train_valid_test
 from megatron.errors import ConfigError, DataError, MegatronError
 from tests.helpers.chats import chat, write_chats
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from megatron.config import DataConfig
-from megatron.data.build import build_train_valid_test
 from megatron.data.datasets import Datasets
 from megatron.data.index_builders import Builders
 from megatron.data.indexed.builder import IndexedDatasetBuilder
 from megatron.data.indexed.record import make_record, write_record
+from megatron.data.split_datasets import build_train_valid_test
 from megatron.errors import ConfigError, DataError
 from tests.unit.data.oracle import write_dataset
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.engine import Engine
-from megatron.engine import build as build_module
+from megatron.engine import assembly as build_module
 from megatron.errors import DataError, NonFiniteError
 from megatron.optimizer import DynamicLossScaler
 from megatron.optimizer import loss_scaler as scaler_module

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.data_parallel import BucketStore
 from megatron.engine import GraphedPasses
-from megatron.engine import build as build_module
+from megatron.engine import assembly as build_module
 from megatron.engine import graphs as module
 from megatron.errors import ConfigError
 from tests.helpers.kernels import backend

@@ -58,7 +58,7 @@ def test_a_step_that_is_computed_again_reports_again(ahead: bool, monkeypatch: p
     """The gradients of a step whose loss is NaN are computed once more, after those of the step after it; and a caller
     that goes on after the error begins a new step."""
     reports_beside_its_gradients(monkeypatch)
-    monkeypatch.setattr("megatron.engine.build.runs_ahead", lambda device: ahead)
+    monkeypatch.setattr("megatron.engine.assembly.runs_ahead", lambda device: ahead)
     _, parts = make_parts(flags())
     forward = parts.engine.passes.forward_step
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron.preprocess import run
 from megatron.preprocess.input.documents import FAST_LOADS, TOO_LONG, BadLine, LineError, parse_line, parse_lines
-from megatron.preprocess.settings import PreprocessSettings
+from megatron.preprocess.options import PreprocessSettings
 from megatron.tokenizer import TokenizerSettings
 
 KEYS = ["text", "meta.text"]

@@ -12,8 +12,8 @@ from megatron.data.merge import merge
 from megatron.data.parts import find_prefixes, plan_groups
 from megatron.errors import ConfigError
 from megatron.preprocess.input.files import STDIN, InputFile
+from megatron.preprocess.options import PreprocessSettings
 from megatron.preprocess.run import prepare_splitter_for, preprocess
-from megatron.preprocess.settings import PreprocessSettings
 from megatron.tokenizer import TokenizerSettings
 
 NULL = TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=1000)

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from megatron.errors import ConfigError
+from megatron.preprocess.options import PreprocessSettings
 from megatron.preprocess.progress import ProgressDisplay
-from megatron.preprocess.settings import PreprocessSettings
 from megatron.tokenizer import TokenizerSettings
 from megatron.utils import pool
 from megatron.utils.pool import WorkerDiedError, WorkerPool

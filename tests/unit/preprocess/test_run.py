@@ -23,8 +23,8 @@ from megatron.errors import ConfigError, DataError, PeerLostError
 from megatron.preprocess.encoder import SegmentEncoder
 from megatron.preprocess.input.files import expand_inputs
 from megatron.preprocess.input.segments import Segment, plan_segments
+from megatron.preprocess.options import PreprocessSettings
 from megatron.preprocess.run import preprocess
-from megatron.preprocess.settings import PreprocessSettings
 from megatron.preprocess.worker_output import SegmentResult
 from megatron.tokenizer import EncoderDifference, TokenizerSettings
 from megatron.tokenizer.fast import engine as fast_engine
@@ -263,7 +263,7 @@ from pathlib import Path
 from megatron.preprocess.encoder import SegmentEncoder
 from megatron.preprocess.input.segments import plan_segments
 from megatron.preprocess.input.files import expand_inputs
-from megatron.preprocess.settings import PreprocessSettings
+from megatron.preprocess.options import PreprocessSettings
 from megatron.tokenizer import TokenizerSettings
 settings = PreprocessSettings(inputs=(), output_prefix="", append_eod=True,
                               tokenizer=TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=10))

@@ -18,7 +18,7 @@ import pytest
 from megatron.data import remote, remote_pairs
 from megatron.data.indexed.dataset import IndexedDataset
 from megatron.errors import ConfigError, DataError, StorageError, without_secrets
-from megatron.preprocess.settings import PreprocessSettings
+from megatron.preprocess.options import PreprocessSettings
 from megatron.preprocess.to_url import default_folder, preprocess_to_url
 from megatron.tokenizer import TokenizerSettings
 from tests.unit.preprocess.remote_support import Fault, WebServer, serving

@@ -14,8 +14,8 @@ from tokenizers import AddedToken, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as RustTokenizer
 
 from megatron.errors import ConfigError, DataError, StorageError
+from megatron.preprocess.options import PreprocessSettings
 from megatron.preprocess.run import preprocess
-from megatron.preprocess.settings import PreprocessSettings
 from megatron.tokenizer import TokenizerSettings
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
 from megatron.tokenizer.huggingface import HuggingFaceTokenizer, load_spelling

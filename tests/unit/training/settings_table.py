@@ -470,7 +470,7 @@ ELSEWHERE = {
     "consecutive_hysteresis": "data must overflow, and then not; tests/unit/optimizer/test_loss_scaler.py",
     "remote_device": "where the shards are; tests/cluster/test_offload.py",
     "use_distributed_optimizer": "as zero_stage; tests/unit/config/test_parallel_checks.py",
-    "ddp_bucket_size": "a matter of time; tests/unit/engine/test_build.py",
+    "ddp_bucket_size": "a matter of time; tests/unit/engine/test_assembly.py",
     "overlap_param_gather": "a matter of time; tests/equivalence/test_zero.py",
     "overlap_grad_reduce": "a matter of time; tests/distributed/test_bucket_store.py",
     "memory_snapshot_path": "CUDA writes it; tests/unit/training/test_profiling.py",

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from megatron.engine.build import runs_ahead
+from megatron.engine.assembly import runs_ahead
 from megatron.ops.library import library
 from megatron.ops.operation import Target
 from megatron.ops.select import why_not_native

@@ -20,7 +20,7 @@ from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.interop.hf import convert as hf_convert
 from megatron.interop.megatron_lm import names as mapped
-from megatron.interop.megatron_lm.settings import settings_from_args, their_args
+from megatron.interop.megatron_lm.megatron_args import settings_from_args, their_args
 from megatron.interop.megatron_lm.write import TargetLayout, to_megatron
 from megatron.model import rope
 from tests.helpers.megatron_lm import Layout, Model, rank_content, with_moments, write

@@ -13,11 +13,11 @@ import pytest
 
 from megatron.config.sections.data import DataConfig
 from megatron.data.blended import TokenDataset, part_samples
-from megatron.data.build import build_train_valid_test
 from megatron.data.datasets import Datasets
 from megatron.data.indexed.builder import IndexedDatasetBuilder
 from megatron.data.indexed.files import allow_files_for_sources
 from megatron.data.indexed.record import make_record, write_record
+from megatron.data.split_datasets import build_train_valid_test
 from megatron.errors import ConfigError, DataError
 from tests.unit.data import oracle
 from tests.unit.data.oracle import random_documents, write_dataset

@@ -14,7 +14,7 @@ import torch
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError
 from megatron.interop.megatron_lm import open_foreign
-from megatron.interop.megatron_lm.settings import their_args, true_vocabulary
+from megatron.interop.megatron_lm.megatron_args import their_args, true_vocabulary
 from megatron.model.parameters import HEAD_TABLE, WORD_TABLE
 from tests.helpers.megatron_lm import Layout, Model, write
 from tests.helpers.torch_dist import write as write_dist

@@ -1,4 +1,4 @@
-"""Builds the engine of a model: its store, optimizer, replica sums, and what its kernels and device need."""
+"""Assembles the engine of a model: its store, optimizer, replica sums, and what its kernels and device need."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.config import BatchPlan, RunConfig, check_settings, check_world, parse_args
 from megatron.errors import ConfigError
-from megatron.prove.check_layout.settings import changed_settings, is_large, ranks_of, reproducible, shrink
+from megatron.prove.check_layout.reproducible import changed_settings, is_large, ranks_of, reproducible, shrink
 from megatron.training.initialize import tokenizer_of
 from tests.helpers.runs import flags
 from tests.unit.tokenizer.support import write_small_bpe
