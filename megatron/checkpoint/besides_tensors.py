@@ -1,12 +1,75 @@
-"""What a checkpoint holds besides tensors: counters, schedules, random states."""
+"""What a checkpoint holds besides the model's and the optimizer's tensors: counters, schedules, random states. They are
+in each `.pt` file, for other programs, and in a `.state.json` beside it, from which they are read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.torch_files import dtype_named
 from megatron.errors import CheckpointError, MegatronError
+
+
+def values_file(file: str) -> str:
+    """The name of the file with the plain values of a `.pt` file."""
+    return PurePosixPath(file).with_suffix(".state.json").as_posix()
+
+
+def values_of_file(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the content of a `.pt` file is also in the file beside it. What a script of the user's own puts into a
+    checkpoint, which may be of any size, is in the `.pt` file alone; where there is none, this says so."""
+    found = {key: content[key] for key in ("iteration", "opt_param_scheduler", "rng_state") if key in content}
+    found["optimizer"] = {"extra": (content["optimizer"] or {}).get("extra")}
+    return found if "extra" in content else {**found, "extra": None}
+
+
+def encode_values(values: Mapping[str, Any]) -> bytes:
+    """As JSON: small tensors are in a list of their own, with the keys that lead to them."""
+    tensors: list[dict[str, Any]] = []
+
+    def plain(value: Any, key: tuple[str | int, ...]) -> Any:
+        if isinstance(value, Tensor):
+            data = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            tensors.append({"key": key, "dtype": str(value.dtype), "shape": list(value.shape), "hex": data.hex()})
+            return None
+        if isinstance(value, Mapping):
+            return {name: plain(item, (*key, name)) for name, item in value.items()}
+        if isinstance(value, list):
+            return [plain(item, (*key, number)) for number, item in enumerate(value)]
+        return value
+
+    body = {"values": plain(values, ()), "tensors": tensors}
+    return json.dumps(body).encode() + b"\n"
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    try:
+        body = json.loads(path.read_bytes())
+        values: dict[str, Any] = dict(body["values"])
+        for each in body["tensors"]:
+            *way, last = each["key"]
+            branch = values
+            for part in way:
+                branch = branch[part]
+            branch[last] = _tensor(each)
+        return values
+    except (OSError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise CheckpointError(f"{path} cannot be read as the plain values of a checkpoint ({reason})") from error
+
+
+def _tensor(described: Mapping[str, Any]) -> Tensor:
+    data, dtype = bytearray.fromhex(described["hex"]), dtype_named(described["dtype"])
+    if prod(described["shape"]) * dtype.itemsize != len(data):
+        raise ValueError(f"{len(data)} bytes for a tensor of {described['shape']}")
+    return torch.frombuffer(data, dtype=dtype).view(described["shape"]) if data else torch.empty(0, dtype=dtype)
 
 
 @contextmanager

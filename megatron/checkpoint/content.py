@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
 
@@ -15,11 +15,14 @@ from megatron.checkpoint.architecture import model_config
 from megatron.checkpoint.deferred import Deferred, with_rows
 from megatron.checkpoint.manifest import Slice, TensorRecord
 from megatron.checkpoint.parts import Part, Share
+from megatron.checkpoint.positions import kind_in_file, place_in_division, share_lengths
 from megatron.checkpoint.state import Sharded, TrainState, rank_file, share_file, writes
+from megatron.checkpoint.storage import FileRecord
+from megatron.checkpoint.torch_file_writer import Storage
 from megatron.distributed.state import Axis, ParallelState
 from megatron.errors import NonFiniteError
 from megatron.model.parameters import VOCABULARY_TABLES, WORD_TABLE, classic_path, layer_of
-from megatron.state.division import Division, dealt
+from megatron.state.division import DEALT, Division, Members, dealt
 from megatron.state.shard import Shard
 
 Copy = Callable[[Tensor], Tensor]
@@ -44,8 +47,26 @@ class RankContent:
 
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     part: Part = field(default_factory=Part)
+    divided: dict[tuple[str, str], Storage] = field(default_factory=dict)
+    """By division and kind: this rank's parts of tensors, in the file of its share."""
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
     """All of them, with what they are."""
+
+    def storages(self, file: str) -> list[Storage]:
+        return [storage for (name, _), storage in self.divided.items() if self.part.shares[name].file == file]
+
+    def written(self, file: str, record: FileRecord, starts: Mapping[int, int]) -> None:
+        """Notes a file, and where in it its storages and tensors begin, by their ids."""
+        self.part.files[file] = record
+        for records in (self.part.model, *self.part.optimizer.values()):
+            for name, tensor in records.items():
+                (piece,) = tensor.slices
+                if piece.file == file:
+                    start = starts[id(classic.lookup(self.files[file], piece.key))]
+                    records[name] = replace(tensor, slices=(replace(piece, start=start),))
+        for (name, kind), storage in self.divided.items():
+            if self.part.shares[name].file == file:
+                self.part.shares[name].starts[kind] = starts[id(storage)]
 
     def check_finite(self) -> None:
         """What is deferred is checked when it is read."""
@@ -151,6 +172,7 @@ def _optimizer(
 ) -> None:
     """Each rank's share of the state: the pieces that it has, or those that it is dealt of what all replicas have."""
     shared = _dealt(state)
+    divided: dict[tuple[Members, str], list[tuple[Division, tuple[str, ...], Tensor]]] = {}
     for name, kinds in (state.optimizer or {}).items():
         division, alone = shared.get(name) or _division(kinds), name in state.replicas
         if division is None and not (alone or writes(parallel)):
@@ -158,11 +180,11 @@ def _optimizer(
         file = share_file(parallel) if division is not None or alone else rank_file(parallel)
         if division is not None:
             content.part.shares[division.group.name] = Share(file, division.group.rank, division.group.size)
-        if division is None or division.group.rank == 0:
+        first = division is None or division.group.rank == 0
+        if first:
             content.part.optimizer[name] = {}
         saved = content.files[file]["optimizer"]["state"].setdefault(name, {})
         shape = tuple(state.params[name][1].shape) if name in state.params else ()
-        first = division is None or division.group.rank == 0
         for kind, (spec, tensor) in kinds.items():
             key, cut = ("optimizer", "state", name, kind), None
             if name in state.params and spec.logical_shape == state.params[name][0].logical_shape:
@@ -171,11 +193,36 @@ def _optimizer(
             if cut is not None:
                 mine = tensor if spec.division is not None else tensor.reshape(-1)[slice(*cut.held)]
                 assert mine.numel() == cut.held[1] - cut.held[0], f"{name} ({kind}): {mine.shape} is not {cut.held}"
-                piece = Slice(cut.group.name, key, spec.ranges, shape, cut.share, cut.offset)
+                piece = Slice(cut.group.name, key, spec.ranges, shape, cut.share, cut.offset, cut.row)
             if first:
                 content.part.optimizer[name][kind] = _record(spec, tensor, piece)
             if mine.numel() if cut is not None else first:
-                saved[kind] = kept(f"{name} ({kind})", mine)
+                mine = saved[kind] = kept(f"{name} ({kind})", mine)
+            if cut is not None:
+                divided.setdefault((cut.group, kind_in_file(kind, mine.dtype)), []).append((cut, key, mine))
+    content.divided = _storages(divided)
+
+
+def _storages(
+    divided: Mapping[tuple[Members, str], list[tuple[Division, tuple[str, ...], Tensor]]],
+) -> dict[tuple[str, str], Storage]:
+    """By division and kind. A storage begins at the same byte in all files of its division: those before it are as long
+    in each as in the fullest. The members of a smaller group are all in the same larger one, which comes first. Of what
+    is dealt the first file, which has less, has no room for more."""
+
+    def order(of: tuple[Members, str]) -> tuple[int, str, int, str]:
+        return -of[0].size, of[0].name, -sum(division.elements for division, *_ in divided[of]), of[1]
+
+    found: dict[tuple[str, str], Storage] = {}
+    for group, kind in sorted(divided, key=order, reverse=True):
+        parts = sorted(divided[group, kind], key=lambda part: place_in_division(*part[:2]))
+        tensors = [part[2] for part in parts if part[2].numel()]
+        length, is_dealt = sum(tensor.numel() for tensor in tensors), any(part[0].row == DEALT for part in parts)
+        if length or found:
+            if found and not (is_dealt and group.rank == 0):
+                length = int(share_lengths(part[0] for part in parts)[int(is_dealt) :].max())
+            found[group.name, kind] = Storage(tensors, parts[0][2].dtype, length)
+    return dict(reversed(found.items()))
 
 
 def _division(kinds: Mapping[str, Sharded]) -> Division | None:

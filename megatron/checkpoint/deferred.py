@@ -3,8 +3,7 @@ is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -37,11 +36,3 @@ def values_of(tensor: Tensor) -> Tensor:
     found = tensor.read()
     assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype), (found.shape, found.dtype, tensor)
     return found
-
-
-def holds_deferred(tree: Any) -> bool:
-    if isinstance(tree, Mapping):
-        return any(holds_deferred(value) for value in tree.values())
-    if isinstance(tree, (list, tuple)):
-        return any(holds_deferred(value) for value in tree)
-    return isinstance(tree, Deferred)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,6 @@ from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.reader import StepReader
 from megatron.checkpoint.state import RunHistory
 from megatron.checkpoint.step_source import OWN_STEPS, ForeignStep, StepSource
-from megatron.checkpoint.storage import Plan
 from megatron.checkpoint.verify import DamagedCheckpointError, identity, unlisted, verified_manifest, verify_share
 from megatron.distributed.state import Axis, ParallelState
 from megatron.errors import CheckpointError
@@ -163,11 +162,11 @@ def _checked(check_hashes: bool) -> str:
     return f"what is read of it {how} the CRC-32 that torch.save wrote beside it"
 
 
-def verify_together(directory: Path, record: Manifest, world: Axis, plans: Mapping[str, Plan] | None = None) -> None:
+def verify_together(directory: Path, record: Manifest, world: Axis) -> None:
     """Ranks that see the same files hash a share of them each, and the verdict of one is that of all. A copy that only
-    the ranks of one machine see is hashed by them. `plans`: see `verify_share`."""
+    the ranks of one machine see is hashed by them."""
     number, count = share(partial(identity, directory, record), world)
-    run_on_all(partial(verify_share, directory, record, number, count, plans), world)
+    run_on_all(partial(verify_share, directory, record, number, count), world)
 
 
 def say_nothing(text: str) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,9 @@ from megatron.checkpoint import determinism
 from megatron.checkpoint.all_ranks import run_on_all
 from megatron.checkpoint.architecture import check_architecture
 from megatron.checkpoint.besides_tensors import saved_values
-from megatron.checkpoint.found_step import FoundStep, Log, say_nothing, verify_together
+from megatron.checkpoint.found_step import FoundStep, Log, say_nothing
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.placed import Own, PlacedReader, Placing
-from megatron.checkpoint.reader import PlannedReader, StepReader
+from megatron.checkpoint.reader import Own, StepReader, read_and_verify
 from megatron.checkpoint.state import (
     Held,
     LoadedState,
@@ -30,7 +29,6 @@ from megatron.checkpoint.state import (
     share_file,
     writes,
 )
-from megatron.checkpoint.storage import Plan
 from megatron.config import ModelConfig, MoEConfig
 from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError
@@ -72,7 +70,8 @@ def load_checkpoint(
     if found.at_hand is not None:
         files = found.at_hand(run_on_all(load.files_needed, parallel.world))
     if found.unhashed:
-        reader = load.verified(own if own is not None and load_optim else {})
+        into = own if own is not None and load_optim and not load.weights_only else {}
+        reader = read_and_verify(found.directory, found.manifest, params, into, held, parallel.world)
         return load.finished(run_on_all(lambda: load.read(reader), parallel.world), history)
     with files as directory:
         state = run_on_all(lambda: load.read(load.found.reader(directory)), parallel.world)
@@ -173,24 +172,15 @@ class _Load:
             )
 
     def files_needed(self) -> set[str]:
-        """The files that `read` would open, found by a dry run of it."""
-        reader, quiet = PlannedReader(self.found.directory, self.found.manifest), replace(self, say=say_nothing)
-        with torch.device("meta"):
-            replace(quiet, take=lambda name, tensor: None).read(reader)
-        return reader.names
-
-    def verified(self, own: Own) -> StepReader:
-        """Hashes the step, and reads into the model, and into `own`, what they store as the files do."""
-        directory, saved = self.found.directory, self.found.manifest
-
-        def planned() -> tuple[PlacedReader, dict[str, Plan]]:
-            with closing(Placing(directory, saved)) as placing:
-                reader = placing.reader(self.params, {} if self.weights_only else own, self.held)
-                return reader, placing.plans
-
-        reader, plans = run_on_all(planned, self.parallel.world)
-        verify_together(directory, saved, self.parallel.world, plans)
-        return reader
+        """The files that `read` opens."""
+        reader, optimizer = self.found.reader(), self.found.manifest.optimizer
+        needed = reader.files_of_values(reader.main_name(), self._place_of_rng()[0])
+        for name, (spec, tensor) in self.params.items():
+            needed |= reader.files_of(spec, tensor.shape, self.found.manifest.model[name])
+            held = None if self.held is None or name not in optimizer else self.held(name)
+            for record in optimizer.get(name, {}).values() if self.load_optim and not self.weights_only else ():
+                needed |= reader.files_of(spec, tensor.shape, record, held)
+        return needed & self.found.manifest.files.keys()
 
     def finished(self, state: LoadedState, history: RunHistory | None) -> LoadedState:
         if history is not None:
@@ -252,11 +242,16 @@ class _Load:
                 "with dropout the next steps differ from the uninterrupted run"
             )
             return None
-        own, main = share_file(self.parallel), rank_file(self.parallel)
+        file, place = self._place_of_rng()
         with saved_values("random states", self.found.directory, "give --no-load-rng to go on with new ones"):
-            if own not in reader.manifest.files:  # one file held those of all replicas
-                return dict(reader.value(main, "rng_state")[self.parallel.dp_cp.rank])
-            return dict(reader.value(main if writes(self.parallel) else own, "rng_state")[0])
+            return dict(reader.value(file, "rng_state")[place])
+
+    def _place_of_rng(self) -> tuple[str, int]:
+        """The file with this rank's random state, and its number in the list there."""
+        own, main = share_file(self.parallel), rank_file(self.parallel)
+        if own not in self.found.manifest.files:  # one file held those of all replicas
+            return main, self.parallel.dp_cp.rank
+        return (main if writes(self.parallel) else own), 0
 
 
 def _listed(names: list[str]) -> str:

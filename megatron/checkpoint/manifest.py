@@ -1,4 +1,4 @@
-"""manifest.json: the checksums of every file, and where the slices of every logical tensor are stored.
+"""manifest.json: the checksums of every file, and where the slices of every logical tensor are stored, to the byte.
 
 The manifest is checked too: it contains its own hash, and its text must be exactly what its content serialises to. That
 hash is sha256 in every schema: so an older program gets as far as the schema, and names what it does not know.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
@@ -18,11 +18,9 @@ from megatron.checkpoint import paths, storage
 from megatron.checkpoint.lineage import Line
 from megatron.checkpoint.storage import FileRecord
 from megatron.errors import CheckpointError
-from megatron.state.division import Division, Members, Range
 from megatron.utils.typed import typed
 
-SCHEMA = 3
-_WITHOUT_DIVISIONS = 2  # the schema before; of its fields all are there still
+SCHEMA = 4
 _ALWAYS_READ = 4 * 2**20  # bytes; a larger manifest is read if the files that it describes are larger still
 _MOST_DIMENSIONS = 16
 _LARGEST = 2**60  # samples and bytes are multiplied, and have to fit into 64 bits then
@@ -48,6 +46,8 @@ class Slice:
     shape: tuple[int, ...]  # as stored, with any padding rows of a vocabulary
     share: int = 0  # elements of the row in each file (division.py); 0: the slice is whole, in one file
     offset: int = 0  # where the slice begins in that row
+    row: int = 0  # of those that the files divide
+    start: int | None = None  # its first byte in the file; None if it is divided, or of a schema before 4
 
     @property
     def elements(self) -> int:
@@ -61,6 +61,18 @@ class TensorRecord:
     dim: int
     slices: tuple[Slice, ...]
     fold: int = 1  # the number of dimensions from `dim` on that `ranges` index as one
+
+
+@dataclass(frozen=True)
+class DividedFiles:
+    """The files of a division, by rank, and the first byte of each kind of tensor in them (positions.py)."""
+
+    files: tuple[str, ...]
+    starts: Mapping[str, int] = field(default_factory=dict)  # the same in all; empty before schema 4
+    first: Mapping[str, int] = field(default_factory=dict)  # in the first file, if it was dealt less than the others
+
+    def start(self, kind: str, rank: int) -> int | None:
+        return (self.first if self.first and rank == 0 else self.starts).get(kind)
 
 
 @dataclass(frozen=True)
@@ -79,7 +91,7 @@ class Manifest:
     model: Mapping[str, TensorRecord]
     optimizer: Mapping[str, Mapping[str, TensorRecord]] = field(default_factory=dict)
     origin: Mapping[str, Any] = field(default_factory=dict)  # hf/origin.py; empty for a run started here
-    divisions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # the files of divided slices, in order
+    divisions: Mapping[str, DividedFiles] = field(default_factory=dict)  # of divided slices
     holds: tuple[str, ...] = ()  # which of optimizer, scheduler and rng were saved
     line: Line | None = None  # of a non-persistent step
     hash: str = storage.HASH  # of the files' blocks
@@ -88,18 +100,9 @@ class Manifest:
     def bytes_listed(self) -> tuple[dict[str, int], dict[str, int]]:
         """The bytes of each file, and for each division the total of its files, if all of them are listed."""
         sizes = {name: file.size for name, file in self.files.items()}
-        complete = {name: files for name, files in self.divisions.items() if all(file in sizes for file in files)}
+        divisions = {name: each.files for name, each in self.divisions.items()}
+        complete = {name: files for name, files in divisions.items() if all(file in sizes for file in files)}
         return sizes, {name: sum(sizes[file] for file in files) for name, files in complete.items()}
-
-    def places(self, piece: Slice, held: Range | None = None) -> Iterator[tuple[str, Range]]:
-        """(file, elements of the slice in it), in order, for all elements of the slice or for those in `held`."""
-        if not piece.share:
-            yield piece.file, (0, piece.elements)
-            return
-        files = self.divisions[piece.file]
-        division = Division(Members(piece.file, 0, len(files)), piece.elements, piece.share, piece.offset)
-        for number, _ in division.shares(held or (0, piece.elements)):
-            yield files[number], division.held_by(number)
 
     def blocks_of(self, part: int, parts: int) -> dict[str, range]:
         """One of `parts` equal parts of the blocks of all files, one file after the other: by file, consecutive."""
@@ -119,9 +122,13 @@ def encode(manifest: Manifest) -> bytes:
     for optional in ("origin", "divisions", "line"):  # defaults are left out
         if not body[optional]:
             del body[optional]
+    for division in body.get("divisions", {}).values():
+        if not division["first"]:
+            del division["first"]
     for records in (body["model"], *body["optimizer"].values()):
-        for piece in (piece for record in records.values() for piece in record["slices"] if not piece["share"]):
-            del piece["share"], piece["offset"]
+        for piece in (piece for record in records.values() for piece in record["slices"]):
+            for name in ("start",) if piece["share"] else ("share", "offset", "row"):
+                del piece[name]
     text = storage.canonical_json(body)
     return _BEFORE_BODY + _indented(text) + _AFTER_BODY % hashlib.sha256(text).hexdigest().encode()
 
@@ -134,13 +141,9 @@ def decode(raw: bytes, path: Path) -> Manifest:
         body = outer["manifest"]
         if not _is_unchanged(raw, outer["sha256"]):
             raise BrokenManifestError(f"{path} does not match its own checksum: it was damaged or edited")
-        if body["schema"] == 1:
-            body = _of_schema_1(body)
-        if body["schema"] == _WITHOUT_DIVISIONS:
-            body = {**body, "schema": SCHEMA}
-        if body["schema"] != SCHEMA:
+        if body["schema"] not in range(1, SCHEMA + 1):
             raise BrokenManifestError(f"{path} has schema {body['schema']}; this version reads 1 to {SCHEMA}")
-        manifest = typed(Manifest, body)
+        manifest = typed(Manifest, _upgraded(body))
         if manifest.hash not in storage.HASHES:
             raise BrokenManifestError(
                 f"{path} has {manifest.hash[:40]} checksums; this version knows {', '.join(storage.HASHES)}"
@@ -152,10 +155,20 @@ def decode(raw: bytes, path: Path) -> Manifest:
         raise BrokenManifestError(f"{path} cannot be read as a manifest ({reason})") from error
 
 
-def _of_schema_1(body: Mapping[str, Any]) -> dict[str, Any]:
-    """As of today: there were sha256 alone, of every block and of the whole file once more."""
-    files = {name: {"size": file["size"], "blocks": file["blocks"]} for name, file in body["files"].items()}
-    return {**body, "files": files, "hash": "sha256", "schema": _WITHOUT_DIVISIONS}
+def _upgraded(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """As of today. In schema 1 there were sha256 alone, of every block and of the whole file once more; in 3 a division
+    was its files. Starts came with schema 4: where there are none, tensors are found by each file's own description."""
+    if body["schema"] == 1:
+        files = {name: {"size": file["size"], "blocks": file["blocks"]} for name, file in body["files"].items()}
+        body = {**body, "files": files, "hash": "sha256"}
+    if body["schema"] == 3:
+        body = {**body, "divisions": {name: {"files": files} for name, files in body.get("divisions", {}).items()}}
+    return {**body, "schema": SCHEMA}
+
+
+def all_tensors(manifest: Manifest) -> list[tuple[str, TensorRecord]]:
+    optimizer = [(f"{n} ({kind})", t) for n, kinds in manifest.optimizer.items() for kind, t in kinds.items()]
+    return [*manifest.model.items(), *optimizer]
 
 
 def check_numbers(manifest: Manifest) -> None:
@@ -164,8 +177,7 @@ def check_numbers(manifest: Manifest) -> None:
     if not all(0 <= count < _LARGEST for count in [*counts, *(record.size for record in manifest.files.values())]):
         raise ValueError("a step, a number of samples or a size that is negative, or greater than any")
     of_files, of_divisions = manifest.bytes_listed()
-    kinds = [("model", manifest.model), *manifest.optimizer.items()]
-    for name, record in [(f"{group} {name}", record) for group, records in kinds for name, record in records.items()]:
+    for name, record in all_tensors(manifest):
         shapes = [record.logical_shape, *(piece.shape for piece in record.slices)]
         ends = [end for piece in record.slices for pair in piece.ranges or () for end in pair]
         if record.fold < 1 or any(number < 0 for number in [*(n for shape in shapes for n in shape), *ends]):
@@ -176,9 +188,11 @@ def check_numbers(manifest: Manifest) -> None:
         for piece, elements in zip(record.slices, stored, strict=True):
             if piece.share < 0 or piece.offset < 0:
                 raise ValueError(f"{name[:100]} is divided into shares of {piece.share} from {piece.offset}")
-            files = len(manifest.divisions.get(piece.file, ()))
-            if piece.share and files and piece.offset + elements > piece.share * files:
+            files = len(manifest.divisions[piece.file].files) if piece.file in manifest.divisions else 0
+            if piece.share and ((files and piece.offset + elements > piece.share * files) or not piece.key):
                 raise ValueError(f"{name[:100]} has elements in none of the {files} files that it is divided into")
+            if piece.share * max(files, 1) > _LARGEST:
+                raise ValueError(f"{name[:100]} is divided into shares of {piece.share} elements")
             if elements > (of_divisions if piece.share else of_files).get(piece.file, elements):
                 raise ValueError(f"{name[:100]} has a slice of {elements} elements, more than the bytes of its file")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatron.checkpoint.manifest import Manifest, TensorRecord
+from megatron.checkpoint.manifest import DividedFiles, Manifest, TensorRecord
 from megatron.checkpoint.storage import FileRecord
 from megatron.errors import CheckpointError
 from megatron.utils import durable
@@ -27,6 +27,8 @@ class Share:
     file: str
     number: int
     of: int
+    starts: dict[str, int] = field(default_factory=dict)
+    """As of `DividedFiles` in the manifest, of the kinds that it has."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,7 @@ def joined(header: Manifest, parts: list[Part]) -> Manifest:
     )
 
 
-def divisions(parts: Iterable[Part]) -> dict[str, tuple[str, ...]]:
-    """The files of each division, in its order."""
+def divisions(parts: Iterable[Part]) -> dict[str, DividedFiles]:
     shares: dict[str, dict[int, Share]] = {}
     for part in parts:
         for name, share in part.shares.items():
@@ -85,7 +86,13 @@ def divisions(parts: Iterable[Part]) -> dict[str, tuple[str, ...]]:
     for name, by_number in shares.items():
         size = next(iter(by_number.values())).of
         assert sorted(by_number) == list(range(size)), f"{name}: shares {sorted(by_number)} of {size}"
-        found[name] = tuple(by_number[number].file for number in range(size))
+        in_order = [by_number[number] for number in range(size)]
+        starts = {kind: start for share in in_order for kind, start in share.starts.items()}
+        for share in in_order[1:]:  # a file has no start of a kind that it has nothing of
+            assert share.starts.items() <= starts.items(), f"{name}: {share.file} has {share.starts}, others {starts}"
+        first = in_order[0].starts
+        less = {} if first.items() <= starts.items() else first
+        found[name] = DividedFiles(tuple(share.file for share in in_order), starts, less)
     return found
 
 

@@ -1,70 +1,112 @@
-"""Reads the tensors of one verified step."""
+"""Reads the tensors and the plain values of a step. Where a tensor lies follows from the manifest by arithmetic, and
+nothing is unpickled. Steps of before schema 4 are read through `safe_load`."""
 
 from __future__ import annotations
 
-from functools import partial
+from bisect import bisect
+from collections.abc import Iterator, Mapping
+from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.checkpoint import classic, paths, safe_load, slices
+from megatron.checkpoint.all_ranks import run_on_all, share
+from megatron.checkpoint.besides_tensors import read_values, values_file
 from megatron.checkpoint.manifest import Manifest, Slice, TensorRecord
-from megatron.checkpoint.verify import DamagedCheckpointError, stored_problem
+from megatron.checkpoint.mapped_bytes import Bytes
+from megatron.checkpoint.positions import Positions, Stretch
+from megatron.checkpoint.state import Held, Sharded
+from megatron.checkpoint.torch_files import dtype_named
+from megatron.checkpoint.verify import DamagedCheckpointError, identity, stored_problem, verify_share
+from megatron.distributed.state import Axis
 from megatron.errors import CheckpointError
 from megatron.state.division import Range, common
 from megatron.state.shard import Shard
+
+Own = Mapping[str, Mapping[str, Tensor]]
+"""Tensors of the optimizer, by parameter and kind."""
 
 
 class StepReader:
     """Opens files when they are first needed and maps them, so only what is copied is read."""
 
+    weights: Mapping[str, Tensor] = MappingProxyType({})
+    own: Own = MappingProxyType({})
+    """What of the step is in memory already: these very tensors, whatever else has the name of their parameter."""
+
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self.directory = directory
         self.manifest = manifest
         self._files: dict[str, Any] = {}
+        self._bytes: dict[str, Bytes] = {}
+        self._values: dict[str, dict[str, Any]] = {}
+
+    @cached_property
+    def positions(self) -> Positions:
+        return Positions(self.manifest)
 
     def file(self, name: str) -> Any:
+        """The content of a `.pt` file, unpickled."""
         if name not in self._files:
             self._files[name] = safe_load.load_file(paths.member(self.directory, name))
         return self._files[name]
 
     def value(self, name: str, *key: str) -> Any:
-        """What a file has at a path of its nested dicts, or None."""
+        """A plain value at a path of the nested dicts of a file, or None."""
+        beside = values_file(name)
+        if beside in self.manifest.files:
+            if beside not in self._values:
+                self._values[beside] = read_values(paths.member(self.directory, beside))
+            if key[0] in self._values[beside]:
+                return classic.lookup(self._values[beside], key)
         return classic.lookup(self.file(name), key)
 
     def elements(self, spec: Shard, record: TensorRecord, piece: Slice, held: Range) -> Tensor:
         """Some consecutive elements of a slice, in one dimension: of its files, those that hold them are opened."""
         parts = []
-        for file, (start, stop) in self.manifest.places(piece, held):
-            found = self.value(file, *piece.key)
-            if problem := stored_problem(record, piece, found, (start, stop)):
-                raise DamagedCheckpointError(f"{self.directory / file}: {spec.name} {problem}")
-            low, high = common(held, (start, stop))
-            parts.append(found.view(-1)[low - start : high - start])
+        for stretch in self.positions.stretches(record, piece, held):
+            found, first = self._stored(spec, record, piece, stretch), stretch.elements[0]
+            low, high = common(held, stretch.elements)
+            parts.append(found[low - first : high - first])
         if not parts:
-            return torch.empty(0, dtype=_dtype(record.dtype))
+            return torch.empty(0, dtype=dtype_named(record.dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _stored(self, spec: Shard, record: TensorRecord, piece: Slice, stretch: Stretch) -> Tensor:
+        """What a file has of a slice, in one dimension."""
+        if stretch.start is None:
+            found = classic.lookup(self.file(stretch.file), piece.key)
+            if problem := stored_problem(record, piece, found, stretch.elements):
+                raise DamagedCheckpointError(f"{self.directory / stretch.file}: {spec.name} {problem}")
+            return found.view(-1)
+        if stretch.file not in self._bytes:
+            self._bytes[stretch.file] = Bytes.of_file(paths.member(self.directory, stretch.file))
+        dtype, (first, stop) = dtype_named(record.dtype), stretch.elements
+        return self._bytes[stretch.file].part(stretch.start, (stop - first) * dtype.itemsize).tensor(dtype)
 
     def fill(self, spec: Shard, target: Tensor, record: TensorRecord, *, cast: bool = False) -> None:
         def read(piece: Slice) -> Tensor:
             return self.elements(spec, record, piece, (0, piece.elements)).view(piece.shape)
 
-        slices.fill(spec, target, record, read, cast=cast)
+        if target is not self.weights.get(spec.name):
+            slices.fill(spec, target, record, read, cast=cast)
 
     def mapped(self, spec: Shard, like: Tensor, record: TensorRecord, *, cast: bool) -> Tensor | None:
         """The tensor as it is in its file, unread, if it is stored as `like` describes it."""
-        for piece in record.slices:
-            if not piece.share and piece.ranges == spec.ranges and piece.shape == tuple(like.shape):
-                slices.check_compatible(spec, like.dtype, record, cast=cast)
-                return self.elements(spec, record, piece, (0, piece.elements)).view(piece.shape)
-        return None
+        piece = slices.same_slice(spec, like.shape, record)
+        if piece is None or piece.share:
+            return None
+        slices.check_compatible(spec, like.dtype, record, cast=cast)
+        return self.elements(spec, record, piece, (0, piece.elements)).view(piece.shape)
 
     def logical(self, name: str, record: TensorRecord) -> Tensor:
         """A whole tensor in its stored shape, without padding rows."""
         spec = slices.whole_spec(name, record)
-        full = torch.empty(slices.whole_stored_shape(record), dtype=_dtype(record.dtype))
+        full = torch.empty(slices.whole_stored_shape(record), dtype=dtype_named(record.dtype))
         self.fill(spec, full, record)
         return full
 
@@ -73,7 +115,7 @@ class StepReader:
 
     def model_dtype(self) -> torch.dtype:
         """The dtype that the parameters were trained in."""
-        return _dtype(next(iter(self.manifest.model.values())).dtype)
+        return dtype_named(next(iter(self.manifest.model.values())).dtype)
 
     def optimizer_like(
         self, name: str, spec: Shard, stored_shape: torch.Size, held: Range | None = None
@@ -83,7 +125,7 @@ class StepReader:
         is wanted is mapped, not copied."""
         found = {}
         for kind, record in self.manifest.optimizer.get(name, {}).items():
-            if (ready := self.ready(name, kind)) is not None:
+            if (ready := self.own.get(name, {}).get(kind)) is not None:
                 found[kind] = ready
                 continue
             if record.logical_shape != tuple(spec.logical_shape):
@@ -91,13 +133,9 @@ class StepReader:
                 found[kind] = self.logical(name, record)
                 continue
             wanted, read = held or (0, stored_shape.numel()), partial(self.elements, spec, record)
-            tensor = slices.read_elements(spec, stored_shape, _dtype(record.dtype), wanted, record, read)
+            tensor = slices.read_elements(spec, stored_shape, dtype_named(record.dtype), wanted, record, read)
             found[kind] = tensor.view(stored_shape) if held is None else tensor
         return found
-
-    def ready(self, name: str, kind: str) -> Tensor | None:
-        """A tensor of the optimizer that has been read already."""
-        return None
 
     def main_file(self) -> Any:
         """The content of `main_name`."""
@@ -113,39 +151,109 @@ class StepReader:
             raise CheckpointError(f"{self.directory} holds no {paths.MODEL_FILE}")
         return names[0]
 
+    # ---------------------------------------------------------------- which files a rank reads
 
-class PlannedReader(StepReader):
-    """Opens nothing: it notes the names of the files that a StepReader would open. What it gives has no content, and
-    what is to be filled stays as it is."""
+    def files_of_values(self, *names: str) -> set[str]:
+        """The files with the plain values of these."""
+        return {beside if (beside := values_file(name)) in self.manifest.files else name for name in names}
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
-        super().__init__(directory, manifest)
-        self.names: set[str] = set()
-
-    def file(self, name: str) -> Any:
-        self.names.add(name)
-        return _Nothing()
-
-    def value(self, name: str, *key: str) -> Any:
-        return self.file(name)
-
-    def elements(self, spec: Shard, record: TensorRecord, piece: Slice, held: Range) -> Tensor:
-        self.names |= {file for file, _ in self.manifest.places(piece, held)}
-        return torch.empty(held[1] - held[0], dtype=_dtype(record.dtype), device="meta")
-
-    def fill(self, spec: Shard, target: Tensor, record: TensorRecord, *, cast: bool = False) -> None:
-        super().fill(spec, torch.empty_like(target, device="meta"), record, cast=cast)
+    def files_of(self, spec: Shard, shape: torch.Size, record: TensorRecord, held: Range | None = None) -> set[str]:
+        """The files with what a rank stores in `shape`, or `held` elements of it."""
+        if record.logical_shape != tuple(spec.logical_shape):
+            spec, held = slices.whole_spec(spec.name, record), None
+        if slices.same_slice(spec, shape, record) is None:
+            held = None
+        pieces = slices.wanted_slices(spec, shape, record)
+        return {each.file for piece in pieces for each in self.positions.stretches(record, piece, held)}
 
 
-class _Nothing(dict[Any, Any]):
-    """Has every key."""
-
-    def __missing__(self, key: object) -> _Nothing:
-        return _Nothing()
+# ---------------------------------------------------------------- reading while hashing
 
 
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise DamagedCheckpointError(f"the manifest names a dtype {name!r} that torch does not have")
-    return found
+def read_and_verify(
+    directory: Path, manifest: Manifest, params: Mapping[str, Sharded], own: Own, held: Held | None, world: Axis
+) -> StepReader:
+    """Hashes this rank's share of a step, and what is read into the parameters and into the optimizer's own tensors
+    where they are laid out as the files are: each byte once. What one rank finds is the verdict of all."""
+    reader, places = StepReader(directory, manifest), _Places(manifest)
+
+    def place() -> None:
+        reader.weights, reader.own = places.of_weights(params), places.of_state(params, own, held)
+
+    run_on_all(place, world)
+    into = {name: sorted(found, key=lambda place: place[0]) for name, found in places.by_file.items()}
+    number, count = share(partial(identity, directory, manifest), world)
+    run_on_all(partial(verify_share, directory, manifest, number, count, into), world)
+    return reader
+
+
+class _Places:
+    """Memory that bytes of files are read into as they are."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest, self._positions = manifest, Positions(manifest)
+        self._taken: list[int] = []  # the starts and stops of memory, in order
+        self.by_file: dict[str, list[tuple[int, memoryview]]] = {}
+
+    def of_weights(self, params: Mapping[str, Sharded]) -> dict[str, Tensor]:
+        model = self._manifest.model
+        return {n: param for n, (spec, param) in params.items() if self._has(spec, param.shape, param, model[n])}
+
+    def of_state(self, params: Mapping[str, Sharded], own: Own, held: Held | None) -> dict[str, dict[str, Tensor]]:
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, kinds in own.items():
+            spec, param = params[name]
+            mine = None if held is None else held(name)
+            for kind, tensor in kinds.items():
+                record = self._manifest.optimizer.get(name, {}).get(kind)
+                if record is not None and self._has(spec, param.shape, tensor, record, mine):
+                    found.setdefault(name, {})[kind] = tensor
+        return found
+
+    def _has(
+        self, spec: Shard, shape: torch.Size, target: Tensor, record: TensorRecord, held: Range | None = None
+    ) -> bool:
+        """Whether all of `target` has places: it is what a rank stores in `shape`, or the elements `held` of it."""
+        wanted = held or (0, shape.numel())
+        if not _is_plain(target, wanted[1] - wanted[0]) or str(target.dtype) != record.dtype:
+            return False
+        same = slices.same_slice(spec, shape, record)
+        if same is None or tuple(spec.logical_shape) != record.logical_shape:
+            return False
+        memory = target.detach().view(-1).view(torch.uint8).numpy().data
+        found = list(self._places(record, same, wanted, memory))
+        if any(first is None for _, first, _ in found) or not self._take(target):
+            return False
+        for file, first, part in found:
+            assert first is not None
+            self.by_file.setdefault(file, []).append((first, part))
+        return True
+
+    def _places(
+        self, record: TensorRecord, piece: Slice, wanted: Range, memory: memoryview
+    ) -> Iterator[tuple[str, int | None, memoryview]]:
+        """(file, its first byte, the memory for it and those after it)"""
+        element = dtype_named(record.dtype).itemsize
+        for stretch in self._positions.stretches(record, piece, wanted):
+            low, high = common(wanted, stretch.elements)
+            first = None if stretch.start is None else stretch.start + (low - stretch.elements[0]) * element
+            yield stretch.file, first, memory[(low - wanted[0]) * element : (high - wanted[0]) * element]
+
+    def _take(self, target: Tensor) -> bool:
+        """False if another tensor has some of its memory."""
+        start = target.data_ptr()
+        at = bisect(self._taken, start)
+        if at % 2 or (at < len(self._taken) and self._taken[at] < start + target.nbytes):
+            return False
+        self._taken[at:at] = [start, start + target.nbytes]
+        return True
+
+
+def _is_plain(target: Tensor, elements: int) -> bool:
+    return (
+        target.device.type == "cpu"
+        and type(target) in (Tensor, torch.nn.Parameter)
+        and target.layout == torch.strided
+        and target.is_contiguous()
+        and target.numel() == elements > 0
+    )

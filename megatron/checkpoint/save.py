@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -24,13 +23,14 @@ import torch
 
 from megatron.checkpoint import classic, manifest, parts, paths, retention, storage
 from megatron.checkpoint.all_ranks import do_on_first, run_on_all, run_on_first
+from megatron.checkpoint.besides_tensors import encode_values, values_file, values_of_file
 from megatron.checkpoint.content import Copy, RankContent, classic_arguments, plain_copy, rank_content
 from megatron.checkpoint.lineage import Line
 from megatron.checkpoint.lock import DirectoryLock
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.state import Retention, RunHistory, SavedInfo, Sharded, TrainState, axis_sizes, writes
 from megatron.checkpoint.storage import FileRecord
-from megatron.checkpoint.torch_file_writer import save_tree
+from megatron.checkpoint.torch_file_writer import write_torch_file
 from megatron.distributed.messages import all_gather_json
 from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError, StorageError
@@ -241,14 +241,23 @@ class Save:
         content.check_finite()
         if self.parallel.world.rank == 0 and self.save_tokenizer is not None:
             content.part.files.update(self._write_tokenizer(self.save_tokenizer))
-        for file, tree in content.files.items():
-            path = self.temporary / file
-            with storage.storage_errors("writing a checkpoint", path):
-                path.parent.mkdir(exist_ok=True)
-                content.part.files[file] = storage.write_durable(path, partial(save_tree, tree), stop=stop)
-                durable.fsync_directory(path.parent)
+        for file in content.files:
+            with storage.storage_errors("writing a checkpoint", self.temporary / file):
+                self._write_file(content, file, stop)
         with storage.storage_errors("writing a checkpoint", self.temporary):
             parts.leave(self.temporary, self.parallel.world.rank, content.part)
+
+    def _write_file(self, content: RankContent, file: str, stop: Event | None) -> None:
+        path, tree, starts = self.temporary / file, content.files[file], {}
+
+        def write(stream: storage.HashingFile) -> None:
+            starts.update(write_torch_file(tree, stream, content.storages(file)))
+
+        path.parent.mkdir(exist_ok=True)
+        content.written(file, storage.write_durable(path, write, stop=stop), starts)
+        values, encoded = values_file(file), encode_values(values_of_file(tree))
+        content.part.files[values] = storage.write_durable(self.temporary / values, lambda out: out.write(encoded))
+        durable.fsync_directory(path.parent)
 
     def _write_tokenizer(self, save_tokenizer: SaveTokenizer) -> dict[str, FileRecord]:
         folder = self.temporary / paths.TOKENIZER

@@ -6,7 +6,7 @@ one, whatever layout saved them, and fails if an index is in none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -95,11 +95,11 @@ def _contradiction(record: TensorRecord, piece: Slice) -> CheckpointError:
 def fill(spec: Shard, target: Tensor, record: TensorRecord, read: Read, *, cast: bool = False) -> None:
     """Fills `target`, in its stored local shape, with the part of the logical tensor that `spec` describes."""
     check_compatible(spec, target.dtype, record, cast=cast)
-    if _copy_same(spec, target, record, read):
+    same = same_slice(spec, target.shape, record)
+    if same is not None:
+        target.copy_(read(same))
         return
-    sources = [(source_spec(spec.name, record, piece), piece) for piece in _distinct(record.slices)]
-    if missing := missing_ranges([source for source, _ in sources], spec):
-        raise CheckpointError(f"{spec.name}: indices {missing} of dimension {record.dim} are in no file")
+    sources = _sources(spec, record)
     if target.numel() != prod(spec.local_shape):
         target[spec.local_shape[0] :].zero_()  # padding rows of a vocabulary
     for source, piece in sources:
@@ -107,13 +107,27 @@ def fill(spec: Shard, target: Tensor, record: TensorRecord, read: Read, *, cast:
             copy_common(source, read(piece), spec, target)
 
 
-def _copy_same(spec: Shard, target: Tensor, record: TensorRecord, read: Read) -> bool:
-    """Copies a slice that was saved with the same split, including its padding rows."""
+def same_slice(spec: Shard, shape: Sequence[int], record: TensorRecord) -> Slice | None:
+    """A slice that was saved with the same split, in the same shape, including its padding rows."""
+    return next((p for p in record.slices if p.ranges == spec.ranges and p.shape == tuple(shape)), None)
+
+
+def wanted_slices(spec: Shard, shape: Sequence[int], record: TensorRecord) -> list[Slice]:
+    """The slices that have a part of what a rank stores in `shape`."""
+    if (same := same_slice(spec, shape, record)) is not None:
+        return [same]
+    return [piece for source, piece in _sources(spec, record) if any(True for _ in pieces(source, spec))]
+
+
+def _sources(spec: Shard, record: TensorRecord) -> list[tuple[Shard, Slice]]:
+    """The slices without replicas."""
+    first: dict[tuple[Range, ...] | None, Slice] = {}
     for piece in record.slices:
-        if piece.ranges == spec.ranges and piece.shape == tuple(target.shape):
-            target.copy_(read(piece))
-            return True
-    return False
+        first.setdefault(piece.ranges, piece)
+    sources = [(source_spec(spec.name, record, piece), piece) for piece in first.values()]
+    if missing := missing_ranges([source for source, _ in sources], spec):
+        raise CheckpointError(f"{spec.name}: indices {missing} of dimension {record.dim} are in no file")
+    return sources
 
 
 def read_elements(
@@ -122,18 +136,15 @@ def read_elements(
     """The elements `held` of the tensor that a rank stores in `shape`, in one dimension. Of each saved slice only the
     span from the first to the last wanted element is read."""
     check_compatible(spec, dtype, record, cast=False)
-    for piece in record.slices:
-        if piece.ranges == spec.ranges and piece.shape == tuple(shape):
-            return read(piece, held)
+    if (same := same_slice(spec, shape, record)) is not None:
+        return read(same, held)
     found = torch.zeros(held[1] - held[0], dtype=dtype)  # padding rows of a vocabulary stay so
     held = held[0], min(held[1], prod(spec.local_shape))
     if held[0] >= held[1]:
         return found
-    sources = [(source_spec(spec.name, record, piece), piece) for piece in _distinct(record.slices)]
+    sources = _sources(spec, record)
     split = next((source for source, _ in sources if not is_whole(source)), sources[0][0])
     wanted, window, base = _window(in_three_dimensions(along_one_dim(split, spec)[1]), held)
-    if missing := missing_ranges([source for source, _ in sources], spec):
-        raise CheckpointError(f"{spec.name}: indices {missing} of dimension {record.dim} are in no file")
     buffer = torch.zeros(wanted.local_shape, dtype=dtype)
     for source, piece in sources:
         three = in_three_dimensions(along_one_dim(source, along_one_dim(split, spec)[1])[0])
@@ -171,14 +182,6 @@ def _needed(source: Shard, wanted: Shard, rows: Range) -> tuple[Shard | None, Ra
 
 def _rows(three: Shard, rows: Range) -> Shard:
     return replace(three, logical_shape=(rows[1] - rows[0], *three.logical_shape[1:]), copies=())
-
-
-def _distinct(slices: Iterable[Slice]) -> list[Slice]:
-    """The slices without replicas."""
-    first: dict[tuple[tuple[int, int], ...] | None, Slice] = {}
-    for piece in slices:
-        first.setdefault(piece.ranges, piece)
-    return list(first.values())
 
 
 def check_compatible(spec: Shard, dtype: torch.dtype, record: TensorRecord, *, cast: bool) -> None:

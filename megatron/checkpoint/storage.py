@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -18,7 +18,6 @@ from typing import IO, Any
 
 import xxhash
 
-from megatron.checkpoint.seen import Seen, file_id
 from megatron.errors import StorageError
 from megatron.utils.durable import BlockHasher, Hash
 
@@ -48,23 +47,14 @@ Places = Sequence[tuple[int, memoryview]]
 """(the first byte of a file, the memory for it and those after it), in the file's order."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What the bytes of a file are for, besides being hashed."""
-
-    into: Places = ()
-    seen: Seen = field(default_factory=lambda: Seen(None, ()))
-    """What has been read of it before: an error if other bytes are hashed."""
-
-    def blocks(self) -> set[int]:
-        """The blocks that are needed for it."""
-        ranges = [*self.seen.ranges, *((first, first + len(memory)) for first, memory in self.into)]
-        return {
-            block for start, stop in ranges if start < stop for block in range(start // BLOCK_BYTES, blocks_in(stop))
-        }
-
-
-NO_PLAN = Plan()
+def blocks_for(places: Places) -> set[int]:
+    """The blocks that are read to fill them."""
+    return {
+        block
+        for first, memory in places
+        if len(memory)
+        for block in range(first // BLOCK_BYTES, blocks_in(first + len(memory)))
+    }
 
 
 class FileHasher:
@@ -123,32 +113,30 @@ def hash_file(path: Path, algorithm: str = HASH) -> FileRecord:
 
 
 def hash_blocks(
-    path: Path, blocks: Sequence[int], algorithm: str, threads: int = 1, plan: Plan = NO_PLAN
+    path: Path, blocks: Sequence[int], algorithm: str, threads: int = 1, into: Places = ()
 ) -> tuple[str, ...]:
     """The hashes of some blocks of a file, in order, which alone are read. The last one may be short. What is read
-    stays in the places of `plan` that are for it; it is a ChangedFileError if it was read otherwise before."""
+    stays in the places that are for it."""
     share = -(-len(blocks) // threads)
     parts = [blocks[start : start + share] for start in range(0, len(blocks), share or 1)]
     if len(parts) < 2:
-        return _hash_part(path, algorithm, plan, blocks)
+        return _hash_part(path, algorithm, into, blocks)
     with ThreadPoolExecutor(len(parts)) as pool:
-        found = pool.map(partial(_hash_part, path, algorithm, plan), parts)
+        found = pool.map(partial(_hash_part, path, algorithm, into), parts)
         return tuple(hashed for part in found for hashed in part)
 
 
-def _hash_part(path: Path, algorithm: str, plan: Plan, blocks: Sequence[int]) -> tuple[str, ...]:
+def _hash_part(path: Path, algorithm: str, into: Places, blocks: Sequence[int]) -> tuple[str, ...]:
     """In pieces that are hashed while they are in the processor's cache; reading and hashing let other threads run."""
     hasher = FileHasher(algorithm)
     with open(path, "rb", buffering=0) as file:
-        status = os.fstat(file.fileno())
-        plan.seen.check_file(file_id(status))
+        size = os.fstat(file.fileno()).st_size
         for run in _consecutive(blocks):
             position = file.seek(run.start * BLOCK_BYTES)
-            for memory in _memory_for(position, min(run.stop * BLOCK_BYTES, status.st_size), plan.into):
+            for memory in _memory_for(position, min(run.stop * BLOCK_BYTES, size), into):
                 while len(memory) and (count := file.readinto(memory)):
                     hasher.update(memory[:count])
-                    plan.seen.check(position, memory[:count])
-                    position, memory = position + count, memory[count:]
+                    memory = memory[count:]
     return hasher.record().blocks
 
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.mapped_bytes import Bytes, Reads, Window
+from megatron.checkpoint.mapped_bytes import Bytes, Window
 from megatron.checkpoint.member_checks import MemberChecks
-from megatron.checkpoint.pickle_reader import read_next, read_with_names
-from megatron.checkpoint.pickle_scan import PLAIN, PickleRefused
+from megatron.checkpoint.pickle_reader import read_next, read_pickle
+from megatron.checkpoint.pickle_scan import PickleRefused
 from megatron.checkpoint.pickle_values import Made, Name, Persistent
 from megatron.checkpoint.safe_load import UnsafeFileError, check_members
 from megatron.errors import CheckpointError
@@ -41,8 +41,15 @@ _TYPES = (
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
     torch.float8_e8m0fnu,
 )
+_BY_NAME = {str(dtype): dtype for dtype in _TYPES}
 _REBUILD = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 _PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    if name not in _BY_NAME:
+        raise ValueError(f"{name[:40]!r} is no dtype that a checkpoint has")
+    return _BY_NAME[name]
 
 
 class TorchFile:
@@ -58,7 +65,6 @@ class TorchFile:
         self._name = name
         self._storages: dict[str, Bytes] = {}
         self._members: dict[str, zipfile.ZipInfo] = {}  # of the storages, which are looked up when they are needed
-        self._names: frozenset[str] | None = None
         try:
             if data.length >= len(_BEFORE_ZIP) and data.part(0, len(_BEFORE_ZIP)).read() == _BEFORE_ZIP:
                 self.content = self._before_zip()
@@ -71,8 +77,8 @@ class TorchFile:
             raise UnsafeFileError(f"{data.path} cannot be read as plain weights: {text[:200]}") from error
 
     @staticmethod
-    def open(path: Path, checks: MemberChecks | None, reads: Reads | None = None) -> TorchFile:
-        return TorchFile(Bytes.of_file(path, reads), checks)
+    def open(path: Path, checks: MemberChecks | None) -> TorchFile:
+        return TorchFile(Bytes.of_file(path), checks)
 
     def _zip(self) -> Any:
         try:
@@ -93,8 +99,7 @@ class TorchFile:
         data = described.read()
         if self._checks is not None:
             self._checks.compare(described, found["data.pkl"].CRC, lambda: "data.pkl, which describes its content,")
-        content, self._names = read_with_names(data)
-        return content
+        return read_pickle(data)
 
     def _member(self, member: zipfile.ZipInfo) -> Bytes:
         header = self._data.part(member.header_offset, _LOCAL_HEADER.size).read()
@@ -150,26 +155,6 @@ class TorchFile:
             return None
         storage = self._storage(found)
         return storage.start + found.offset * found.dtype.itemsize, found.dtype, found.shape
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it names nothing but what the weights-only loader makes tensors and plain values of."""
-        return self._names is not None and self._names <= PLAIN
-
-    def value(self, value: Any) -> Any:
-        """A part of `content` as the weights-only loader gives it. A LookupError: that loader knows better."""
-        if value is None or type(value) in (bool, int, float, str):
-            return value
-        if type(value) is dict:
-            if not all(key is None or type(key) in (bool, int, float, str) for key in value):
-                raise LookupError("a key that is not plain")
-            return {key: self.value(item) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self.value(item) for item in value)
-        as_stored = isinstance(value, Made) and value.kind.text in _REBUILD and not _is_changed(value)
-        if as_stored and value.arguments[4:5] == (False,):
-            return self.tensor(value)
-        raise LookupError(f"{type(value).__name__} is not plain")
 
     def _storage(self, found: _Description) -> Bytes:
         """The bytes of a tensor's storage, which hold all of the tensor."""

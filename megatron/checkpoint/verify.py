@@ -7,15 +7,18 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from megatron.checkpoint import classic, manifest, paths, safe_load, slices, storage
+from megatron.checkpoint.besides_tensors import encode_values, values_file, values_of_file
 from megatron.checkpoint.manifest import Manifest, Slice, TensorRecord
-from megatron.checkpoint.seen import ChangedFileError
-from megatron.checkpoint.storage import NO_PLAN, FileRecord, Plan
+from megatron.checkpoint.positions import Positions, Stretch
+from megatron.checkpoint.storage import FileRecord, Places
+from megatron.checkpoint.torch_files import TorchFile
 from megatron.checkpoint.verify_model import model_problems
 from megatron.errors import CheckpointError
 from megatron.state.division import Range
@@ -62,14 +65,14 @@ def verified_manifest(directory: Path) -> Manifest:
 
 
 def verify_share(
-    directory: Path, record: Manifest, part: int, parts: int, plans: Mapping[str, Plan] | None = None
+    directory: Path, record: Manifest, part: int, parts: int, into: Mapping[str, Places] = MappingProxyType({})
 ) -> None:
     """Hashes one of `parts` equal parts of the step's bytes; raises an error that names the first damaged file.
-    `plans`: by file, what else is done with its bytes, in this rank's share or not."""
+    `into`: by file, the memory that its bytes are read into, in this rank's share or not."""
     share: dict[str, Sequence[int]] = dict(record.blocks_of(part, parts))
-    for name, plan in (plans or {}).items():
-        share[name] = sorted(plan.blocks().union(share.get(name, ())))
-    _refuse(_damage(directory, record, share, plans=plans))
+    for name, places in into.items():
+        share[name] = sorted(storage.blocks_for(places).union(share.get(name, ())))
+    _refuse(_damage(directory, record, share, into=into))
 
 
 def identity(directory: Path, record: Manifest) -> str:
@@ -103,7 +106,7 @@ def _structure(directory: Path) -> tuple[Manifest | None, list[Problem]]:
     problems = _step_number(directory, record) + _coverage(directory, record) + _extra_files(directory, record)
     for name, expected in record.files.items():
         problems += _file(directory, name, expected)
-    return record, problems
+    return record, problems or _positions(directory, record)
 
 
 def _step_number(directory: Path, record: Manifest) -> list[Problem]:
@@ -116,7 +119,7 @@ def _step_number(directory: Path, record: Manifest) -> list[Problem]:
 def _coverage(directory: Path, record: Manifest) -> list[Problem]:
     problems = []
     files, divisions = record.bytes_listed()
-    for name, tensor in all_tensors(record):
+    for name, tensor in manifest.all_tensors(record):
         unknown = [piece.file for piece in tensor.slices if piece.file not in (divisions if piece.share else files)]
         if unknown:
             problems.append(Problem("incomplete", f"{directory}: {name} lies in {unknown[0]}, which is not listed"))
@@ -125,9 +128,12 @@ def _coverage(directory: Path, record: Manifest) -> list[Problem]:
     return problems
 
 
-def all_tensors(record: Manifest) -> list[tuple[str, TensorRecord]]:
-    optimizer = [(f"{n} ({kind})", t) for n, kinds in record.optimizer.items() for kind, t in kinds.items()]
-    return [*record.model.items(), *optimizer]
+def _positions(directory: Path, record: Manifest) -> list[Problem]:
+    try:
+        Positions(record).check()
+    except ValueError as error:
+        return [Problem("corrupt", f"{directory / paths.MANIFEST}: {error}")]
+    return []
 
 
 def _extra_files(directory: Path, record: Manifest) -> list[Problem]:
@@ -185,7 +191,7 @@ def _damage(
     record: Manifest,
     share: Mapping[str, Sequence[int]],
     passed_over: Set[str | None] = frozenset(),
-    plans: Mapping[str, Plan] | None = None,
+    into: Mapping[str, Places] = MappingProxyType({}),
 ) -> list[Problem]:
     """The files with other bytes in these blocks than were written."""
     problems = []
@@ -194,11 +200,7 @@ def _damage(
             continue
         path, expected = paths.member(directory, name), record.files[name].blocks
         try:
-            plan = (plans or {}).get(name, NO_PLAN)
-            found = storage.hash_blocks(path, blocks, record.hash, torch.get_num_threads(), plan)
-        except ChangedFileError:
-            problems.append(Problem("corrupt", f"{path} was changed while it was read", name))
-            continue
+            found = storage.hash_blocks(path, blocks, record.hash, torch.get_num_threads(), into.get(name, ()))
         except OSError as error:
             problems.append(_unreadable(path, name, error))
             continue
@@ -223,24 +225,36 @@ def _where(differing: list[int], blocks: Sequence[str]) -> str:
 def _contents(directory: Path, record: Manifest) -> list[Problem]:
     """Opens every tensor and checks its shape, its dtype and that it is finite."""
     problems: list[Problem] = []
-    stored: dict[str, list[tuple[str, TensorRecord, Slice, Range]]] = {}
-    for name, tensor in all_tensors(record):
+    stored: dict[str, list[tuple[str, TensorRecord, Slice, Stretch]]] = {}
+    positions = Positions(record)
+    for name, tensor in manifest.all_tensors(record):
         for piece in tensor.slices:
-            for file, held in record.places(piece):
-                stored.setdefault(file, []).append((name, tensor, piece, held))
+            for stretch in positions.stretches(tensor, piece):
+                stored.setdefault(stretch.file, []).append((name, tensor, piece, stretch))
     for file in sorted(name for name in record.files if name.endswith(".pt")):
+        path = paths.member(directory, file)
         try:
-            content = safe_load.load_file(paths.member(directory, file))
+            content, described = safe_load.load_file(path), TorchFile.open(path, None)
         except (safe_load.UnsafeFileError, paths.UnsafePathError) as error:
             problems.append(Problem("unsafe", str(error)))
             continue
         except CheckpointError as error:
             problems.append(Problem("corrupt", str(error)))
             continue
-        problems += [Problem("corrupt", f"{directory / file}: {text}") for text in _plain_values(record, file, content)]
-        for name, tensor, piece, held in stored.get(file, []):
-            problems += _stored(directory / file, name, tensor, piece, held, classic.lookup(content, piece.key))
+        texts = [*_plain_values(record, file, content), *_beside(directory, record, file, content)]
+        for name, tensor, piece, stretch in stored.get(file, []):
+            found = classic.lookup(content, piece.key)
+            texts += [f"{name} {text}" for text in _stored(tensor, piece, stretch, found, described)]
+        problems += [Problem("corrupt", f"{path}: {text}") for text in texts]
     return problems
+
+
+def _beside(directory: Path, record: Manifest, file: str, content: Any) -> Iterator[str]:
+    values = values_file(file)
+    if values in record.files:
+        same = encode_values(values_of_file(content))
+        if paths.member(directory, values).read_bytes() != same:
+            yield f"its plain values are not those of {values}"
 
 
 _PARTS = {"optimizer": ("optimizer", "extra"), "scheduler": ("opt_param_scheduler",), "rng": ("rng_state",)}
@@ -260,13 +274,18 @@ def _plain_values(record: Manifest, file: str, content: Any) -> Iterator[str]:
             yield f"has no {part} state, which the manifest says that it holds"
 
 
-def _stored(path: Path, name: str, record: TensorRecord, piece: Slice, held: Range, found: Any) -> list[Problem]:
-    problem = stored_problem(record, piece, found, held)
+def _stored(record: TensorRecord, piece: Slice, stretch: Stretch, found: Any, described: TorchFile) -> Iterator[str]:
+    problem = stored_problem(record, piece, found, stretch.elements)
     if problem is not None:
-        return [Problem("corrupt", f"{path}: {name} {problem}")]
+        yield problem
+        return
     if found.is_floating_point() and not bool(torch.isfinite(found).all()):
-        return [Problem("corrupt", f"{path}: {name} holds NaN or infinite values")]
-    return []
+        yield "holds NaN or infinite values"
+    if stretch.start is not None and found.numel():
+        place = described.place(classic.lookup(described.content, piece.key))
+        if place is None or place[0] != stretch.start:
+            where = "out of order" if place is None else f"from byte {place[0]} on"
+            yield f"lies there {where}, and by the manifest from byte {stretch.start} on"
 
 
 def stored_problem(record: TensorRecord, piece: Slice, found: Any, held: Range) -> str | None:

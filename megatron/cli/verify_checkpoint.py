@@ -98,8 +98,8 @@ def _tell_foreign(step: Path, foreign: ForeignStep, *, deep: bool) -> list[int]:
     """Every file was opened, and every tensor has its shape; `deep` reads all tensors, which compares them with the
     checksums of their files. Exit codes of what is wrong."""
     from megatron.checkpoint import summary
+    from megatron.checkpoint.manifest import all_tensors
     from megatron.checkpoint.member_checks import DamagedMemberError
-    from megatron.checkpoint.verify import all_tensors
 
     try:
         for name, record in all_tensors(foreign.manifest) if deep else ():

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 Range = tuple[int, int]
 """From the first index to the one after the last."""
+DEALT = -1
 
 
 def even_ranges(size: int, parts: int, index: int) -> tuple[Range, ...]:
@@ -59,7 +60,7 @@ class Division:
     offset: int = 0
     """Where the tensor begins in the row."""
     row: int = 0
-    """The number of the row, of all that the group divides."""
+    """The number of the row, of all that the group divides; -1: of what is dealt."""
 
     @property
     def held(self) -> Range:
@@ -93,6 +94,6 @@ def dealt(sizes: Mapping[str, int], group: Members, first_has: int = 0) -> dict[
     share = max(-(-(first_has + total) // group.size), 1)
     found, position = {}, min(first_has, share)
     for name, size in sizes.items():
-        found[name] = Division(group, size, share, position)
+        found[name] = Division(group, size, share, position, row=DEALT)
         position += size
     return found

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megatron.checkpoint import RunHistory, StepReader, content, inspect_step, manifest, save_checkpoint
-from megatron.checkpoint.manifest import Slice
-from megatron.checkpoint.placed import Placing
+from megatron.checkpoint.manifest import Slice, TensorRecord
+from megatron.checkpoint.reader import _Places
 from megatron.checkpoint.storage import HashingFile
 from megatron.distributed import collectives, messages
 from megatron.distributed.state import ParallelState
@@ -32,7 +32,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint_schema_2"  # of two 
 def counting() -> Iterator[Counter[str]]:
     """Bytes that this rank writes and reads of a checkpoint, and sends."""
     seen: Counter[str] = Counter()
-    write, elements, found_places, encoded = HashingFile.write, StepReader.elements, Placing._found, messages._encoded
+    write, elements, found_places, encoded = HashingFile.write, StepReader.elements, _Places._places, messages._encoded
 
     def written(self: HashingFile, data: Any) -> int:
         seen["written"] += memoryview(data).nbytes
@@ -43,10 +43,10 @@ def counting() -> Iterator[Counter[str]]:
         seen["read " + what[2].key[0]] += found.numel() * found.element_size()
         return found
 
-    def placed(self: Placing, piece: Slice, *what: Any) -> Any:
+    def placed(self: _Places, record: TensorRecord, piece: Slice, *what: Any) -> Any:
         """What is read into memory that is there, while it is hashed."""
-        places = found_places(self, piece, *what)
-        seen["read " + piece.key[0]] += sum(len(memory) for _, _, memory in places or ())
+        places = list(found_places(self, record, piece, *what))
+        seen["read " + piece.key[0]] += sum(len(memory) for _, _, memory in places)
         return places
 
     def sent(value: Any) -> torch.Tensor:
@@ -58,7 +58,7 @@ def counting() -> Iterator[Counter[str]]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(HashingFile, "write", written)
         patched.setattr(StepReader, "elements", read)
-        patched.setattr(Placing, "_found", placed)
+        patched.setattr(_Places, "_places", placed)
         patched.setattr(messages, "_encoded", sent)
         for name in ("broadcast", "gather_along", "all_reduce"):
             original = getattr(collectives, name)
@@ -100,7 +100,7 @@ def test_replicated_state_is_dealt_over_the_ranks(tmp_path: Path) -> None:
     record, problems = inspect_step(step, deep=True)
     assert problems == [] and record is not None
     names = {f"mp_rank_00/distrib_optim_{rank:05d}.pt" for rank in range(RANKS)} | {"mp_rank_00/model_optim_rng.pt"}
-    assert set(record.files) == names
+    assert set(record.files) == names | {name.replace(".pt", ".state.json") for name in names}
     assert loaded_equals(tmp_path, make_state(), load_rng=False)
     assert run_ranks(RANKS, load_rng, tmp_path, RANKS) == [40, 41, 42, 43]
     slices = [piece for kinds in record.optimizer.values() for one in kinds.values() for piece in one.slices]

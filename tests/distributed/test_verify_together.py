@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import StepReader, find_checkpoint, found_step, load_checkpoint, manifest, storage
+from megatron.checkpoint import find_checkpoint, found_step, load_checkpoint, manifest, reader, storage
+from megatron.checkpoint.besides_tensors import read_values
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.placed import Placing
+from megatron.checkpoint.positions import Positions, Stretch
 from megatron.checkpoint.storage import FileRecord
 from megatron.checkpoint.verify import identity
 from megatron.distributed.state import ParallelState
@@ -180,16 +181,21 @@ def opened_on_resume(rank: int, argv: list[str]) -> list[str]:
         parts.trainer.fit()
     opened: set[str] = set()
 
-    def noting(original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-        def named(reader: Any, name: str) -> Any:
-            opened.add(name.split("/")[0])
-            return original(reader, name)
+    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def named(positions: Positions, *what: Any) -> Iterator[Stretch]:
+            for stretch in original(positions, *what):
+                opened.add(stretch.file.split("/")[0])
+                yield stretch
 
         return named
 
+    def noting_values(path: Path) -> dict[str, Any]:
+        opened.add(path.parent.name)
+        return read_values(path)
+
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(StepReader, "file", noting(StepReader.file))
-        patched.setattr(Placing, "file", noting(Placing.file))
+        patched.setattr(Positions, "stretches", noting(Positions.stretches))
+        patched.setattr(reader, "read_values", noting_values)
         _, parts = make_parts(argv, rank=rank, world_size=4)
     with parts:
         assert parts.progress.iteration == 1

@@ -18,6 +18,7 @@ from megatron.errors import CheckpointError
 from megatron.utils.typed import json_value, typed
 
 _RANK = "rank_"
+_SCHEMAS = (3, manifest.SCHEMA)  # a share of 3 has no starts, and no files beside its others
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def decode(raw: bytes, path: Path) -> ShareRecord:
         record = typed(ShareRecord, body)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path} cannot be read as a share of a checkpoint ({error})"[:400]) from error
-    if record.header.schema != manifest.SCHEMA or record.header.hash not in storage.HASHES:
+    if record.header.schema not in _SCHEMAS or record.header.hash not in storage.HASHES:
         raise DamagedCheckpointError(f"{path} was written by another version")
     return record
 

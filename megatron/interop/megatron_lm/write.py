@@ -21,7 +21,7 @@ from megatron.checkpoint.architecture import model_config, moe_config
 from megatron.checkpoint.found_step import FoundStep
 from megatron.checkpoint.manifest import TensorRecord
 from megatron.checkpoint.reader import StepReader
-from megatron.checkpoint.torch_file_writer import save_tree
+from megatron.checkpoint.torch_file_writer import write_torch_file
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import ConfigError
 from megatron.interop.conversion import Reading, Show, no_progress, written_aside
@@ -283,7 +283,7 @@ def to_megatron(
         for rank, content in contents.items():
             durable.make_directory(temporary / name / rank)
             with open(temporary / name / rank / paths.MODEL_FILE, "xb") as file:
-                save_tree(content, file)
+                write_torch_file(content, file)
         paths.write_tracker(temporary, str(found.manifest.step) if writer.with_optimizer else paths.RELEASE)
     return save / name
 

@@ -9,10 +9,9 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from threading import Event
-from typing import Any
 from unittest.mock import patch
 
-from megatron.checkpoint import found_step, parts, storage, torch_files
+from megatron.checkpoint import found_step, parts, storage
 from megatron.checkpoint.background import Task
 from megatron.checkpoint.content import RankContent
 from megatron.checkpoint.save import Save
@@ -30,13 +29,8 @@ def as_large_on_accelerators() -> Iterator[None]:
     """Within the context steps are asynchronous and gradients travel in several buckets. The ranks that exist only in
     the recording need no disk space and write no files; the first of them makes no directory for this one, and what a
     thread does beside the training has ended, on all ranks alike, when the training looks. All read one checkpoint, so
-    what it says is parsed once."""
-    parsed, manifest = cache(torch_files.read_with_names), cache(found_step.verified_manifest)
-
-    def parsed_once(data: bytes) -> tuple[Any, frozenset[str]]:
-        content, names = parsed(data)
-        return _own(content), names
-
+    its manifest is read once."""
+    manifest = cache(found_step.verified_manifest)
     with (
         patch.object(Engine, "asynchronous", True),
         patch.object(build, "BucketStore", partial(BucketStore, bucket_size=_BUCKET)),
@@ -44,17 +38,9 @@ def as_large_on_accelerators() -> Iterator[None]:
         patch.object(parts, "collect", _of_the_first),
         patch.object(Save, "write", _write),
         patch.object(Task, "ended", property(_ended)),
-        patch.object(torch_files, "read_with_names", parsed_once),
         patch.object(found_step, "verified_manifest", manifest),
     ):
         yield
-
-
-def _own(content: Any) -> Any:
-    """A copy of what a rank could change."""
-    if isinstance(content, dict):
-        return {key: _own(value) for key, value in content.items()}
-    return [_own(value) for value in content] if isinstance(content, list) else content
 
 
 def _of_the_first(folder: Path, ranks: Iterable[int]) -> list[parts.Part]:

@@ -39,7 +39,7 @@ def test_a_program_of_schema_1_refuses_a_newer_checkpoint_by_name(tmp_path: Path
     save(tmp_path, make_state())
     assert refusal_of_schema_1((EARLIER / STEP / "manifest.json").read_bytes()) == ""
     found = refusal_of_schema_1((tmp_path / STEP / "manifest.json").read_bytes())
-    assert found == "manifest.json has schema 3; this version reads 1"
+    assert found == "manifest.json has schema 4; this version reads 1"
 
 
 def test_a_newer_schema_and_an_unknown_hash_are_refused_by_name(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_newer_schema_and_an_unknown_hash_are_refused_by_name(tmp_path: Path) 
     path = tmp_path / STEP / "manifest.json"
     body = json.loads(path.read_bytes())["manifest"]
     for change, words in (
-        ({"schema": 4}, "has schema 4; this version reads 1 to 3"),
+        ({"schema": 5}, "has schema 5; this version reads 1 to 4"),
         ({"hash": "blake9"}, "has blake9 checksums; this version knows xxh3_128, sha256"),
     ):
         edited = {**body, **change}

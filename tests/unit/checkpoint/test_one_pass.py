@@ -4,8 +4,7 @@ of a step that was verified before, each byte read once, and no damage unseen.""
 from __future__ import annotations
 
 import random
-from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,21 +18,18 @@ from megatron.checkpoint import (
     Sharded,
     TrainState,
     find_checkpoint,
-    load,
     load_checkpoint,
     manifest,
-    placed,
+    reader,
     safe_load,
     storage,
 )
-from megatron.checkpoint.mapped_bytes import NotedReads
-from megatron.checkpoint.seen import ChangedFileError, FileId, Seen
-from megatron.checkpoint.torch_files import TorchFile
 from megatron.checkpoint.verify import DamagedCheckpointError
 from megatron.state.shard import Shard
 from tests.unit.checkpoint.support import load as in_two_passes
 from tests.unit.checkpoint.support import make_params, make_state, one_process, save
 
+EARLIER = Path(__file__).parents[2] / "golden" / "checkpoint"
 Kinds = dict[str, dict[str, Tensor]]
 
 
@@ -95,11 +91,10 @@ def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             yield memory
 
     monkeypatch.setattr(storage, "_memory_for", counted)
-    monkeypatch.setattr(placed.StepReader, "elements", None)
-    monkeypatch.setattr(safe_load, "load_file", None)  # what is not a weight is taken from what was read
+    monkeypatch.setattr(reader.StepReader, "elements", None)
+    monkeypatch.setattr(safe_load, "load_file", None)
     in_one_pass(tmp_path, make_params(seed=77), empty(state))
-    others = sum(path.stat().st_size for path in file.parents[1].rglob("tokenizer*") if path.is_file())
-    assert sum(handed) == file.stat().st_size + others
+    assert sum(handed) == sum(size.size for size in manifest.read(file.parents[1]).files.values())
 
 
 def test_means_of_a_weight_are_not_taken_for_the_weight(tmp_path: Path) -> None:
@@ -123,13 +118,21 @@ def test_planted_what_is_hashed_is_not_what_is_loaded(
     state = make_state()
     save(tmp_path, state)
     if plant == "other bytes":
-        first_byte = placed._first_byte
-        monkeypatch.setattr(placed, "_first_byte", lambda *given: (first_byte(*given) or 0) + 4)
+        places = reader._Places._places
+
+        def shifted(*given: Any) -> Any:
+            return [(file, first + 4, memory) for file, first, memory in places(*given)]
+
+        monkeypatch.setattr(reader._Places, "_places", shifted)
     elif plant == "other memory":
         monkeypatch.setattr(storage, "_memory_for", lambda start, stop, into: [memoryview(bytearray(stop - start))])
     else:
-        plan = storage.Plan
-        monkeypatch.setattr(placed, "Plan", lambda into, seen: plan(into[:-1], seen))
+        part = reader.verify_share
+
+        def without_the_last(*given: Any) -> None:
+            part(*given[:-1], {name: places[:-1] for name, places in given[-1].items()})
+
+        monkeypatch.setattr(reader, "verify_share", without_the_last)
     with pytest.raises(AssertionError):
         check_equal(tmp_path, state)
 
@@ -183,162 +186,38 @@ def test_pieces_fill_their_places_and_hash_as_a_whole(tmp_path: Path, monkeypatc
             places.append((at, memoryview(bytearray(min(draw.randint(0, 400), len(content) - at)))))
             at += len(places[-1][1]) + draw.choice([0, 1, 90])
         blocks, threads = range(storage.blocks_in(len(content))), draw.randint(1, 4)
-        found = storage.hash_blocks(path, blocks, storage.HASH, threads, storage.Plan(places))
+        found = storage.hash_blocks(path, blocks, storage.HASH, threads, places)
         assert found == storage.hash_file(path).blocks
         assert all(bytes(memory) == content[first : first + len(memory)] for first, memory in places)
         some = sorted(draw.sample(blocks, draw.randint(1, len(blocks))))
         assert storage.hash_blocks(path, some, storage.HASH, threads) == tuple(found[block] for block in some)
 
 
-# ---------------------------------------------------------------- files that change between reading and hashing
-
-
-def before_hashing(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
-    """`act` comes after the file was opened to find the places, and before it is hashed."""
-    together = load.verify_together
-
-    def changed(*given: Any) -> None:
-        act()
-        together(*given)
-
-    monkeypatch.setattr(load, "verify_together", changed)
-
-
-def seen_ranges(path: Path) -> list[tuple[int, int]]:
-    """The bytes of a file that finding the places of its tensors depends on."""
-    reads = NotedReads(path)
-    file = TorchFile.open(path, None, reads)
-    waiting = [file.content]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict):
-            waiting += value.values()
-        elif file.is_tensor(value):
-            file.place(value)
-    reads.close()
-    return reads.seen().ranges
-
-
-def a_shifted_tensor(whole: bytes) -> bytearray:
-    """The file with another length of padding before the first tensor."""
-    damaged, header = bytearray(whole), whole.index(b"PK\x03\x04", whole.index(b"data/0") - 40)
-    damaged[header + 28] ^= 8
-    return damaged
-
-
-def test_a_file_that_is_mended_between_reading_and_hashing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its hash is right, and says nothing about what was read before: that is compared, or has no effect."""
-    state, draw = make_state(), random.Random(7)
-    save(tmp_path, state)
-    (file,) = tmp_path.rglob("model_optim_rng.pt")
-    whole = file.read_bytes()
-    before_hashing(monkeypatch, lambda: file.write_bytes(whole))
-    seen = [place for start, stop in seen_ranges(file) for place in (start, stop - 1, draw.randrange(start, stop))]
-    refused = 0
-    for place in [*seen, *(draw.randrange(len(whole)) for _ in range(40))]:
-        damaged = bytearray(whole)
-        damaged[place] ^= 1 << draw.randrange(8)
-        file.write_bytes(damaged)
-        try:
-            check_equal(tmp_path, state)
-        except DamagedCheckpointError as error:
-            assert "was changed while it was read" in str(error)
-            refused += 1
-    assert refused > len(seen) // 2
-    file.write_bytes(a_shifted_tensor(whole))
-    with pytest.raises(DamagedCheckpointError, match="was changed while it was read"):
-        check_equal(tmp_path, state)
-
-
-@pytest.mark.parametrize("change", ["replaced", "replaced by one of other weights", "cut", "grown"])
-def test_a_file_that_is_replaced_between_reading_and_hashing(
-    tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = make_state()
-    save(tmp_path, state)
-    (file,) = tmp_path.rglob("model_optim_rng.pt")
-    whole, other = file.read_bytes(), tmp_path / "other"
-
-    def act() -> None:
-        if change == "cut":
-            file.write_bytes(whole[:-1])
-        elif change == "grown":
-            file.write_bytes(whole + b"\0")
-        else:
-            other.write_bytes(whole)
-            other.replace(file)
-
-    if change == "replaced by one of other weights":  # what was opened is damaged, what is hashed is not
-        first = seen_ranges(file)[1][1]
-        file.write_bytes(whole[:first] + bytes([whole[first] ^ 1]) + whole[first + 1 :])
-    before_hashing(monkeypatch, act)
-    with pytest.raises(DamagedCheckpointError, match="was changed while it was read"):
-        check_equal(tmp_path, state)
-
-
-@pytest.mark.parametrize("plant", ["bytes", "file"])
-def test_planted_what_was_read_before_is_not_compared(
-    tmp_path: Path, plant: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Then a file that was mended in time is loaded with shifted tensors; or one that was replaced in time, with what
-    the first one had in the place of what is read after the hash."""
-    state = make_state()
-    save(tmp_path, state)
-    (file,) = tmp_path.rglob("model_optim_rng.pt")
-    whole, other = file.read_bytes(), tmp_path / "other"
-    if plant == "bytes":
-        monkeypatch.setattr(Seen, "check", lambda self, start, data: None)
-        file.write_bytes(a_shifted_tensor(whole))
-        before_hashing(monkeypatch, lambda: file.write_bytes(whole))
-    else:
-        assert state.rng is not None
-        kept = bytes(state.rng["torch_cpu"].view(torch.uint8).numpy().data)
-        monkeypatch.setattr(Seen, "check_file", lambda self, found: None)
-        monkeypatch.setattr(NotedReads, "_check", lambda self, found: None)
-        file.write_bytes(whole.replace(kept, bytes(len(kept))))
-        other.write_bytes(whole)
-        before_hashing(monkeypatch, lambda: other.replace(file) if other.exists() else None)
-    with pytest.raises(AssertionError):
-        check_equal(tmp_path, state)
-
-
-def test_what_our_parser_leaves_to_torch_is_read_by_its_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: TorchFile, value: Any) -> Any:
-        raise LookupError("not plain")
-
-    state = make_state()
-    save(tmp_path, state)
-    monkeypatch.setattr(TorchFile, "value", refuse)
-    assert check_equal(tmp_path, state) == 2 * len(state.params)
-
-
-def test_a_file_that_names_what_no_checkpoint_needs_is_refused(tmp_path: Path) -> None:
-    """Although nothing asks for the value that it is for, and the hashes are right."""
+def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
+    """What the file says about itself has no influence: tensors are found by the manifest."""
     state = make_state()
     save(tmp_path, state)
     (step,) = tmp_path.glob("iter_*")
     (file,) = step.rglob("model_optim_rng.pt")
-    content = torch.load(file, weights_only=True)
-    torch.save({**content, "beside": Namespace(a=1)}, file)
+    whole = file.read_bytes()
+    described = whole.index(b"archive/data.pkl")
+    file.write_bytes(whole[:described] + bytes(len(whole) - described))
     record = manifest.read(step)
     files = {**record.files, file.relative_to(step).as_posix(): storage.hash_file(file, record.hash)}
     (step / "manifest.json").write_bytes(manifest.encode(replace(record, files=files)))
-    with pytest.raises(safe_load.UnsafeFileError, match=r"argparse\.Namespace"):
-        in_one_pass(tmp_path, make_params(seed=77), empty(state))
+    assert check_equal(tmp_path, state) == 2 * len(state.params)
 
 
-def test_parts_that_overlap_are_compared_with_each_other() -> None:
-    file: FileId = (1, 2, 3)
-    alike = Seen(file, [(4, b"ef"), (0, b"abcdef"), (5, b"fgh"), (20, b"x")])
-    assert alike.ranges == [(0, 8), (20, 21)]
-    alike.check_file(file)
-    with pytest.raises(ChangedFileError):
-        alike.check_file((1, 2, 4))
-    with pytest.raises(ChangedFileError):
-        Seen(file, [(0, b"abcdef"), (4, b"eX")]).check_file(file)
-    text = b"..abcdefgh............x.."
-    for start in range(len(text)):
-        for stop in range(start + 1, len(text) + 1):
-            alike.check(start - 2, memoryview(text)[start:stop])
-    with pytest.raises(ChangedFileError):
-        alike.check(6, memoryview(b"gX"))
+def test_a_step_of_before_starts_is_hashed_and_then_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "BLOCK_BYTES", 16 * 2**20)
+    state = make_state()
+    params, own = make_params(seed=77), empty(state)
+    loaded = in_one_pass(EARLIER, params, own)
+    before = in_two_passes(EARLIER)
+    assert loaded.optimizer is not None and before is not None and before.optimizer is not None
+    for name, kinds in before.optimizer.items():
+        for kind, tensor in kinds.items():
+            assert (
+                torch.equal(loaded.optimizer[name][kind], tensor)
+                and loaded.optimizer[name][kind] is not own[name][kind]
+            )

@@ -64,7 +64,7 @@ def test_every_split_loads_into_every_other(tmp_path: Path, saved: int, wanted: 
     _, problems = inspect_step(tmp_path / "iter_0000010", deep=True)
     assert problems == []
     record = manifest.read(tmp_path / "iter_0000010")
-    assert len(record.files) == saved
+    assert len(record.files) == 2 * saved
     reader = StepReader(tmp_path / "iter_0000010", record)
     for rank in range(wanted):
         expected = shard(make_params(), wanted, rank)

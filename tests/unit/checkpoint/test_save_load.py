@@ -29,6 +29,7 @@ from tests.unit.checkpoint.support import (
 )
 
 # A manifest of another form would need another schema number, and a reader of both.
+SLICE_KEYS = {"file", "key", "ranges", "shape", "start"}
 MANIFEST_KEYS = [
     "args",
     "config",
@@ -314,10 +315,10 @@ def test_a_checkpoint_of_an_earlier_version_verifies_and_loads() -> None:
 def test_the_manifest_keeps_its_format(tmp_path: Path) -> None:
     save(tmp_path, make_state())
     body = json.loads((tmp_path / "iter_0000010/manifest.json").read_text())["manifest"]
-    assert sorted(body) == sorted(MANIFEST_KEYS) and (body["schema"], body["hash"]) == (3, "xxh3_128")
+    assert sorted(body) == sorted(MANIFEST_KEYS) and (body["schema"], body["hash"]) == (4, "xxh3_128")
     assert {key for entry in body["files"].values() for key in entry} == {"size", "blocks"}
     assert {key for tensor in body["model"].values() for key in tensor} == TENSOR_KEYS
-    assert {key for t in body["model"].values() for s in t["slices"] for key in s} == {"file", "key", "ranges", "shape"}
+    assert {key for t in body["model"].values() for s in t["slices"] for key in s} == SLICE_KEYS
 
 
 def test_find_gives_the_config_before_a_model_exists(tmp_path: Path) -> None:

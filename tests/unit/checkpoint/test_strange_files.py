@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from megatron.checkpoint import inspect_step, manifest, saved_values, storage
 from megatron.checkpoint.architecture import model_config, moe_config
+from megatron.checkpoint.besides_tensors import encode_values, read_values
 from megatron.config import ModelConfig, MoEConfig, adopt_checkpoint_args, parse_args, to_dict
 from megatron.data.indexed.record import read_record
 from megatron.errors import CheckpointError, ConfigError
@@ -237,16 +238,16 @@ def test_other_values_besides_tensors_than_a_run_saves(
 ) -> None:
     """In files and a manifest whose checksums are right."""
     shutil.copytree(run_of_one_step, tmp_path / "run")
-    step, name = tmp_path / "run/iter_0000001", "mp_rank_00/model_optim_rng.pt"
+    step, name = tmp_path / "run/iter_0000001", "mp_rank_00/model_optim_rng.state.json"
     record = manifest.read(step)
     if isinstance(key, str):
         record = replace(record, **{key: value})
     else:
-        content = branch = torch.load(step / name, weights_only=True)
+        content = branch = read_values(step / name)
         for part in key[:-1]:
             branch = branch[part]
         branch[key[-1]] = value
-        torch.save(content, step / name)
+        (step / name).write_bytes(encode_values(content))
         record = replace(record, files={**record.files, name: storage.hash_file(step / name)})
     (step / "manifest.json").write_bytes(manifest.encode(record))
     with pytest.raises((CheckpointError, ConfigError), match=told) as error:

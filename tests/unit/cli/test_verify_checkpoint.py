@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron.checkpoint import manifest, storage
-from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint import classic, manifest, storage
+from megatron.checkpoint.besides_tensors import encode_values, values_file, values_of_file
+from megatron.checkpoint.manifest import Manifest, Slice, TensorRecord
+from megatron.checkpoint.torch_file_writer import write_torch_file
 from megatron.cli.verify_checkpoint import main as verify
 from tests.helpers import torch_dist
 from tests.helpers.megatron_lm import Layout, with_moments, write
@@ -29,13 +31,28 @@ def native(tmp_path: Path) -> Path:
 
 
 def resign(step: Path, change: Callable[[dict[str, Any], Manifest], Manifest]) -> None:
-    """Changes the content of the file and its manifest alike: sizes, checksums and shapes are of one mind."""
-    file, record = step / "mp_rank_00/model_optim_rng.pt", manifest.read(step)
-    content = torch.load(file, weights_only=True)
+    """Changes the content of the file and its manifest alike: sizes, checksums, shapes and starts are of one mind."""
+    name, record = "mp_rank_00/model_optim_rng.pt", manifest.read(step)
+    content = torch.load(step / name, weights_only=True)
     record = change(content, record)
-    torch.save(content, file)
-    files = {**record.files, "mp_rank_00/model_optim_rng.pt": storage.hash_file(file)}
-    (step / "manifest.json").write_bytes(manifest.encode(dataclasses.replace(record, files=files)))
+    with open(step / name, "wb") as file:
+        starts = write_torch_file(content, file)
+    values = values_file(name)
+    (step / values).write_bytes(encode_values(values_of_file(content)))
+
+    def placed(records: Mapping[str, TensorRecord]) -> dict[str, TensorRecord]:
+        return {
+            name: dataclasses.replace(record, slices=(start(record.slices[0]),)) for name, record in records.items()
+        }
+
+    def start(piece: Slice) -> Slice:
+        found = classic.lookup(content, piece.key)
+        return piece if found is None else dataclasses.replace(piece, start=starts[id(found)])
+
+    files = {**record.files, **{each: storage.hash_file(step / each) for each in (name, values)}}
+    optimizer = {name: placed(kinds) for name, kinds in record.optimizer.items()}
+    record = dataclasses.replace(record, files=files, model=placed(record.model), optimizer=optimizer)
+    (step / "manifest.json").write_bytes(manifest.encode(record))
 
 
 def reshaped(name: str, shape: tuple[int, ...], kind: str = "") -> Callable[[dict[str, Any], Manifest], Manifest]:
@@ -136,7 +153,7 @@ def test_the_summary(native: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "iter_0000500: good" in told
     assert "model: 4 layers, hidden 24, 4 heads, vocabulary 300: " in told and "parameters in float32" in told
     assert "state: step 500, 2000 samples; optimizer (exp_avg, exp_avg_sq), scheduler" in told
-    assert "files: 1, " in told and "saved by one rank" in told
+    assert "files: 2, " in told and "saved by one rank" in told
 
 
 def test_what_is_never_read_is_explained(native: Path, capsys: pytest.CaptureFixture[str]) -> None:
