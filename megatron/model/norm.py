@@ -18,6 +18,7 @@ class Norm(nn.Module):
         self.eps = config.norm_epsilon
         self.one_plus = config.apply_layernorm_1p  # the weight is stored as gamma - 1
         self.weight = nn.Parameter(torch.empty(width))
+        self.is_rms = config.normalization == "RMSNorm"
         self.bias = nn.Parameter(torch.empty(width)) if config.normalization == "LayerNorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,10 +43,6 @@ class Norm(nn.Module):
         if self.is_rms:
             return self.kernels.add_rms_norm(x, residual, weight, self.eps)
         return self.kernels.add_layer_norm(x, residual, weight, self.bias, self.eps)
-
-    @property
-    def is_rms(self) -> bool:
-        return self.bias is None
 
     def extra_repr(self) -> str:
         return f"{'RMSNorm' if self.is_rms else 'LayerNorm'}, {self.weight.shape[0]}, eps={self.eps}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
@@ -43,3 +43,23 @@ def test_a_package_that_is_left_out_is_missed(package: str, row: str) -> None:
     changed = CONTRIBUTING.replace(row, "| somewhere")
     assert changed != CONTRIBUTING
     assert package not in in_table(changed) or package not in in_picture(changed)
+
+
+def paths_and_names(text: str) -> Iterator[tuple[str, str]]:
+    """(path, name that the file is said to have, or "") of what the page names in code."""
+    for name, path in re.findall(
+        r"(?:`(\w+)`\s+(?:there\s+)?\()?`((?:megatron|tests|docs|csrc|tools)/[\w/.]+|\w+\.py)`", text
+    ):
+        yield path, name
+
+
+def test_the_files_and_names_that_entries_tell_are_there() -> None:
+    told = list(paths_and_names(CONTRIBUTING))
+    assert len(told) > 60 and ("megatron/tokenizer_types.py", "TOKENIZERS") in told
+    for path, name in told:
+        file = rules.ROOT / path
+        if "/" not in path:
+            assert file.exists() or any(rules.ROOT.glob(f"megatron/**/{path}")), path
+            continue
+        assert file.exists(), path
+        assert re.search(rf"\b{name}\b", file.read_text(encoding="utf-8")) if name else True, (path, name)
