@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,14 +13,14 @@ from megatron.checkpoint.all_ranks import run_on_all
 from megatron.checkpoint.step_source import OWN_STEPS, StepSource
 from megatron.distributed.messages import all_gather_json
 from megatron.errors import DataError
-from megatron.evaluation import choices, lambada, perplexity, report
+from megatron.evaluation import choices, lambada, perplexity
 from megatron.evaluation.choices import Fit
 from megatron.evaluation.progress import TokenProgress
 from megatron.evaluation.scorer import Scores, scorer_of
 from megatron.evaluation.sequences import Scored
 from megatron.evaluation.texts import read_documents, refuse_tokens
 from megatron.inference.model import ModelOptions, Subject, open_subject
-from megatron.utils.outputs import check_output
+from megatron.utils.outputs import check_output, write_output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +55,9 @@ def evaluate(options: ModelOptions, task_options: TaskOptions, source: StepSourc
     subject = open_subject(options, source)
     found = measure(subject, task_options)
     if subject.run.log.main:
-        print(report.table(found), flush=True)
+        print(_table(found), flush=True)
         if task_options.output is not None:
-            report.write_json(Path(task_options.output), found)
+            write_output(Path(task_options.output), [json.dumps(found, indent=2, allow_nan=False)])
     return found
 
 
@@ -135,3 +136,14 @@ def _report(subject: Subject, options: TaskOptions, result: dict[str, Any], prog
         about |= {"strict": options.strict_lambada}
     speed = {"seconds": round(progress.seconds, 3), "tokens_per_second": round(progress.tokens_per_second, 1)}
     return about | result | speed
+
+
+def _table(report: Mapping[str, Any]) -> str:
+    """Two columns; what does not apply is left out."""
+    rows = [(name.replace("_", " "), _shown(value)) for name, value in report.items() if value is not None]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
