@@ -14,7 +14,7 @@ from megatron.config import parse_args
 from megatron.distributed.launch import LaunchInfo
 from megatron.prove.order.agreement import disagreements
 from megatron.prove.order.events import Recording
-from megatron.prove.order.peers import GlooPeers
+from megatron.prove.order.peers import gloo_peers
 from megatron.prove.order.recorder import recorded
 from megatron.prove.order.waits import STRICTEST, play
 from megatron.training.assemble import assemble
@@ -60,7 +60,7 @@ def train(rank: int, folder: Path, iterations: int, axes: dict[str, Any]) -> Rec
     config = parse_args(flags(**{**COMMON, **few_batches(RANKS, axes, {}), **save, "train_iters": iterations}))
     folder.mkdir(exist_ok=True)
     store, script = dist.FileStore(str(folder / f"store{iterations}"), RANKS), pretrain_gpt()
-    with recorded(rank, RANKS, peers=GlooPeers, store=store) as tape:
+    with recorded(rank, RANKS, peers=gloo_peers, store=store) as tape:
         launch = LaunchInfo(rank=rank, world_size=RANKS, local_rank=rank, local_world_size=RANKS)
         run = build_run(config, launch, device=torch.device("cpu"), log=RankLog(rank, io.StringIO()))
         with (

@@ -5,7 +5,7 @@
     recording = tape.recording
 
 The rank is alone in its process. Its peers are scripted: they hold what this rank holds, and their messages are made
-up, so that its own control flow goes on. With `peers=GlooPeers` the world is real and the operations are executed.
+up, so that its own control flow goes on. With `peers=gloo_peers` the world is real and the operations are executed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.prove.order.events import Communicator, Compute, Event, Mark, MessageSide, Op, Recording, Wait
-from megatron.prove.order.peers import MakePeers, Peers, Script
+from megatron.prove.order.peers import MakePeers, Script
 
 BACKEND = "recorded"
 _DATA_DECIDES = -1
@@ -147,7 +147,7 @@ class _RecordedWork(dist.Work):
 class _RecordedGroup(_TorchGroup):
     """One communicator. torch calls these methods, in its own names."""
 
-    def __init__(self, tape: Tape, name: str, ranks: tuple[int, ...], peers: Peers) -> None:
+    def __init__(self, tape: Tape, name: str, ranks: tuple[int, ...], peers: Any) -> None:
         super().__init__(ranks.index(tape.rank), len(ranks))
         self.tape, self.communicator, self.ranks, self.peers = tape, name, ranks, peers
 
@@ -165,8 +165,11 @@ class _RecordedGroup(_TorchGroup):
     def getBackendName(self) -> str:
         return BACKEND
 
-    def _collective(self, kind: str, answer: Any, *given: Any, size: int | None = None, detail: str = "") -> dist.Work:
-        tensors = [each for each in _flat(given) if isinstance(each, Tensor)]
+    def _collective(
+        self, kind: str, answer: Any, *asked: Any, given: Any = None, size: int | None = None, detail: str = ""
+    ) -> dist.Work:
+        """`asked`: the arguments of `answer`. `given`: this rank's input, where it is not the first of them."""
+        tensors = [each for each in _flat((given, asked)) if isinstance(each, Tensor)]
         axis = self.axis
         for each in tensors:
             _check_sendable(each, kind, axis)
@@ -179,14 +182,14 @@ class _RecordedGroup(_TorchGroup):
         number = self.tape.note(
             self.communicator, kind, size=size, dtype=dtype, detail=detail, given=max(size, elements)
         )
-        return _RecordedWork(self.tape, number, answer(*given))
+        return _RecordedWork(self.tape, number, answer(*asked))
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
-        return self._collective("all_reduce", self.peers.all_reduce, tensors, opts, detail=_reduction(opts))
+        return self._collective("all_reduce", self.peers.allreduce, tensors, opts, detail=_reduction(opts))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         size = sum(tensor.numel() for tensor in tensors)
-        answer = self.peers.all_reduce
+        answer = self.peers.allreduce
         return self._collective("all_reduce", answer, tensors, opts, size=size, detail=_reduction(opts))
 
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
@@ -198,18 +201,20 @@ class _RecordedGroup(_TorchGroup):
         return self._collective("broadcast", self.peers.broadcast, tensors, opts, detail=detail)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self._collective("all_gather", self.peers.all_gather, inputs, outputs, opts)
+        return self._collective("all_gather", self.peers.allgather, outputs, inputs, opts, given=inputs)
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
-        return self._collective("all_gather", self.peers.all_gather_flat, given, output, opts)
+        answer = _named(self.peers, "all_gather_single", "_allgather_base")
+        return self._collective("all_gather", answer, output, given, opts, given=(given,))
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
-        answer = self.peers.reduce_scatter_flat
-        return self._collective("reduce_scatter", answer, given, output, opts, detail=_reduction(opts))
+        answer = _named(self.peers, "reduce_scatter_single", "_reduce_scatter_base")
+        detail = _reduction(opts)
+        return self._collective("reduce_scatter", answer, output, given, opts, given=(given,), detail=detail)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         detail = f"to {self.ranks[opts.rootRank]}"
-        return self._collective("gather", self.peers.gather, inputs, outputs, opts, detail=detail)
+        return self._collective("gather", self.peers.gather, outputs, inputs, opts, given=inputs, detail=detail)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         detail = f"from {self.ranks[opts.rootRank]}"
@@ -218,8 +223,9 @@ class _RecordedGroup(_TorchGroup):
     def all_to_all_single(
         self, output: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
     ) -> dist.Work:
+        answer = _named(self.peers, "all_to_all_single", "alltoall_base")
         size = _DATA_DECIDES if list(received) or list(sent) else given.numel()
-        return self._collective("all_to_all", self.peers.all_to_all, given, output, received, sent, opts, size=size)
+        return self._collective("all_to_all", answer, output, given, received, sent, opts, given=(given,), size=size)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._collective("barrier", self.peers.barrier, opts)
@@ -256,6 +262,11 @@ def _check_sendable(tensor: Tensor, kind: str, axis: str) -> None:
     raise AssertionError(
         f"{kind} over {axis}: nccl does not take a tensor {list(tensor.shape)} of {tensor.dtype}{gaps}"
     )
+
+
+def _named(group: Any, *names: str) -> Any:
+    """The method by the name that this torch has for it."""
+    return next(getattr(group, name) for name in names if hasattr(group, name))
 
 
 def _flat(values: Any) -> Iterator[Any]:
