@@ -245,7 +245,7 @@ class ModelEngine(EngineFacts):
                 "save_checkpoint: exclude_frozen_parameters is not supported, a checkpoint holds the whole model; "
                 "leave it out, or use save_16bit_model(save_dir, exclude_frozen_parameters=True)"
             )
-        self._usage.check_writes()
+        self._grads.check_writes()
         self._checkpoints.save(
             directory_of("save_checkpoint: save_dir", save_dir),
             None if tag is None else str(tag),
@@ -283,7 +283,7 @@ class ModelEngine(EngineFacts):
         """The model's state dict with whole tensors, whatever the ranks divide. All ranks call it."""
         if not isinstance(self._grads, GuardedWeights):
             return dict(self.module.state_dict())
-        self._usage.check_writes()
+        self._grads.check_writes()
         return self._grads.whole_state_dict()
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:

@@ -56,6 +56,9 @@ class KeptGradients(BucketStore):
         """The second half of `reduce`: waits for the sums."""
         self._finish_reduce()
 
+    def check_writes(self) -> None:
+        """A no-op: weights that are whole keep what the program writes."""
+
     def expect(self) -> None:
         """Called before another backward pass of the step: removes the stand-ins, to which autograd would add."""
         for slot in self._slots.values():
@@ -115,27 +118,29 @@ class GuardedWeights(FullySharded):
         whole = {name: self.whole_weight(name) for name in self.all_names}
         return {key: whole[name_of[id(one)]] if id(one) in name_of else one.detach() for key, one in state.items()}
 
-    def replaced(self) -> list[str]:
-        """The parameters whose `.data` the program has replaced: `fully_shard` does not gather the new values."""
-        return [name for name, place in self._storages().items() if place != self._places[name]]
+    def check_writes(self) -> None:
+        """Raises a ConfigError if the program has written weights in a way that weights divided over the ranks do not
+        keep: it has replaced `.data`, of which `fully_shard` does not gather new values, or has written gathered
+        ones."""
+        for name, place in self._storages().items():
+            if place != self._places[name]:
+                raise ConfigError(
+                    f"{name}.data was replaced, and weights that the ranks divide (ZeRO) have their place in a "
+                    f"buffer; use engine.load_state_dict({{...}}, strict=False), with the whole tensor"
+                )
+        if written := self._writes.found():
+            raise ConfigError(
+                f"{written[0]} was written between a forward pass and engine.step(), while it was gathered from "
+                "the ranks that divide it (ZeRO), and would not be kept; write after engine.step(), before the "
+                "next forward pass"
+            )
 
-    def lost_writes(self) -> list[str]:
-        """The parameters that the program has written while they were gathered."""
-        return self._writes.found()
-
-    def refuse_new_hooks(self) -> None:
-        """Raises a ConfigError that names a shard with a gradient hook: autograd never calls it."""
-        shards = ((name, one.parameter) for name, one in self._divided.items())
-        refuse_hooks(shards, "set it before megatron.compat.initialize()")
-
-    def frozen(self) -> list[str]:
-        """The parameters that were trainable at construction and have been frozen since."""
+    def absent(self) -> set[str]:
+        """The parameters that have been frozen since construction, and those that no rank has used in this step. They
+        have a gradient of zero."""
         self._follow_freezing()
-        return [name for name in self.names if not self._divided[name].parameter.requires_grad]
-
-    def unused(self) -> list[str]:
-        """Those of `names` that no rank has used in this step. They have a gradient of zero."""
-        return self._same_use.unused(self.names)
+        frozen = (name for name in self.names if not self._divided[name].parameter.requires_grad)
+        return {*frozen, *self._same_use.unused(self.names)}
 
     def zero(self) -> None:
         super().zero()
@@ -149,6 +154,9 @@ class GuardedWeights(FullySharded):
         self._same_use.end_pass()
 
     def reduce(self) -> None:
+        self.check_writes()
+        shards = ((name, one.parameter) for name, one in self._divided.items())  # whose hooks autograd never calls
+        refuse_hooks(shards, "set it before megatron.compat.initialize()")
         self.expect()
         self._same_use.check()
         super().reduce()

@@ -12,7 +12,6 @@ from megatron.compat.any_model.kept_gradients import GuardedWeights, KeptGradien
 from megatron.data_parallel.broadcast import share_buffers
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
-from megatron.errors import ConfigError
 
 
 class Usage:
@@ -38,10 +37,8 @@ class Usage:
         """Sums the gradients over the ranks, and finds what none of them has used. All ranks call it."""
         grads = self._grads
         if isinstance(grads, GuardedWeights):
-            self.check_writes()
-            grads.refuse_new_hooks()
             grads.reduce()
-            self._absent = {*grads.frozen(), *grads.unused()}
+            self._absent = grads.absent()
             return
         refuse_new_parameters(self._model, self._known)
         grads.start_reduce()  # first: some ranks may have begun in backward, where others lacked a gradient
@@ -51,23 +48,6 @@ class Usage:
         if not compares and grads.some_rank_lacked():
             absent = self._start_comparing(grads)
         self._absent = absent()
-
-    def check_writes(self) -> None:
-        """Raises a ConfigError if the program has written weights in a way that weights divided over the ranks do not
-        keep."""
-        if not isinstance(self._grads, GuardedWeights):
-            return
-        if replaced := self._grads.replaced():
-            raise ConfigError(
-                f"{replaced[0]}.data was replaced, and weights that the ranks divide (ZeRO) have their place in a "
-                f"buffer; use engine.load_state_dict({{...}}, strict=False), with the whole tensor"
-            )
-        if written := self._grads.lost_writes():
-            raise ConfigError(
-                f"{written[0]} was written between a forward pass and engine.step(), while it was gathered from "
-                "the ranks that divide it (ZeRO), and would not be kept; write after engine.step(), before the "
-                "next forward pass"
-            )
 
     def _start_comparing(self, grads: KeptGradients) -> Callable[[], Collection[str]]:
         """The result waits for what no rank has used."""
