@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.compat.arrivals import Arrivals, reached
-from megatron.compat.group_axis import axis_of
 from megatron.compat.moving import moved
-from megatron.compat.no_sync import NoSync
+from megatron.compat.wrapper import AveragingWrapper
 from megatron.data_parallel import BucketStore
-from megatron.data_parallel.broadcast import broadcast_parameters, share_buffers
+from megatron.data_parallel.broadcast import share_buffers
 from megatron.distributed import collectives
 from megatron.errors import ConfigError
 
@@ -56,9 +55,7 @@ class _ReopenedBuckets(BucketStore):
             self._arrived(slot)
 
 
-class DistributedDataParallel(NoSync, nn.Module):
-    """`module` is the model; a state dict has its names behind `module.`, as torch's."""
-
+class DistributedDataParallel(AveragingWrapper):
     def __init__(
         self,
         module: nn.Module,
@@ -78,25 +75,25 @@ class DistributedDataParallel(NoSync, nn.Module):
         `check_reduction`, `gradient_as_bucket_view` and `static_graph` change no result here: the gradients are views
         of the buckets in any case, and nothing is assumed of the graph."""
         del dim, check_reduction, gradient_as_bucket_view, static_graph
-        super().__init__()
-        self.module = module
-        self._dp = axis_of(process_group, "DistributedDataParallel")
+        super().__init__(module, process_group)
         self._device = _device_of(module, device_ids, output_device)
         self._broadcasts_buffers, self._find_unused = broadcast_buffers, find_unused_parameters
-        trained = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
-        if not trained:
+        self._trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
+        if not self._trained:
             raise ConfigError(
                 "DistributedDataParallel: no parameter of the module requires a gradient; use the module itself"
             )
         self._frozen = [(name, one) for name, one in module.named_parameters() if not one.requires_grad]
         if init_sync:
-            for tensors in (module.named_parameters(), module.named_buffers()):
-                broadcast_parameters(tensors, self._dp)
-        size = max(1, int(bucket_cap_mb * _MIB) // trained[0][1].element_size())
+            self._start_alike()
+        size = max(1, int(bucket_cap_mb * _MIB) // next(iter(self._trained.values())).element_size())
+        trained = self._trained.items()
         self._grads = _ReopenedBuckets(trained, self._dp, bucket_size=size, overlap=True, in_own_type=True)
-        parameters = [self._grads.parameter(name) for name in self._grads.names]
         self._arrivals = Arrivals(
-            parameters, begun=self._leave_out_unused, finish=self._finish, surprised=self._refuse_hidden
+            self._trained.values(),
+            begun=lambda: self._grads.leave_out(self._unused),
+            finish=self._finish,
+            surprised=self._refuse_hidden,
         )
         self._unused: list[str] = []
         self._buffers_moved = True
@@ -135,16 +132,12 @@ class DistributedDataParallel(NoSync, nn.Module):
 
     def _await(self, used: set[int] | None) -> None:
         """Before the backward pass of what was computed; None: it reaches all parameters."""
-        names = {name: self._grads.parameter(name) for name in self._grads.names}
-        self._unused = [] if used is None else [name for name, one in names.items() if id(one) not in used]
-        self._arrivals.expect([one for one in names.values() if used is None or id(one) in used])
+        self._unused = [] if used is None else [name for name, one in self._trained.items() if id(one) not in used]
+        self._arrivals.expect([one for one in self._trained.values() if used is None or id(one) in used])
         self._grads.arm()
 
-    def _leave_out_unused(self) -> None:
-        self._grads.leave_out(self._unused)
-
     def _refuse_hidden(self, parameter: Tensor) -> None:
-        name = next(name for name in self._grads.names if self._grads.parameter(name) is parameter)
+        name = next(name for name, one in self._trained.items() if one is parameter)
         raise ConfigError(
             f"DistributedDataParallel: find_unused_parameters=True did not find {name} in the graph of forward()'s "
             "output, and it got a gradient; return its tensors in lists, tuples, dicts or dataclasses, and call "
@@ -157,18 +150,15 @@ class DistributedDataParallel(NoSync, nn.Module):
         self._grads.reduce()
         if self._dp.size > 1:
             self._grads.multiply(1.0 / self._dp.size)
-        for name, one in ((name, self._grads.parameter(name)) for name in self._grads.names):
+        for name, one in self._trained.items():
             one.grad = nobodys[name] if name in nobodys else self._grads.grad(name)  # type: ignore[call-overload]
 
     def _used_by_nobody(self) -> dict[str, Tensor | None]:
         """The parameters that no rank has used, with the gradients that they keep."""
-        names = self._grads.names
-        device = self._grads.parameter(names[0]).device
-        used = torch.tensor([name not in self._unused for name in names], dtype=torch.int32, device=device)
-        numbers = collectives.all_reduce(used, self._dp).tolist()
-        return {
-            name: self._grads.parameter(name).grad for name, number in zip(names, numbers, strict=True) if not number
-        }
+        used = [name not in self._unused for name in self._trained]
+        users = collectives.all_reduce(torch.tensor(used, dtype=torch.int32, device=self._grads.device), self._dp)
+        counted = zip(self._trained.items(), users.tolist(), strict=True)
+        return {name: one.grad for (name, one), number in counted if not number}
 
     def _check_frozen(self) -> None:
         thawed = [name for name, one in self._frozen if one.requires_grad]
@@ -179,13 +169,10 @@ class DistributedDataParallel(NoSync, nn.Module):
             )
 
     def _check_last_pass(self) -> None:
-        awaited = {id(one) for one in self._arrivals.awaited}
-        if awaited:
-            names = [name for name in self._grads.names if id(self._grads.parameter(name)) in awaited]
+        if awaited := self._awaited():
             raise ConfigError(
-                f"DistributedDataParallel: the last backward pass gave no gradient to {', '.join(names[:4])}"
-                f"{' and others' if names[4:] else ''}, so the ranks' gradients were not averaged; use all parameters "
-                "in the loss, or give find_unused_parameters=True"
+                f"DistributedDataParallel: the last backward pass gave no gradient to {awaited}, so the ranks' "
+                "gradients were not averaged; use all parameters in the loss, or give find_unused_parameters=True"
             )
 
 

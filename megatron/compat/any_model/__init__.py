@@ -2,7 +2,7 @@
 GPT's."""
 
 from megatron.compat.any_model.engine import ModelEngine
-from megatron.compat.any_model.initialize import initialize
-from megatron.compat.any_model.preamble import add_config_arguments, init_distributed
+from megatron.compat.any_model.initialize import add_config_arguments, initialize
+from megatron.compat.any_model.ranks import init_distributed
 
 __all__ = ["ModelEngine", "add_config_arguments", "init_distributed", "initialize"]

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.checkpoint import (
     FoundStep,
@@ -25,9 +25,8 @@ from megatron.checkpoint import (
     writes,
 )
 from megatron.checkpoint.all_ranks import do_on_first, run_on_first
-from megatron.compat.any_model.engine_settings import EngineSettings
+from megatron.compat.any_model.facts import EngineFacts
 from megatron.compat.any_model.plain import mark_types, restore_types
-from megatron.compat.any_model.ranks import RankPlacement
 from megatron.data_parallel import FullySharded
 from megatron.distributed.messages import all_gather_json, broadcast_json
 from megatron.distributed.rng import get_rng_state, set_rng_state
@@ -38,7 +37,6 @@ from megatron.parallelize import persistent_buffers
 from megatron.state.division import Range
 from megatron.state.shard import Shard
 from megatron.utils import durable
-from megatron.utils.log import RankLog
 
 LATEST = "latest"
 _IN_A_RUN_OF_FLAGS = {
@@ -52,30 +50,9 @@ _IN_A_RUN_OF_FLAGS = {
 """What messages of checkpoints name, and what it is called here."""
 
 
-class Saved(Protocol):
-    """What a checkpoint needs of the engine."""
-
-    module: nn.Module
-    lr_scheduler: Any
-    settings: EngineSettings
-    place: RankPlacement
-    log: RankLog
-
-    @property
-    def global_steps(self) -> int: ...
-    @property
-    def skipped_steps(self) -> int: ...
-    @property
-    def accumulated(self) -> int: ...
-    def gradient_accumulation_steps(self) -> int: ...
-    @property
-    def global_samples(self) -> int: ...
-    def restore_counters(self, global_steps: int, skipped_steps: int, global_samples: int) -> None: ...
-
-
 @dataclass
 class EngineCheckpoints:
-    engine: Saved
+    engine: EngineFacts
     core: Optimizer
     divided: FullySharded | None
     """The weights, where the ranks divide them."""

@@ -18,16 +18,15 @@ class Instead:
     text: str
 
 
-@dataclass(frozen=True)
-class OfKey:
-    """Raised, with what the table of configuration keys has to say about the key."""
+def _of_key(path: str) -> Instead:
+    """What the table of configuration keys has to say about the key."""
+    key = keys_by_path()[path]
+    return Instead(f"{path} has no effect here: {key.line}" if key.line else f"not supported; {key.way_out}")
 
-    path: str
 
-    @property
-    def text(self) -> str:
-        key = keys_by_path()[self.path]
-        return f"{self.path} has no effect here: {key.line}" if key.line else f"not supported; {key.way_out}"
+def _of_zero_keys(start: str, names: str) -> dict[str, Instead]:
+    """Methods with the names of keys of `zero_optimization`, which begin with `start` there."""
+    return {f"zero_{name}": _of_key(f"zero_optimization.{start}{name}") for name in names.split()}
 
 
 def _each(names: str, value: Any) -> dict[str, Any]:
@@ -39,7 +38,6 @@ _REDUCES = Instead("engine.step() averages the gradients over the ranks; leave i
 _COMPILES = Instead("not supported; use engine.compile(), or torch.compile on parts of the model")
 _TIMES = Instead("no such timers; use torch.profiler, or time engine.step() yourself")
 _ONE_AXIS = Instead("every rank has the whole model and whole sequences; use torch.distributed.group.WORLD")
-_ZERO = "zero_optimization."
 
 METHODS: Mapping[str, Any] = MappingProxyType(
     {
@@ -61,57 +59,52 @@ METHODS: Mapping[str, Any] = MappingProxyType(
         "mics_shard_size": -1,
         "zero_hpz_partition_size": 1,
         "zero_partial_offload": 1.0,
-        "aio_config": OfKey("aio"),
-        "amp_params": OfKey("amp"),
+        "aio_config": _of_key("aio"),
+        "amp_params": _of_key("amp"),
         **_each(
             "autotuning_end_profile_step autotuning_metric autotuning_metric_path autotuning_model_info_path "
             "autotuning_profile_model_info autotuning_start_profile_step",
-            OfKey("autotuning"),
+            _of_key("autotuning"),
         ),
-        **_each("curriculum_learning_config curriculum_params_legacy", OfKey("curriculum_learning")),
+        **_each("curriculum_learning_config curriculum_params_legacy", _of_key("curriculum_learning")),
         **_each(
             "data_efficiency_config data_sampling_config random_ltd_config random_ltd_initialize",
-            OfKey("data_efficiency"),
+            _of_key("data_efficiency"),
         ),
         **_each(
             "eigenvalue_gas_boundary_resolution eigenvalue_layer_name eigenvalue_layer_num eigenvalue_max_iter "
             "eigenvalue_stability eigenvalue_tol eigenvalue_verbose",
-            OfKey("eigenvalue"),
+            _of_key("eigenvalue"),
         ),
         **_each(
             "flops_profiler_detailed flops_profiler_module_depth flops_profiler_output_file "
             "flops_profiler_profile_step flops_profiler_recompute_fwd_factor flops_profiler_top_modules",
-            OfKey("flops_profiler"),
+            _of_key("flops_profiler"),
         ),
-        **_each("pld_gamma pld_params pld_theta", OfKey("progressive_layer_drop")),
-        **_each("torch_autocast_dtype torch_autocast_lower_precision_safe_modules", OfKey("torch_autocast")),
-        "fp16_auto_cast": OfKey("fp16.auto_cast"),
-        "gradient_predivide_factor": OfKey("gradient_predivide_factor"),
-        "load_universal_checkpoint": OfKey("checkpoint.load_universal"),
-        "postscale_gradients": OfKey("prescale_gradients"),
-        "swap_tensor_config": OfKey("aio"),
-        "tensor_parallel_config": OfKey("tensor_parallel"),
-        "zero_allgather_bucket_size": OfKey(f"{_ZERO}allgather_bucket_size"),
-        "zero_allgather_partitions": OfKey(f"{_ZERO}allgather_partitions"),
-        "zero_allgather_sequential": OfKey(f"{_ZERO}stage3_allgather_sequential"),
-        "zero_elastic_checkpoint": OfKey(f"{_ZERO}elastic_checkpoint"),
-        "zero_force_ds_cpu_optimizer": OfKey("zero_force_ds_cpu_optimizer"),
-        "zero_load_from_fp32_weights": OfKey(f"{_ZERO}load_from_fp32_weights"),
-        "zero_log_trace_cache_warnings": OfKey(f"{_ZERO}log_trace_cache_warnings"),
-        "zero_max_live_parameters": OfKey(f"{_ZERO}stage3_max_live_parameters"),
-        "zero_max_reuse_distance": OfKey(f"{_ZERO}stage3_max_reuse_distance"),
-        "zero_model_persistence_threshold": OfKey(f"{_ZERO}stage3_model_persistence_threshold"),
-        "zero_module_granularity_threshold": OfKey(f"{_ZERO}stage3_module_granularity_threshold"),
-        "zero_multi_rank_bucket_allreduce": OfKey(f"{_ZERO}use_multi_rank_bucket_allreduce"),
-        "zero_param_persistence_threshold": OfKey(f"{_ZERO}stage3_param_persistence_threshold"),
-        "zero_prefetch_bucket_size": OfKey(f"{_ZERO}stage3_prefetch_bucket_size"),
+        **_each("pld_gamma pld_params pld_theta", _of_key("progressive_layer_drop")),
+        **_each("torch_autocast_dtype torch_autocast_lower_precision_safe_modules", _of_key("torch_autocast")),
+        "fp16_auto_cast": _of_key("fp16.auto_cast"),
+        "gradient_predivide_factor": _of_key("gradient_predivide_factor"),
+        "load_universal_checkpoint": _of_key("checkpoint.load_universal"),
+        "postscale_gradients": _of_key("prescale_gradients"),
+        "swap_tensor_config": _of_key("aio"),
+        "tensor_parallel_config": _of_key("tensor_parallel"),
+        **_of_zero_keys(
+            "",
+            "allgather_bucket_size allgather_partitions elastic_checkpoint load_from_fp32_weights "
+            "log_trace_cache_warnings reduce_scatter round_robin_gradients save_muon_momentum_buffer_in_memory "
+            "sub_group_size",
+        ),
+        **_of_zero_keys(
+            "stage3_",
+            "allgather_sequential max_live_parameters max_reuse_distance model_persistence_threshold "
+            "module_granularity_threshold param_persistence_threshold prefetch_bucket_size",
+        ),
+        "zero_force_ds_cpu_optimizer": _of_key("zero_force_ds_cpu_optimizer"),
+        "zero_multi_rank_bucket_allreduce": _of_key("zero_optimization.use_multi_rank_bucket_allreduce"),
         "zero_reduce_bucket_size": Instead(
             "buckets have a size of their own in megatron.compat.initialize(); leave it out"
         ),
-        "zero_reduce_scatter": OfKey(f"{_ZERO}reduce_scatter"),
-        "zero_round_robin_gradients": OfKey(f"{_ZERO}round_robin_gradients"),
-        "zero_save_muon_momentum_buffer_in_memory": OfKey(f"{_ZERO}save_muon_momentum_buffer_in_memory"),
-        "zero_sub_group_size": OfKey(f"{_ZERO}sub_group_size"),
         **_each(
             "allreduce_bucket allreduce_and_copy allreduce_gradients allreduce_no_retain buffered_allreduce_fallback "
             "all_gather_scalar sparse_all_gather sparse_allreduce sparse_allreduce_bucket sparse_allreduce_no_retain",
@@ -186,9 +179,9 @@ ATTRIBUTES: Mapping[str, Any] = MappingProxyType(
             Instead("a checkpoint loads into any number of ranks; leave it out"),
         ),
         "inside_no_sync_ctxt": Instead("keep track of engine.no_sync() in your program"),
-        "flops": OfKey("flops_profiler"),
-        "autotuning_model_info": OfKey("autotuning"),
-        "sparse_tensor_module_names": OfKey("sparse_gradients"),
+        "flops": _of_key("flops_profiler"),
+        "autotuning_model_info": _of_key("autotuning"),
+        "sparse_tensor_module_names": _of_key("sparse_gradients"),
         **_each(
             "checkpoint_engine checkpoint_mp_rank dont_change_device first_dataloader_check flatten gas_boundary_ctr "
             "module_forward_post_hook module_forward_pre_hook save_non_zero_checkpoint save_zero_checkpoint "
@@ -211,7 +204,7 @@ def check_assignment(name: str) -> None:
     """Rejects setting an attribute of DeepSpeed's engine that nothing here would read."""
     if name in ATTRIBUTES:
         value = ATTRIBUTES[name]
-        text = value.text if isinstance(value, (Instead, OfKey)) else "nothing here reads it; leave it out"
+        text = value.text if isinstance(value, Instead) else "nothing here reads it; leave it out"
         raise ConfigError(f"engine.{name} = ...: {text}")
 
 
@@ -223,6 +216,6 @@ def _method(name: str, value: Any) -> Callable[..., Any]:
 
 
 def _answer(spelled: str, value: Any) -> Any:
-    if isinstance(value, (Instead, OfKey)):
+    if isinstance(value, Instead):
         raise ConfigError(f"{spelled}: {value.text}")
     return value

@@ -317,11 +317,6 @@ class ModelEngine(EngineFacts):
         ]
         return {name: tensor for name, tensor in state.items() if name not in frozen}
 
-    def restore_counters(self, global_steps: int, skipped_steps: int, global_samples: int) -> None:
-        self._calls.global_steps, self._calls.skipped_steps = global_steps, skipped_steps
-        self._calls.global_samples = global_samples
-        self._calls.micro_steps = global_steps * self.gradient_accumulation_steps()
-
     # refusals
 
     def _check_loss(self, loss: Tensor) -> None:

@@ -38,6 +38,8 @@ class Calls:
 
 
 class EngineFacts(nn.Module):
+    module: nn.Module
+    lr_scheduler: Any
     settings: EngineSettings
     place: RankPlacement
     optimizer: torch.optim.Optimizer
@@ -91,6 +93,11 @@ class EngineFacts(nn.Module):
     def global_samples(self) -> int:
         """Samples of all updates, those that were skipped included."""
         return self._calls.global_samples
+
+    def restore_counters(self, global_steps: int, skipped_steps: int, global_samples: int) -> None:
+        self._calls.global_steps, self._calls.skipped_steps = global_steps, skipped_steps
+        self._calls.global_samples = global_samples
+        self._calls.micro_steps = global_steps * self.gradient_accumulation_steps()
 
     # precision
 

@@ -1,7 +1,9 @@
-"""`megatron.compat.initialize(model=...)`: the call of DeepSpeed's users, for any nn.Module."""
+"""`megatron.compat.initialize(model=...)`: the call of DeepSpeed's users, for any nn.Module; and its flags."""
 
 from __future__ import annotations
 
+import argparse
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from megatron.compat.any_model.engine import ModelEngine
 from megatron.compat.any_model.engine_settings import EngineSettings
-from megatron.compat.any_model.fit import checked_model
 from megatron.compat.any_model.from_deepspeed import EngineConfig
 from megatron.compat.any_model.gradient_hooks import GradientHooks
 from megatron.compat.any_model.kept_gradients import GuardedWeights, KeptGradients
@@ -28,7 +30,7 @@ from megatron.data_parallel import broadcast_parameters
 from megatron.errors import ConfigError
 from megatron.optimizer import Optimizer
 from megatron.parallelize import is_called, units_of
-from megatron.utils.dtype import cast_floats
+from megatron.utils.dtype import cast_floats, refuse_complex
 from megatron.utils.log import RankLog
 
 _WITHHELD = (
@@ -36,6 +38,14 @@ _WITHHELD = (
     'clip_grad_norm_ give "gradient_clipping" in the config, and read the norm from engine.get_global_grad_norm()'
 )
 Client = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds `--deepspeed` and `--deepspeed_config FILE`, which `initialize(args=...)` reads."""
+    group = parser.add_argument_group("DeepSpeed")
+    group.add_argument("--deepspeed", action="store_true", help="no effect: calling initialize() says it")
+    group.add_argument("--deepspeed_config", metavar="FILE", help="the settings, as DeepSpeed's JSON")
+    return parser
 
 
 def initialize(
@@ -66,7 +76,7 @@ def initialize(
                 f"megatron.compat.initialize(): {name} is not supported: every rank has the whole model; leave it out, "
                 "or use pretrain_gpt.py for tensor and pipeline parallelism"
             )
-    model = checked_model(model)
+    model = _checked_model(model)
     read = EngineConfig(_one_config(args, config, config_params))
     place = find_place(model)
     log = RankLog(place.parallel.rank)
@@ -96,6 +106,49 @@ def initialize(
         dp = place.parallel.dp
         engine.training_dataloader = EpochLoader(training_data, settings.batch.micro, dp, collate_fn, place.device)
     return engine, torch_optimizer, engine.training_dataloader, scheduler
+
+
+def _checked_model(model: Any) -> nn.Module:
+    if model is None:
+        raise ConfigError(
+            "megatron.compat.initialize(): no model; give model=, an nn.Module (settings of a run: "
+            "megatron.pretrain.setup)"
+        )
+    if isinstance(model, type) or not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ConfigError(f"megatron.compat.initialize(): model is {what}; give an instance of nn.Module")
+    if isinstance(model, ModelEngine):
+        raise ConfigError("megatron.compat.initialize(): model is an engine already; go on with that engine")
+    if any(hasattr(one, "device_mesh") for one in model.parameters()):  # a DTensor, whose import takes long
+        raise ConfigError(
+            "megatron.compat.initialize(): the model's parameters are divided already, by an engine that it was given "
+            "to before or by fully_shard; give a model whose parameters are whole"
+        )
+    lazy = [name for name, one in model.named_parameters() if isinstance(one, UninitializedParameter) or one.is_meta]
+    if lazy:
+        raise ConfigError(
+            f"megatron.compat.initialize(): {lazy[0]} has no values yet; call a lazy module once with a batch, and "
+            "model.to_empty(device=...) and its initialisation for one on the meta device"
+        )
+    refuse_complex(model, "megatron.compat.initialize()")
+    for (first, (_, end)), (second, (start, _)) in itertools.pairwise(_places(model)):
+        if start < end:
+            raise ConfigError(
+                f"megatron.compat.initialize(): {first} and {second} are two parameters in the same memory, which "
+                "would go apart here; use one of them in both places (F.linear(x, other.weight.t())), or give "
+                f"{second} its own with clone()"
+            )
+    return model
+
+
+def _places(model: nn.Module) -> list[tuple[str, tuple[int, int]]]:
+    """Of each parameter, from its first byte to behind its last, in the order of memory."""
+    places = []
+    for name, one in model.named_parameters():
+        last = sum((size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True))
+        if one.numel():
+            places.append((name, (one.data_ptr(), one.data_ptr() + (last + 1) * one.element_size())))
+    return sorted(places, key=lambda place: place[1])
 
 
 def build_model_engine(

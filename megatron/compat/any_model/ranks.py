@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch import nn
 
 from megatron.distributed.device import accelerator_type, activate, resolve_backend, resolve_device
 from megatron.distributed.launch import LaunchInfo, shutdown
-from megatron.distributed.rendezvous import init_process_group
+from megatron.distributed.rendezvous import init_process_group, open_group_of_one
 from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError, PeerLostError
 from megatron.layout import Layout
@@ -31,6 +32,38 @@ class RankPlacement:
     parallel: ParallelState
     local_rank: int
     device: torch.device
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta = TIMEOUT,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Opens the process group of the launcher's ranks, or of this process alone, unless one is open. Where they meet
+    is what the launcher said."""
+    del auto_mpi_discovery, distributed_port, verbose, dist_init_required, config
+    if dist.is_initialized():
+        return
+    launch = LaunchInfo.detect()
+    if init_method is not None or rank not in (-1, launch.rank) or world_size not in (-1, launch.world_size):
+        raise ConfigError(
+            "init_distributed(): init_method, rank and world_size are what the launcher says; start the program with "
+            "torchrun, or call torch.distributed.init_process_group() yourself: an open group is used"
+        )
+    device = resolve_device("auto", launch.local_rank)
+    backend = resolve_backend(dist_backend, device, "init_distributed(): dist_backend")
+    if launch.world_size == 1:
+        open_group_of_one(device)
+    else:
+        init_process_group(launch, backend, timeout, device)
+    atexit.register(shutdown_at_exit)
 
 
 def find_place(model: nn.Module) -> RankPlacement:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.compat.fairscale.oss_state import gather_state
-from megatron.compat.group_axis import axis_of
+from megatron.compat.wrapper import axis_of
 from megatron.distributed import collectives
 from megatron.errors import ConfigError
 

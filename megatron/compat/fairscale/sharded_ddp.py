@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from megatron.compat.arrivals import Arrivals
 from megatron.compat.fairscale.oss import OSS, by_type
-from megatron.compat.group_axis import axis_of
-from megatron.compat.no_sync import NoSync
-from megatron.data_parallel.broadcast import broadcast_parameters, share_buffers
+from megatron.compat.wrapper import AveragingWrapper
+from megatron.data_parallel.broadcast import share_buffers
 from megatron.distributed import collectives
 from megatron.errors import ConfigError
 
@@ -38,7 +37,7 @@ class _Bucket:
     pending: collectives.Pending | None = None
 
 
-class ShardedDataParallel(NoSync, nn.Module):
+class ShardedDataParallel(AveragingWrapper):
     def __init__(
         self,
         module: nn.Module,
@@ -53,15 +52,12 @@ class ShardedDataParallel(NoSync, nn.Module):
         """`reduce_buffer_size`: elements of a message. `reduce_fp16`: gradients are rounded to fp16 on their way.
         `auto_refresh_trainable` changes no result: parameters that are frozen later are seen in every pass."""
         del auto_refresh_trainable
-        super().__init__()
         self._optimizers = _checked_optimizers(sharded_optimizer)
-        self.module = module
-        self._dp = axis_of(process_group, "ShardedDataParallel")
+        super().__init__(module, process_group)
         self._broadcasts_buffers, self._reduce_fp16 = broadcast_buffers, reduce_fp16
         self._size = reduce_buffer_size
         if sync_models_at_startup:
-            for tensors in (module.named_parameters(), module.named_buffers()):
-                broadcast_parameters(tensors, self._dp)
+            self._start_alike()
         self._owner_of = self._owners(module)
         parameters = [one for one in module.parameters() if one.requires_grad]
         self._hooked = {id(one) for one in parameters}
@@ -171,13 +167,10 @@ class ShardedDataParallel(NoSync, nn.Module):
         self._buckets = []
 
     def _check_reduced(self, *_: Any) -> None:
-        awaited = {id(one) for one in self._arrivals.awaited}
-        if awaited:
-            names = [name for name, one in self.module.named_parameters() if id(one) in awaited]
+        if awaited := self._awaited():
             raise ConfigError(
-                f"ShardedDataParallel: the backward pass gave no gradient to {', '.join(names[:4])}"
-                f"{' and others' if names[4:] else ''}, so gradients were not reduced; use all parameters in the loss, "
-                "or freeze those with requires_grad_(False)"
+                f"ShardedDataParallel: the backward pass gave no gradient to {awaited}, so gradients were not reduced; "
+                "use all parameters in the loss, or freeze those with requires_grad_(False)"
             )
 
 
