@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.compat.deepspeed_file.optimizers import decide_optimizer
-from megatron.compat.deepspeed_file.reading import KeyContext
+from megatron.compat.deepspeed_file.reading import FileReading
 from megatron.errors import ConfigError
 
 
-def decide_scheduler(reading: KeyContext) -> None:
+def decide_scheduler(reading: FileReading) -> None:
     if reading.given.get("scheduler.type") == "OneCycle" and "scheduler.params.cycle_momentum" not in reading.given:
         raise ConfigError(
             "scheduler.type OneCycle: DeepSpeed cycles the momentum too where the file does not say, which is not "
@@ -19,7 +19,7 @@ def decide_scheduler(reading: KeyContext) -> None:
     _rate_of_the_flag(reading)
 
 
-def _rate_of_the_flag(reading: KeyContext) -> None:
+def _rate_of_the_flag(reading: FileReading) -> None:
     """Where the file leaves WarmupDecayLR's highest rate to the flags, --lr is meant, as with WarmupLR; not the 0.001
     that DeepSpeed has where the key is missing."""
     key, rate = "scheduler.params.warmup_max_lr", reading.stronger.get("lr", reading.given.get("optimizer.params.lr"))
@@ -28,7 +28,7 @@ def _rate_of_the_flag(reading: KeyContext) -> None:
         reading.set("warmup_max_lr", rate, f"{key} left to --lr")
 
 
-def decide_precision(reading: KeyContext) -> None:
+def decide_precision(reading: FileReading) -> None:
     """DeepSpeed begins at 2^16 where nothing is said, --fp16 at 2^32. A block that leaves to --fp16 whether it is on is
     DeepSpeed's all the same."""
     given, stronger = reading.given, reading.stronger
@@ -40,7 +40,7 @@ def decide_precision(reading: KeyContext) -> None:
         reading.set("initial_loss_scale", 2.0**16, f"fp16.enabled {said} without initial_scale_power")
 
 
-def decide_offload(reading: KeyContext) -> None:
+def decide_offload(reading: FileReading) -> None:
     zero = "zero_optimization."
     for key in ("offload_optimizer.device", "cpu_offload"):
         if zero + key in reading.given:
@@ -53,7 +53,7 @@ def decide_offload(reading: KeyContext) -> None:
             _offload_parameters(reading, zero + key)
 
 
-def _device(reading: KeyContext, key: str) -> str:
+def _device(reading: FileReading, key: str) -> str:
     """cpu, nvme or none."""
     value = reading.given[key]
     if isinstance(value, bool):
@@ -63,7 +63,7 @@ def _device(reading: KeyContext, key: str) -> str:
     return str(value)
 
 
-def _offload_optimizer(reading: KeyContext, key: str) -> None:
+def _offload_optimizer(reading: FileReading, key: str) -> None:
     device, path = _device(reading, key), "zero_optimization.offload_optimizer.nvme_path"
     if device == "cpu":
         reading.set("optimizer_cpu_offload", True, reading.spelled(key))
@@ -73,13 +73,13 @@ def _offload_optimizer(reading: KeyContext, key: str) -> None:
         reading.set("optimizer_offload_directory", reading.given[path], reading.spelled(path))
 
 
-def _offload_parameters(reading: KeyContext, key: str) -> None:
+def _offload_parameters(reading: FileReading, key: str) -> None:
     device = _device(reading, key)
     if device != "none":  # that it has no effect below stage 3 is said when all flags are known
         reading.set("remote_device", device, reading.spelled(key))
 
 
-def decide_reports(reading: KeyContext) -> None:
+def decide_reports(reading: FileReading) -> None:
     given = reading.given
     if given.get("tensorboard.enabled"):
         job = given.get("tensorboard.job_name", "DeepSpeedJobName")

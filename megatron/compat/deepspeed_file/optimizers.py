@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megatron.compat.deepspeed_file.reading import KeyContext
+from megatron.compat.deepspeed_file.reading import FileReading
 from megatron.config.values import nearest
 from megatron.errors import ConfigError
 
@@ -53,7 +53,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 )
 
 
-def decide_optimizer(reading: KeyContext) -> None:
+def decide_optimizer(reading: FileReading) -> None:
     params = {key[len(_START) :]: value for key, value in reading.given.items() if key.startswith(_START)}
     typed = reading.given.get("optimizer.type")
     if typed is None:
@@ -79,7 +79,7 @@ def decide_optimizer(reading: KeyContext) -> None:
     _decide_rates(reading, name, params)
 
 
-def _set_parameter(reading: KeyContext, name: str, parameter: str, value: Any) -> None:
+def _set_parameter(reading: FileReading, name: str, parameter: str, value: Any) -> None:
     spelled = reading.spelled(_START + parameter)
     fields = KINDS[name].fields.get(parameter)
     if fields is None:
@@ -91,7 +91,7 @@ def _set_parameter(reading: KeyContext, name: str, parameter: str, value: Any) -
         reading.set(field, one, spelled)
 
 
-def _decide_decay(reading: KeyContext, name: str, params: Mapping[str, Any]) -> None:
+def _decide_decay(reading: FileReading, name: str, params: Mapping[str, Any]) -> None:
     if "adam_w_mode" not in params:
         return
     spelled = reading.spelled(_START + "adam_w_mode")
@@ -101,7 +101,7 @@ def _decide_decay(reading: KeyContext, name: str, params: Mapping[str, Any]) -> 
         raise ConfigError(f"{spelled}: {name} decouples its decay; leave it out, or use the type Adam")
 
 
-def _decide_rates(reading: KeyContext, name: str, params: Mapping[str, Any]) -> None:
+def _decide_rates(reading: FileReading, name: str, params: Mapping[str, Any]) -> None:
     """Muon's two rates, for matrices and for the rest, are one here."""
     rates = {parameter: params[parameter] for parameter in ("lr", *_OTHER_RATES) if parameter in params}
     others = [parameter for parameter in rates if parameter != "lr"]
