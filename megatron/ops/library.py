@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron.ops.registry import kernels_in, register
+from megatron.utils.typed import typed
 
 FOLDER = Path(__file__).resolve().parent
 PATH = FOLDER / "_kernels.so"
@@ -85,7 +86,7 @@ class _Record:
     sha256: str
     machine: str
     without_cuda: str | None
-    needs: Gpu | None
+    needs_of_cuda: Gpu | None
     sources: Mapping[str, str]
     cuda_sources: Mapping[str, str]
 
@@ -106,12 +107,8 @@ def load(path: Path, sources: Path = SOURCES) -> Library:
     if not path.is_file():
         return Library(f"not built: {BUILD}")
     try:
-        built = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        sources_of = dict(built["sources"]), dict(built["cuda_sources"])
-        needs = built["needs_of_cuda"]
-        least = None if needs is None else Gpu(_pair(needs["capability"]), _pair(needs["cuda"]))
-        record = _Record(built["sha256"], built["machine"], built["without_cuda"], least, *sources_of)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        record = typed(_Record, json.loads(path.with_suffix(".json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError):
         return Library(f"not usable: {path.with_suffix('.json').name} is missing or damaged; build again: {BUILD}")
     try:
         reason = _why_unusable(path, record, sources)
@@ -122,12 +119,7 @@ def load(path: Path, sources: Path = SOURCES) -> Library:
     register(NAMESPACE)
     verified, folders = _verified_kernels(), record.cuda_sources
     unknown = [name for folder in folders for name in kernels_in(folder) if verified.get(name) != folders[folder]]
-    return Library(None, record.without_cuda, dict.fromkeys(unknown, UNVERIFIED), record.needs, record.cuda_sources)
-
-
-def _pair(numbers: Sequence[int]) -> tuple[int, int]:
-    major, minor = numbers
-    return int(major), int(minor)
+    return Library(None, record.without_cuda, dict.fromkeys(unknown, UNVERIFIED), record.needs_of_cuda, folders)
 
 
 def _dotted(pair: tuple[int, int]) -> str:

@@ -39,9 +39,8 @@ from megatron.state.shard import Shard
 from megatron.training.classic_args import classic_args
 from megatron.training.exit import ExitRecord, as_megatron_error
 from megatron.training.initialize import Run
-from megatron.training.non_persistent import non_persistent_of
 from megatron.training.restarts import count_start
-from megatron.training.resume import Progress, ResumePoint, find_step
+from megatron.training.resume import Progress, ResumePoint, find_step, non_persistent_of
 from megatron.utils.foreign import is_hugging_face
 
 

@@ -20,12 +20,14 @@ from megatron.checkpoint import (
     find_checkpoint,
     saved_values,
 )
+from megatron.checkpoint.local.non_persistent import LocalNonPersistent
+from megatron.checkpoint.paths import NON_PERSISTENT
 from megatron.config import BatchPlan, RunConfig, to_dict
 from megatron.config.split import parse_split
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import Tokenizer
+from megatron.training.checks import copies_of
 from megatron.training.initialize import Run
-from megatron.training.non_persistent import non_persistent_of
 
 # The settings that decide the samples and their order, besides the files and --split.
 _ORDER = (
@@ -192,6 +194,20 @@ def _moved_to(run: Run, found: FoundStep | None) -> int | None:
             "--save"
         )
     return wanted
+
+
+def non_persistent_of(run: Run) -> NonPersistent | None:
+    """The store of non-persistent checkpoints that the settings ask for."""
+    settings = run.config.checkpoint
+    if settings.save is None or settings.non_persistent_ckpt_type is None:
+        return None
+    save = Path(settings.save)
+    if settings.non_persistent_ckpt_type == "local":
+        assert settings.non_persistent_local_ckpt_dir is not None
+        directory = Path(settings.non_persistent_local_ckpt_dir)
+        return LocalNonPersistent(directory, save, run.parallel, copies_of(run.config, run.launch))
+    given = settings.non_persistent_global_ckpt_dir
+    return NonPersistent(save / NON_PERSISTENT if given is None else Path(given), save, run.parallel)
 
 
 def _steps_between(run: Run) -> NonPersistent | None:

@@ -8,7 +8,7 @@ import ctypes
 import os
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -159,7 +159,7 @@ def onednn_is_exact() -> bool:
     """True if fp32 products through oneDNN keep a bit of both factors that bf16 and TF32 would lose."""
     one = torch.eye(_PROBE_SIZE)
     fine = torch.full((_PROBE_SIZE, _PROBE_SIZE), _NARROW)
-    with _onednn_products():
+    with _products_marked("bf16"):
         return all(torch.equal(product(*pair), fine) for product in _products() for pair in ((fine, one), (one, fine)))
 
 
@@ -180,25 +180,19 @@ def _mkldnn_products() -> Any:
 
 
 @contextmanager
-def _onednn_products() -> Iterator[None]:
+def _products_marked(precision: str) -> Iterator[None]:
     before = _mkldnn_products().fp32_precision
-    _mkldnn_products().fp32_precision = "bf16"
+    _mkldnn_products().fp32_precision = precision
     try:
         yield
     finally:
         _mkldnn_products().fp32_precision = before
 
 
-@contextmanager
-def fp32_products_unmarked() -> Iterator[None]:
+def fp32_products_unmarked() -> AbstractContextManager[None]:
     """Suspends the oneDNN setting of `set_fp32_products`: it speeds up large products, but those of a few rows take up
     to twice as long with it."""
-    before = _mkldnn_products().fp32_precision
-    _mkldnn_products().fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        _mkldnn_products().fp32_precision = before
+    return _products_marked("ieee")
 
 
 def available_memory() -> int | None:
