@@ -18,7 +18,6 @@ from megatron.model.passes import ForwardStep
 from megatron.parallelize import (
     Parallel,
     await_weights,
-    check_can_be_split,
     divide_weights,
     held_parameters,
     initialise_part,
@@ -53,15 +52,6 @@ def build_model(
     whose = " on this rank" if run.parallel.model.size > 1 or run.parallel.ep.size > 1 else ""
     run.log.info(f"number of parameters{whose}: {count} ({run.config.precision.params_dtype})")
     return built
-
-
-def count_parameters(run: Run, model_provider: ModelProvider, rank: int) -> int:
-    """The number of parameters that `rank` will hold, padding included. Allocates nothing and communicates with
-    nobody."""
-    state = ParallelState.plan(run.config.parallel.layout(run.launch.world_size), rank)
-    model = _provided(run, model_provider, torch.device("meta"))
-    check_can_be_split(model, run.config.parallel, state)
-    return held_parameters(model, run.config.parallel, state)
 
 
 def count_by_stage(run: Run, model: nn.Module, moe: MoEConfig | None = None) -> list[int]:

@@ -18,7 +18,7 @@ from megatron.prove.order.classes import difference, representative
 from megatron.prove.order.cluster import (
     ClusterRecording,
     by_one_process,
-    record_cluster,
+    record_clusters,
     record_runs,
     save_by_one_process,
 )
@@ -76,7 +76,8 @@ def few_batches(ranks: int, settings: dict[str, Any]) -> dict[str, Any]:
 
 def recorded(ranks: int, **settings: Any) -> ClusterRecording:
     torch.set_num_threads(1)
-    return record_cluster(parse_args(flags(**{**EVERYTHING, **settings, **TWO_STEPS})), ranks, pretrain_gpt())
+    config = parse_args(flags(**{**EVERYTHING, **settings, **TWO_STEPS}))
+    return record_clusters({"a run": config}, ranks, pretrain_gpt())["a run"]
 
 
 class Saved:

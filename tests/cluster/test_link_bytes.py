@@ -9,7 +9,7 @@ import torch
 
 from megatron.config import parse_args
 from megatron.layout import padded_vocab_size
-from megatron.prove.order.cluster import ClusterRecording, record_cluster
+from megatron.prove.order.cluster import ClusterRecording, record_clusters
 from megatron.tensor_parallel import mappings
 from tests.cluster.link_bytes import Shape, expected, numbers, second_step, seen
 from tests.helpers.runs import flags, pretrain_gpt
@@ -52,7 +52,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [
 def recorded(ranks: int, **settings: Any) -> ClusterRecording:
     torch.set_num_threads(1)
     config = parse_args(flags(**{**MODEL, **settings}))
-    return record_cluster(config, ranks, pretrain_gpt(), copies=())
+    return record_clusters({"a run": config}, ranks, pretrain_gpt(), copies=())["a run"]
 
 
 @pytest.mark.parametrize(("ranks", "axes"), CASES, ids=lambda value: str(value).replace("_parallel_size", ""))

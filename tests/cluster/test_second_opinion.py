@@ -16,7 +16,7 @@ from megatron.config import parse_args
 from megatron.pipeline_parallel.links import Links
 from megatron.prove.order.agreement import disagreements
 from megatron.prove.order.classes import representative
-from megatron.prove.order.cluster import record_cluster
+from megatron.prove.order.cluster import record_clusters
 from megatron.prove.order.events import Communicator, Compute, Event, Op, Recording, Wait
 from megatron.prove.order.waits import INDEPENDENT, ONE_QUEUE, STRICTEST, Rules, play
 from tests.cluster.pipelines import record_pipeline
@@ -53,7 +53,7 @@ def full_world(settings: dict[str, Any], ranks: int = 8) -> Recordings:
     config = parse_args(flags(**{"train_iters": 2, "eval_iters": 1, "eval_interval": 2, **settings}))
     layout = config.parallel.layout(ranks)
     the_rest = [rank for rank in range(ranks) if representative(layout, rank) != rank]
-    run = record_cluster(config, ranks, pretrain_gpt(), copies=the_rest)
+    run = record_clusters({"a run": config}, ranks, pretrain_gpt(), copies=the_rest)["a run"]
     return {**run.programs, **run.copies}
 
 

@@ -12,7 +12,7 @@ from megatron.config import parse_args
 from megatron.data_parallel import FullySharded, Unit
 from megatron.distributed.state import ParallelState
 from megatron.layout import Layout
-from megatron.prove.order.cluster import record_cluster
+from megatron.prove.order.cluster import record_clusters
 from megatron.prove.order.events import Mark, Op, Recording
 from megatron.prove.order.record import FIRST_STEP, LATER
 from megatron.prove.order.recorder import recorded
@@ -37,7 +37,7 @@ def sent_in_a_step(**settings: Any) -> float:
     two: a reduce-scatter, and an all-gather of its result."""
     torch.set_num_threads(1)
     argv = flags(**LLAMA_SHAPE, ffn_hidden_size=128, vocab_size=96, micro_batch_size=1, kernels="ref", **settings)
-    recording = record_cluster(parse_args(argv), RANKS, pretrain_gpt()).programs[0]
+    recording = record_clusters({"a run": parse_args(argv)}, RANKS, pretrain_gpt())["a run"].programs[0]
     return sum(units(op, recording) for op in first_step(recording)) / PARAMETERS
 
 

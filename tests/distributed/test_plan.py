@@ -10,14 +10,25 @@ import torch
 from torch import nn
 
 from megatron.config import parse_args
+from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError
 from megatron.model.flops import flops_per_token
+from megatron.parallelize import check_can_be_split, held_parameters
 from megatron.training.dry_run import render_plan
-from megatron.training.model import build_model, count_parameters
+from megatron.training.initialize import Run
+from megatron.training.model import ModelProvider, _provided, build_model
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import flags, make_run, pretrain_gpt, pretrain_here
 
 EXPERTS = {"num_experts": 4, "disable_bias_linear": True, "expert_model_parallel_size": 2}
+
+
+def count_parameters(run: Run, model_provider: ModelProvider, rank: int) -> int:
+    """As --dry-run counts those that `rank` will hold: without memory, and without a word to the others."""
+    state = ParallelState.plan(run.config.parallel.layout(run.launch.world_size), rank)
+    model = _provided(run, model_provider, torch.device("meta"))
+    check_can_be_split(model, run.config.parallel, state)
+    return held_parameters(model, run.config.parallel, state)
 
 
 def planned_and_held(rank: int, argv: list[str]) -> tuple[int, int, str]:

@@ -80,7 +80,7 @@ def record_runs(
         "a new run": replace(config, checkpoint=new),
         "a resumed run": replace(config, checkpoint=resumed, evaluation=EvaluationConfig(eval_iters=0)),
     }
-    return _record_clusters(runs, world_size, script, copies, workers=workers, report=report)
+    return record_clusters(runs, world_size, script, copies, workers=workers, report=report)
 
 
 def _as_often_as_can_be(asked: CheckpointConfig, local: Path) -> CheckpointConfig:
@@ -121,22 +121,16 @@ def save_by_one_process(config: RunConfig, folder: Path, script: ModuleType) -> 
         parts.checkpoints.save(Progress(iteration=1, consumed_train_samples=config.training.global_batch_size))
 
 
-def record_cluster(
-    config: RunConfig, world_size: int, script: ModuleType, *, copies: Sequence[int] | None = None
-) -> ClusterRecording:
-    """One run. `copies` unset: those of `compared_ranks`."""
-    return _record_clusters({"a run": config}, world_size, script, copies)["a run"]
-
-
-def _record_clusters(
+def record_clusters(
     runs: Mapping[str, RunConfig],
     world_size: int,
     script: ModuleType,
-    copies: Sequence[int] | None,
+    copies: Sequence[int] | None = None,
     *,
     workers: int = 1,
     report: Report = lambda: None,
 ) -> dict[str, ClusterRecording]:
+    """`copies` unset: those of `compared_ranks`."""
     config = next(iter(runs.values()))
     layout = config.parallel.layout(world_size)
     chosen, compared = representatives(layout), compared_ranks(config, world_size) if copies is None else copies

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -41,9 +42,12 @@ Recordings = dict[str, dict[int, Recording]]
 class RecordError(MegatronError):
     """Why a process could not record its ranks."""
 
-    def __init__(self, *lines: str, exit_code: int = 2, calls: str = "") -> None:
+    def __init__(self, lines: tuple[str, ...], exit_code: int = 2, calls: str = "") -> None:
         super().__init__("; ".join(lines))
         self._lines, self.exit_code, self.calls = lines, exit_code, calls
+
+    def __reduce__(self) -> tuple[type[RecordError], tuple[Any, ...]]:  # a process sends it to another one
+        return RecordError, (self._lines, self.exit_code, self.calls)
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -64,15 +68,6 @@ class _Answer:
     recordings: Mapping[int, Recording]
     said: bytes
     """`heard`, and what these ranks have broadcast, packed."""
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """What a `RecordError` says. An exception itself may lose its message when it is sent between processes."""
-
-    lines: tuple[str, ...]
-    exit_code: int
-    calls: str
 
 
 def record_ranks(
@@ -124,32 +119,33 @@ def _answering(
     if workers == 1:
         yield lambda tasks: (recorder(task, lambda note: report()) for task in tasks)
         return
-    with WorkerPool[_Task, _Answer | _Failure](partial(_or_failure, recorder), workers) as pool:
+    with WorkerPool[_Task, _Answer | RecordError](partial(_or_failure, recorder), workers) as pool:
 
         def answers_to(tasks: Sequence[_Task]) -> Iterator[_Answer]:
             try:
                 for answer in pool.map(iter(tasks), described=lambda task: task.ranks, noted=lambda note: report()):
-                    if isinstance(answer, _Failure):
-                        raise RecordError(*answer.lines, exit_code=answer.exit_code, calls=answer.calls)
+                    if isinstance(answer, RecordError):
+                        raise answer
                     yield answer
             except WorkerDiedError as death:
-                raise RecordError(
+                line = (
                     f"the process that recorded ranks {death.task} died (exit code {death.exit_code}); if it was for "
                     f"memory, give fewer --workers than {workers}"
-                ) from None
+                )
+                raise RecordError((line,)) from None
 
         yield answers_to
 
 
-def _or_failure(recorder: _Recorder, task: _Task, note: Callable[[None], None]) -> _Answer | _Failure:
+def _or_failure(recorder: _Recorder, task: _Task, note: Callable[[None], None]) -> _Answer | RecordError:
     torch.set_num_threads(1)  # a forked process must not enter its parent's OpenMP team: it would wait for ever
     try:
         return recorder(task, note)
     except Exception as error:
         told, calls = as_megatron_error(error), traceback.format_exc()
         if isinstance(told, MegatronError):
-            return _Failure(told.lines, told.exit_code, calls)
-        return _Failure((f"{in_one_line(told)}; --traceback shows the calls that led there",), 2, calls)
+            return RecordError(told.lines, told.exit_code, calls)
+        return RecordError((f"{in_one_line(told)}; --traceback shows the calls that led there",), 2, calls)
 
 
 @dataclass(frozen=True)
