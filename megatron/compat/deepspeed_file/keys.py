@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Kind = Literal["switch", "whole", "number", "text", "list", "block"]
@@ -41,8 +41,14 @@ class Key:
         return self.kind == "block" and not self.line and not self.way_out
 
 
-def block(path: str) -> Key:
-    return Key(path=path, kind="block")
+def within(path: str, *keys: Key) -> tuple[Key, ...]:
+    """The rows of keys of a block, whose paths are told from there."""
+    return tuple(replace(key, path=f"{path}.{key.path}") for key in keys)
+
+
+def block(path: str, *keys: Key) -> tuple[Key, ...]:
+    """A block, and the rows of its keys."""
+    return (Key(path=path, kind="block"), *within(path, *keys))
 
 
 def sets(path: str, kind: Kind, field: str, meaning: str = "", becomes: Callable[[Any], Any] | None = None) -> Key:
@@ -61,9 +67,9 @@ def refused(path: str, kind: Kind, way_out: str, *neutral: Any) -> Key:
     return Key(path=path, kind=kind, way_out=way_out, neutral=neutral)
 
 
-def many(make: Callable[..., Key], parent: str, kind: Kind, text: str, names: str, *more: Any) -> tuple[Key, ...]:
-    """One row for each of these keys of a block."""
-    return tuple(make(f"{parent}.{name}" if parent else name, kind, text, *more) for name in names.split())
+def many(make: Callable[..., Key], kind: Kind, text: str, names: str, *more: Any) -> tuple[Key, ...]:
+    """One row for each of these keys."""
+    return tuple(make(name, kind, text, *more) for name in names.split())
 
 
 def wrong_kind(kind: Kind, value: Any) -> str | None:

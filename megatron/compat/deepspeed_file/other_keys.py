@@ -10,50 +10,51 @@ REPORTS = (
     no_effect("memory_breakdown", "switch", "see --log-memory-interval"),
     no_effect("dump_state", "switch", "see --print-config"),
     no_effect("timers", "block", "throughput is always reported; see --timing-log-level"),
-    block("tensorboard"),
-    decided("tensorboard.enabled", "switch", "`--tensorboard-dir` OUTPUT_PATH/JOB_NAME"),
-    decided("tensorboard.output_path", "text", "left out: the folder of the launch, as in DeepSpeed"),
-    decided("tensorboard.job_name", "text", "left out: DeepSpeedJobName"),
-    block("wandb"),
-    decided("wandb.enabled", "switch", "turns it on, with the project `deepspeed` if none is named"),
-    sets("wandb.project", "text", "wandb_project"),
-    sets("wandb.team", "text", "wandb_entity"),
-    no_effect("wandb.group", "text", "runs are not grouped"),
+    *block(
+        "tensorboard",
+        decided("enabled", "switch", "`--tensorboard-dir` OUTPUT_PATH/JOB_NAME"),
+        decided("output_path", "text", "left out: the folder of the launch, as in DeepSpeed"),
+        decided("job_name", "text", "left out: DeepSpeedJobName"),
+    ),
+    *block(
+        "wandb",
+        decided("enabled", "switch", "turns it on, with the project `deepspeed` if none is named"),
+        sets("project", "text", "wandb_project"),
+        sets("team", "text", "wandb_entity"),
+        no_effect("group", "text", "runs are not grouped"),
+    ),
     no_effect(
-        "csv_monitor",
-        "block",
-        "no CSV files are written; --metrics-jsonl FILE gets one JSON object per logged step",
+        "csv_monitor", "block", "no CSV files are written; --metrics-jsonl FILE gets one JSON object per logged step"
     ),
     no_effect("comet", "block", "nothing is sent to Comet; see --tensorboard-dir, --wandb-project, --metrics-jsonl"),
-    no_effect(
-        "flops_profiler",
-        "block",
-        "TFLOP/s are always reported; --profile shows where the time of a step goes",
-    ),
+    no_effect("flops_profiler", "block", "TFLOP/s are always reported; --profile shows where the time of a step goes"),
 )
 
 _ONE_RECOMPUTATION = "recomputation has one implementation, see --recompute-granularity"
 
 ACTIVATIONS = (
-    block("activation_checkpointing"),
-    sets("activation_checkpointing.partition_activations", "switch", "distribute_saved_activations"),
-    refused("activation_checkpointing.cpu_checkpointing", "switch", "use --cpu-offloading-num-layers", False),
-    *many(
-        no_effect,
+    *block(
         "activation_checkpointing",
-        "switch",
-        _ONE_RECOMPUTATION,
-        "contiguous_memory_optimization synchronize_checkpoint_boundary profile",
+        sets("partition_activations", "switch", "distribute_saved_activations"),
+        refused("cpu_checkpointing", "switch", "use --cpu-offloading-num-layers", False),
+        *many(
+            no_effect,
+            "switch",
+            _ONE_RECOMPUTATION,
+            "contiguous_memory_optimization synchronize_checkpoint_boundary profile",
+        ),
+        no_effect("number_checkpoints", "whole", _ONE_RECOMPUTATION),
     ),
-    no_effect("activation_checkpointing.number_checkpoints", "whole", _ONE_RECOMPUTATION),
 )
 
 REST = (
-    block("checkpoint"),
-    no_effect("checkpoint.tag_validation", "text", "ranks always agree on the step that they save"),
-    no_effect("checkpoint.load_universal", "switch", "a checkpoint loads into any layout"),
-    refused("checkpoint.use_node_local_storage", "switch", "all ranks use one folder; leave it out", False),
-    no_effect("checkpoint.parallel_write", "block", "each model-parallel rank writes its own file"),
+    *block(
+        "checkpoint",
+        no_effect("tag_validation", "text", "ranks always agree on the step that they save"),
+        no_effect("load_universal", "switch", "a checkpoint loads into any layout"),
+        refused("use_node_local_storage", "switch", "all ranks use one folder; leave it out", False),
+        no_effect("parallel_write", "block", "each model-parallel rank writes its own file"),
+    ),
     no_effect("vocabulary_size", "whole", "the vocabulary is the tokenizer's, see --vocab-size"),
     no_effect("graph_harvesting", "switch", "see --cuda-graphs"),
     refused("tensor_parallel", "block", "use --tensor-model-parallel-size"),
@@ -63,7 +64,6 @@ REST = (
     refused("compile", "block", "use --compile"),
     *many(
         refused,
-        "",
         "block",
         "leave it out",
         "autotuning compression_training curriculum_learning data_efficiency eigenvalue elasticity hybrid_engine "

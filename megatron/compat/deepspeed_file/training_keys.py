@@ -46,116 +46,105 @@ BATCH = (
 )
 
 OPTIMIZER = (
-    block("optimizer"),
-    decided(
-        "optimizer.type",
-        "text",
-        "`--optimizer`: AdamW and Adam are adam, SGD, Lion and Muon themselves; others are refused",
-    ),
-    no_effect("optimizer.legacy_fusion", "switch", _ONE_OPTIMIZER),
-    block("optimizer.params"),
-    decided("optimizer.params.lr", "number", "`--lr`"),
-    decided("optimizer.params.betas", "list", "`--adam-beta1`, `--adam-beta2`; Lion: `--lion-beta1`, `--lion-beta2`"),
-    decided("optimizer.params.eps", "number", "`--adam-eps`"),
-    decided(
-        "optimizer.params.weight_decay",
-        "number",
-        "`--weight-decay`; left out it is 0.01 with AdamW and 0 with the others, as in torch.optim",
-    ),
-    decided(
-        "optimizer.params.momentum",
-        "number",
-        "`--sgd-momentum` (left out 0, as in torch.optim), `--muon-momentum` (left out 0.95)",
-    ),
-    decided("optimizer.params.adam_w_mode", "switch", "of Adam; `false`: `--no-decoupled-weight-decay`"),
-    decided("optimizer.params.muon_lr", "number", "of Muon; another value than `lr` is refused: one rate is used"),
-    decided("optimizer.params.adam_lr", "number", "of Muon; another value than `lr` is refused: one rate is used"),
-    no_effect("optimizer.params.ns_method", "text", "the Newton-Schulz steps have one form"),
-    refused(
-        "optimizer.params.per_head_muon", "switch", "queries, keys and values are matrices each; leave it out", False
-    ),
-    refused("optimizer.params.max_grad_norm", "number", "clipping is the key gradient_clipping"),
-    refused("optimizer.params.bias_correction", "switch", "Adam's moments are always corrected; leave it out", True),
-    refused("optimizer.params.amsgrad", "switch", "leave it out", False),
-    refused("optimizer.params.maximize", "switch", "a loss is minimised; leave it out", False),
-    refused("optimizer.params.nesterov", "switch", "leave it out", False),
-    refused("optimizer.params.dampening", "number", "leave it out", 0),
-    *many(
-        no_effect,
-        "optimizer.params",
-        "switch",
-        _ONE_OPTIMIZER,
-        "torch_adam fused foreach capturable differentiable",
+    *block(
+        "optimizer",
+        decided(
+            "type", "text", "`--optimizer`: AdamW and Adam are adam, SGD, Lion and Muon themselves; others are refused"
+        ),
+        no_effect("legacy_fusion", "switch", _ONE_OPTIMIZER),
+        *block(
+            "params",
+            decided("lr", "number", "`--lr`"),
+            decided("betas", "list", "`--adam-beta1`, `--adam-beta2`; Lion: `--lion-beta1`, `--lion-beta2`"),
+            decided("eps", "number", "`--adam-eps`"),
+            decided(
+                "weight_decay",
+                "number",
+                "`--weight-decay`; left out it is 0.01 with AdamW and 0 with the others, as in torch.optim",
+            ),
+            decided(
+                "momentum",
+                "number",
+                "`--sgd-momentum` (left out 0, as in torch.optim), `--muon-momentum` (left out 0.95)",
+            ),
+            decided("adam_w_mode", "switch", "of Adam; `false`: `--no-decoupled-weight-decay`"),
+            decided("muon_lr", "number", "of Muon; another value than `lr` is refused: one rate is used"),
+            decided("adam_lr", "number", "of Muon; another value than `lr` is refused: one rate is used"),
+            no_effect("ns_method", "text", "the Newton-Schulz steps have one form"),
+            refused("per_head_muon", "switch", "queries, keys and values are matrices each; leave it out", False),
+            refused("max_grad_norm", "number", "clipping is the key gradient_clipping"),
+            refused("bias_correction", "switch", "Adam's moments are always corrected; leave it out", True),
+            refused("amsgrad", "switch", "leave it out", False),
+            refused("maximize", "switch", "a loss is minimised; leave it out", False),
+            refused("nesterov", "switch", "leave it out", False),
+            refused("dampening", "number", "leave it out", 0),
+            *many(no_effect, "switch", _ONE_OPTIMIZER, "torch_adam fused foreach capturable differentiable"),
+        ),
     ),
 )
 
 SCHEDULER = (
-    block("scheduler"),
-    sets("scheduler.type", "text", "lr_schedule", "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest"),
-    block("scheduler.params"),
-    sets(
-        "scheduler.params.total_num_steps",
-        "whole",
-        "total_num_steps",
-        "left out (DeepSpeed stops there) it is --train-iters, and a line says so",
+    *block(
+        "scheduler",
+        sets("type", "text", "lr_schedule", "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest"),
+        *block(
+            "params",
+            sets(
+                "total_num_steps",
+                "whole",
+                "total_num_steps",
+                "left out (DeepSpeed stops there) it is --train-iters, and a line says so",
+            ),
+            *(sets(f"{name}", kind, name) for kind, names in _SCHEDULER_PARAMETERS.items() for name in names.split()),
+            *many(no_effect, "number", "the momentum stays as it is set", "cycle_min_mom cycle_max_mom decay_mom_rate"),
+            refused(
+                "cycle_momentum",
+                "switch",
+                "the momentum stays as it is set; write false, for DeepSpeed takes true where OneCycle does not say",
+                False,
+            ),
+            refused("last_batch_iteration", "whole", "--load resumes a schedule; leave it out", -1),
+        ),
     ),
-    *(
-        sets(f"scheduler.params.{name}", kind, name)
-        for kind, names in _SCHEDULER_PARAMETERS.items()
-        for name in names.split()
-    ),
-    *many(
-        no_effect,
-        "scheduler.params",
-        "number",
-        "the momentum stays as it is set",
-        "cycle_min_mom cycle_max_mom decay_mom_rate",
-    ),
-    refused(
-        "scheduler.params.cycle_momentum",
-        "switch",
-        "the momentum stays as it is set; write false, for DeepSpeed takes true where OneCycle does not say",
-        False,
-    ),
-    refused("scheduler.params.last_batch_iteration", "whole", "--load resumes a schedule; leave it out", -1),
 )
 
 PRECISION = (
-    block("fp16"),
-    sets("fp16.enabled", "switch", "fp16"),
-    sets("fp16.loss_scale", "number", "loss_scale", "0 is a dynamic scale", _loss_scale),
-    sets(
-        "fp16.initial_scale_power",
-        "whole",
-        "initial_loss_scale",
-        '2 to this power; left out it is 16, as DeepSpeed documents, with `"enabled": "auto"` and `--fp16` too '
-        "(`--fp16` without this block begins at 2^32)",
-        _power_of_two,
+    *block(
+        "fp16",
+        sets("enabled", "switch", "fp16"),
+        sets("loss_scale", "number", "loss_scale", "0 is a dynamic scale", _loss_scale),
+        sets(
+            "initial_scale_power",
+            "whole",
+            "initial_loss_scale",
+            '2 to this power; left out it is 16, as DeepSpeed documents, with `"enabled": "auto"` and `--fp16` too '
+            "(`--fp16` without this block begins at 2^32)",
+            _power_of_two,
+        ),
+        sets("loss_scale_window", "whole", "loss_scale_window"),
+        sets("hysteresis", "whole", "hysteresis"),
+        sets("consecutive_hysteresis", "switch", "consecutive_hysteresis"),
+        sets("min_loss_scale", "number", "min_loss_scale"),
+        no_effect("auto_cast", "switch", "token ids are the input; the engine for other models casts what it is given"),
+        no_effect("fused_mode", "switch", _ONE_OPTIMIZER),
+        refused("fp16_master_weights_and_grads", "switch", "masters are fp32; leave it out", False),
     ),
-    sets("fp16.loss_scale_window", "whole", "loss_scale_window"),
-    sets("fp16.hysteresis", "whole", "hysteresis"),
-    sets("fp16.consecutive_hysteresis", "switch", "consecutive_hysteresis"),
-    sets("fp16.min_loss_scale", "number", "min_loss_scale"),
-    no_effect(
-        "fp16.auto_cast", "switch", "token ids are the input; the engine for other models casts what it is given"
-    ),
-    no_effect("fp16.fused_mode", "switch", _ONE_OPTIMIZER),
-    refused("fp16.fp16_master_weights_and_grads", "switch", "masters are fp32; leave it out", False),
     *(
         key
         for name in ("bf16", "bfloat16")
-        for key in (
-            block(name),
-            sets(f"{name}.enabled", "switch", "bf16"),
-            no_effect(f"{name}.immediate_grad_update", "switch", "gradients are accumulated as backward makes them"),
-            no_effect(f"{name}.check_grad_overflow", "switch", "see --no-check-for-nan-in-loss-and-grad"),
-            refused(f"{name}.bf16_master_weights_and_grads", "switch", "masters are fp32; leave it out", False),
-            refused(f"{name}.bf16_optimizer_states", "switch", "leave it out", False),
+        for key in block(
+            name,
+            sets("enabled", "switch", "bf16"),
+            no_effect("immediate_grad_update", "switch", "gradients are accumulated as backward makes them"),
+            no_effect("check_grad_overflow", "switch", "see --no-check-for-nan-in-loss-and-grad"),
+            refused("bf16_master_weights_and_grads", "switch", "masters are fp32; leave it out", False),
+            refused("bf16_optimizer_states", "switch", "leave it out", False),
         )
     ),
     refused("amp", "block", "use fp16 or bf16"),
     refused("torch_autocast", "block", "use fp16 or bf16"),
-    block("data_types"),
-    refused("data_types.grad_accum_dtype", "text", "gradients are accumulated in fp32; leave it out", "fp32"),
+    *block(
+        "data_types", refused("grad_accum_dtype", "text", "gradients are accumulated in fp32; leave it out", "fp32")
+    ),
     sets("gradient_clipping", "number", "clip_grad", "0 is none; left out it is 1.0, as DeepSpeed documents"),
 )

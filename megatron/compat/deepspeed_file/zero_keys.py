@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.compat.deepspeed_file.keys import block, decided, many, no_effect, refused, sets
+from megatron.compat.deepspeed_file.keys import block, decided, many, no_effect, refused, sets, within
 
 _BUCKETS = "weights are gathered in the buckets of reduce_bucket_size, and updated there"
 _STAGE3 = "at stage 3 each layer is gathered before it runs and freed after it, which changes no result"
@@ -31,59 +31,60 @@ COMMUNICATION = (
 )
 
 ZERO = (
-    block("zero_optimization"),
-    sets("zero_optimization.stage", "whole", "zero_stage", '0 to 3; `"zero_optimization": true` is stage 1'),
-    sets("zero_optimization.overlap_comm", "switch", "overlap_grad_reduce"),
-    *many(
-        no_effect,
+    *block(
         "zero_optimization",
-        "switch",
-        "how ranks communicate changes no result",
-        "reduce_scatter allgather_partitions use_multi_rank_bucket_allreduce",
+        sets("stage", "whole", "zero_stage", '0 to 3; `"zero_optimization": true` is stage 1'),
+        sets("overlap_comm", "switch", "overlap_grad_reduce"),
+        *many(
+            no_effect,
+            "switch",
+            "how ranks communicate changes no result",
+            "reduce_scatter allgather_partitions use_multi_rank_bucket_allreduce",
+        ),
+        no_effect("contiguous_gradients", "switch", "gradients always live in contiguous buffers"),
+        sets("reduce_bucket_size", "whole", "ddp_bucket_size", "left out, buckets have our own size"),
+        *many(no_effect, "whole", _BUCKETS, "allgather_bucket_size sub_group_size"),
+        no_effect("round_robin_gradients", "switch", "each rank copies its own share of the gradients"),
+        no_effect("parameter_alignment", "switch", "how buffers are laid out changes no result"),
+        no_effect("compute_grad_norm", "switch", "the norm is computed where it is clipped or logged"),
+        no_effect("ignore_unused_parameters", "switch", "a parameter without a gradient stays as it is"),
+        no_effect("load_from_fp32_weights", "switch", "a checkpoint holds the fp32 masters"),
+        no_effect("elastic_checkpoint", "switch", "a checkpoint loads into any layout"),
+        no_effect("legacy_stage1", "switch", "there is one stage 1"),
+        *many(
+            no_effect,
+            "switch",
+            "a detail of DeepSpeed's own implementation",
+            "memory_efficient_linear override_module_apply pipeline_loading_checkpoint log_trace_cache_warnings "
+            "enable_sanity_checks mics_hierarchical_params_gather save_muon_momentum_buffer_in_memory",
+        ),
+        *many(
+            refused,
+            "switch",
+            "it rounds what is communicated; leave it out",
+            "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
+            False,
+        ),
+        refused(
+            "zero_hpz_partition_size",
+            "whole",
+            "weights are gathered from the ranks that divide them, and groups keep no second copy; leave it out, or "
+            "see --num-distributed-optimizer-instances of pretrain_gpt.py, with which each group has all that is "
+            "divided",
+            0,
+            1,
+        ),
+        refused(
+            "mics_shard_size",
+            "whole",
+            "leave it out, and give pretrain_gpt.py --num-distributed-optimizer-instances: data-parallel ranks / this "
+            "size",
+            -1,
+        ),
+        refused("zeropp_loco_param", "block", "it rounds what is communicated; leave it out"),
+        refused("zenflow", "block", "leave it out"),
+        refused("leaf_module", "block", "leave it out"),
     ),
-    no_effect("zero_optimization.contiguous_gradients", "switch", "gradients always live in contiguous buffers"),
-    sets("zero_optimization.reduce_bucket_size", "whole", "ddp_bucket_size", "left out, buckets have our own size"),
-    *many(no_effect, "zero_optimization", "whole", _BUCKETS, "allgather_bucket_size sub_group_size"),
-    no_effect("zero_optimization.round_robin_gradients", "switch", "each rank copies its own share of the gradients"),
-    no_effect("zero_optimization.parameter_alignment", "switch", "how buffers are laid out changes no result"),
-    no_effect("zero_optimization.compute_grad_norm", "switch", "the norm is computed where it is clipped or logged"),
-    no_effect("zero_optimization.ignore_unused_parameters", "switch", "a parameter without a gradient stays as it is"),
-    no_effect("zero_optimization.load_from_fp32_weights", "switch", "a checkpoint holds the fp32 masters"),
-    no_effect("zero_optimization.elastic_checkpoint", "switch", "a checkpoint loads into any layout"),
-    no_effect("zero_optimization.legacy_stage1", "switch", "there is one stage 1"),
-    *many(
-        no_effect,
-        "zero_optimization",
-        "switch",
-        "a detail of DeepSpeed's own implementation",
-        "memory_efficient_linear override_module_apply pipeline_loading_checkpoint log_trace_cache_warnings "
-        "enable_sanity_checks mics_hierarchical_params_gather save_muon_momentum_buffer_in_memory",
-    ),
-    *many(
-        refused,
-        "zero_optimization",
-        "switch",
-        "it rounds what is communicated; leave it out",
-        "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
-        False,
-    ),
-    refused(
-        "zero_optimization.zero_hpz_partition_size",
-        "whole",
-        "weights are gathered from the ranks that divide them, and groups keep no second copy; leave it out, or see "
-        "--num-distributed-optimizer-instances of pretrain_gpt.py, with which each group has all that is divided",
-        0,
-        1,
-    ),
-    refused(
-        "zero_optimization.mics_shard_size",
-        "whole",
-        "leave it out, and give pretrain_gpt.py --num-distributed-optimizer-instances: data-parallel ranks / this size",
-        -1,
-    ),
-    refused("zero_optimization.zeropp_loco_param", "block", "it rounds what is communicated; leave it out"),
-    refused("zero_optimization.zenflow", "block", "leave it out"),
-    refused("zero_optimization.leaf_module", "block", "leave it out"),
     no_effect(
         "zero_allow_untested_optimizer",
         "switch",
@@ -92,26 +93,19 @@ ZERO = (
     no_effect("zero_force_ds_cpu_optimizer", "switch", "an offloaded step has one implementation"),
 )
 
-STAGE3 = (
+STAGE3 = within(
+    "zero_optimization",
     *many(
         no_effect,
-        "zero_optimization",
         "whole",
         _STAGE3,
         "stage3_max_live_parameters stage3_max_reuse_distance stage3_prefetch_bucket_size "
         "stage3_param_persistence_threshold stage3_model_persistence_threshold stage3_module_granularity_threshold "
         "stage3_partition_stream_chunk_size",
     ),
+    *many(no_effect, "switch", _STAGE3, "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential"),
     *many(
         no_effect,
-        "zero_optimization",
-        "switch",
-        _STAGE3,
-        "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential",
-    ),
-    *many(
-        no_effect,
-        "zero_optimization",
         "switch",
         "saved weights are whole",
         "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save",
@@ -119,38 +113,33 @@ STAGE3 = (
 )
 
 OFFLOAD = (
-    block("zero_optimization.offload_optimizer"),
-    decided("zero_optimization.offload_optimizer.device", "text", "cpu: `--optimizer-cpu-offload`; nvme: `nvme_path`"),
-    sets("zero_optimization.offload_optimizer.ratio", "number", "optimizer_offload_fraction"),
-    no_effect("zero_optimization.offload_optimizer.pin_memory", "switch", _PINNED),
-    decided("zero_optimization.offload_optimizer.nvme_path", "text", "`--optimizer-offload-directory`"),
-    no_effect("zero_optimization.offload_optimizer.buffer_count", "whole", _FILES),
-    *many(
-        no_effect,
-        "zero_optimization.offload_optimizer",
-        "switch",
-        _FILES,
-        "fast_init pipeline_read pipeline_write",
+    *within(
+        "zero_optimization",
+        *block(
+            "offload_optimizer",
+            decided("device", "text", "cpu: `--optimizer-cpu-offload`; nvme: `nvme_path`"),
+            sets("ratio", "number", "optimizer_offload_fraction"),
+            no_effect("pin_memory", "switch", _PINNED),
+            decided("nvme_path", "text", "`--optimizer-offload-directory`"),
+            no_effect("buffer_count", "whole", _FILES),
+            *many(no_effect, "switch", _FILES, "fast_init pipeline_read pipeline_write"),
+        ),
+        *block(
+            "offload_param",
+            decided(
+                "device",
+                "text",
+                "`--remote-device`; below stage 3 it has no effect, in DeepSpeed too, and a line says so; at stage 3 "
+                "nvme is refused",
+            ),
+            no_effect("pin_memory", "switch", _PINNED),
+            no_effect("nvme_path", "text", "parameters are not kept in files"),
+            *many(no_effect, "whole", _BY_LAYER, "buffer_count buffer_size max_in_cpu"),
+        ),
+        decided("cpu_offload", "switch", "as `offload_optimizer` to the cpu"),
+        decided("cpu_offload_param", "switch", "as `offload_param` to the cpu"),
+        decided("cpu_offload_params", "switch", "as `offload_param` to the cpu"),
+        no_effect("cpu_offload_use_pin_memory", "switch", _PINNED),
     ),
-    block("zero_optimization.offload_param"),
-    decided(
-        "zero_optimization.offload_param.device",
-        "text",
-        "`--remote-device`; below stage 3 it has no effect, in DeepSpeed too, and a line says so; at stage 3 nvme is "
-        "refused",
-    ),
-    no_effect("zero_optimization.offload_param.pin_memory", "switch", _PINNED),
-    no_effect("zero_optimization.offload_param.nvme_path", "text", "parameters are not kept in files"),
-    *many(
-        no_effect,
-        "zero_optimization.offload_param",
-        "whole",
-        _BY_LAYER,
-        "buffer_count buffer_size max_in_cpu",
-    ),
-    decided("zero_optimization.cpu_offload", "switch", "as `offload_optimizer` to the cpu"),
-    decided("zero_optimization.cpu_offload_param", "switch", "as `offload_param` to the cpu"),
-    decided("zero_optimization.cpu_offload_params", "switch", "as `offload_param` to the cpu"),
-    no_effect("zero_optimization.cpu_offload_use_pin_memory", "switch", _PINNED),
     no_effect("aio", "block", _FILES),
 )
