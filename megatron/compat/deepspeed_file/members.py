@@ -30,29 +30,22 @@ _MEMBERS: Mapping[str, str] = MappingProxyType(
         "offload_parameters:switch sync_before_reduce:switch sync_after_reduce:switch sync_before_allgather:switch "
         "sync_after_allgather:switch keep_int_input_tensors:switch keep_all_input_tensors:switch",
         "compression_training": "weight_quantization:block activation_quantization:block sparse_pruning:block "
-        "row_pruning:block head_pruning:block channel_pruning:block layer_reduction:block "
-        "layer_reduction.enabled:switch layer_reduction.keep_number_layer:whole "
-        "layer_reduction.module_name_prefix:text layer_reduction.teacher_layer:list "
-        "layer_reduction.other_module_name:list",
+        "row_pruning:block head_pruning:block channel_pruning:block layer_reduction:block",
+        "compression_training.layer_reduction": "keep_number_layer:whole module_name_prefix:text teacher_layer:list "
+        "other_module_name:list",
         "csv_monitor": "output_path:text job_name:text",
         "curriculum_learning": "curriculum_type:text min_difficulty:whole max_difficulty:whole schedule_type:text "
         "schedule_config:block",
-        "data_efficiency": "seed:whole data_sampling:block data_sampling.enabled:switch "
-        "data_sampling.num_epochs:whole data_sampling.num_workers:whole data_sampling.pin_memory:switch "
-        "data_sampling.curriculum_learning:block data_sampling.curriculum_learning.enabled:switch "
-        "data_sampling.curriculum_learning.data_cluster_path:text "
-        "data_sampling.curriculum_learning.curriculum_metrics:block data_sampling.dynamic_batching:block "
-        "data_sampling.dynamic_batching.enabled:switch data_sampling.dynamic_batching.metrics_path:text "
-        "data_sampling.dynamic_batching.lr_scaling_method:text data_sampling.dynamic_batching.min_batch_size:whole "
-        "data_sampling.dynamic_batching.max_batch_size:whole "
-        "data_sampling.dynamic_batching.sequence_picking_order:text data_sampling.dynamic_batching.max_tokens:whole "
-        "data_sampling.dynamic_batching.verbose:switch data_routing:block data_routing.enabled:switch "
-        "data_routing.random_ltd:block data_routing.random_ltd.enabled:switch "
-        "data_routing.random_ltd.total_layer_num:whole data_routing.random_ltd.random_ltd_layer_num:whole "
-        "data_routing.random_ltd.random_ltd_layer_id:list data_routing.random_ltd.model_mask_name:text "
-        "data_routing.random_ltd.model_type:text data_routing.random_ltd.micro_batch_size:whole "
-        "data_routing.random_ltd.global_batch_size:whole data_routing.random_ltd.hidden_state_order:text "
-        "data_routing.random_ltd.random_ltd_schedule:block data_routing.random_ltd.layer_token_lr_schedule:block",
+        "data_efficiency": "seed:whole data_sampling:block data_routing:block",
+        "data_efficiency.data_routing": "random_ltd:block",
+        "data_efficiency.data_routing.random_ltd": "total_layer_num:whole random_ltd_layer_num:whole "
+        "random_ltd_layer_id:list model_mask_name:text model_type:text micro_batch_size:whole global_batch_size:whole "
+        "hidden_state_order:text random_ltd_schedule:block layer_token_lr_schedule:block",
+        "data_efficiency.data_sampling": "num_epochs:whole num_workers:whole pin_memory:switch "
+        "curriculum_learning:block dynamic_batching:block",
+        "data_efficiency.data_sampling.curriculum_learning": "data_cluster_path:text curriculum_metrics:block",
+        "data_efficiency.data_sampling.dynamic_batching": "metrics_path:text lr_scaling_method:text "
+        "min_batch_size:whole max_batch_size:whole sequence_picking_order:text max_tokens:whole verbose:switch",
         "eigenvalue": "verbose:switch max_iter:whole tol:number stability:number gas_boundary_resolution:whole "
         "layer_name:text layer_num:whole",
         "elasticity": "max_train_batch_size:whole micro_batch_sizes:list min_gpus:whole max_gpus:whole min_time:whole "
@@ -83,7 +76,8 @@ _MEMBERS: Mapping[str, str] = MappingProxyType(
         "tensor_parallel": "autotp_size:whole tp_size:whole tp_grain_size:whole dtype:text tp_overlap_comm:switch "
         "tensor_parallel:block tp:block injection_policy_tuple:list partition_config:block preset_model:text "
         "keep_module_on_host:switch replace_with_kernel_inject:switch kernel_inject:switch",
-        "timers": "throughput:block throughput.enabled:switch throughput.synchronized:switch",
+        "timers": "throughput:block",
+        "timers.throughput": "synchronized:switch",
         "torch_autocast": "dtype:text lower_precision_safe_modules:list",
         "weight_quantization": "shared_parameters:block different_groups:block quantized_initialization:block "
         "post_init_quant:block",
@@ -94,12 +88,15 @@ _MEMBERS: Mapping[str, str] = MappingProxyType(
         "zero_optimization.zeropp_loco_param": "err_beta:number reset_T:whole",
     }
 )
-"""Names with dots are keys of a block inside; a block without any has names of the user's own."""
+"""Block -> its keys. A block that is not listed has names of the user's own."""
 
 
 @cache
 def members_of(block: str) -> Mapping[str, Kind | None]:
-    """Key -> the type of its value, None for any. Every block may have `enabled`."""
+    """Key -> the type of its value, None for any; nothing of a block that is not listed. Every other block may have
+    `enabled`."""
+    if block not in _MEMBERS:
+        return {}
     kinds: dict[str, Kind | None] = {"enabled": "switch"}
     for word in _MEMBERS[block].split():
         name, _, text = word.partition(":")

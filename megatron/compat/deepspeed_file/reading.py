@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.compat.deepspeed_file.keys import Key, Kind, wrong_kind
+from megatron.compat.deepspeed_file.keys import Key, wrong_kind
 from megatron.compat.deepspeed_file.members import members_of
 from megatron.compat.deepspeed_file.table import children, is_default, is_off, keys_by_path
 from megatron.config.refusals import Refusals
@@ -101,7 +101,7 @@ class FileReading:
     def _apply(self, key: Key, value: Any) -> None:
         spelled = key.path if key.kind == "block" else self.spelled(key.path)
         if key.kind == "block":
-            _check_members(key.path, value, members_of(key.path))
+            _check_members(key.path, value)
             if not value or is_off(value.get("enabled", True)):  # no flag turns it on
                 self._say_idle(key.path, value)
                 return
@@ -128,19 +128,19 @@ def _fields_of(path: str) -> tuple[str, ...]:
     return (field,) if field in settings_by_name() else ()
 
 
-def _check_members(path: str, block: Mapping[Any, Any], members: Mapping[str, Kind | None]) -> None:
+def _check_members(path: str, block: Mapping[Any, Any]) -> None:
     """Rejects what DeepSpeed does not know in a block without rows of its own."""
-    for name, value in block.items():
-        if name not in members or "." in name:
-            hint = nearest(str(name), [one for one in members if "." not in one])
+    members = members_of(path)
+    for name, value in block.items() if members else ():
+        if name not in members:
+            hint = nearest(str(name), list(members))
             raise ConfigError(f"{path}.{_brief(name)}: unknown key{hint}; correct it, or leave it out")
         kind = members[name]
         wrong = None if kind is None or is_default(value) else wrong_kind(kind, value)
         if wrong is not None:
             raise ConfigError(f"{path}.{name} {_quoted(value)}: {wrong}; correct it, or leave it out")
-        inside = {one.removeprefix(f"{name}."): of for one, of in members.items() if one.startswith(f"{name}.")}
-        if inside and isinstance(value, Mapping):
-            _check_members(f"{path}.{name}", value, inside)
+        if isinstance(value, Mapping):
+            _check_members(f"{path}.{name}", value)
 
 
 def _unknown(parent: str, name: Any) -> ConfigError:

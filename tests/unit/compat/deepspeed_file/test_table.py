@@ -190,7 +190,11 @@ def keys_in(block: str, has_rows: bool) -> dict[str, Kind]:
     """The keys of a block; of one without rows, those in its blocks too, and `text` for a value of any type."""
     if has_rows:
         return {name: keys_by_path()[f"{block}.{name}"].kind for name in children(block)}
-    return {name: kind or "text" for name, kind in members_of(block).items()}
+    found: dict[str, Kind] = {}
+    for name, kind in members_of(block).items():
+        found[name] = kind or "text"
+        found |= {f"{name}.{inner}": of for inner, of in keys_in(f"{block}.{name}", has_rows=False).items()}
+    return found
 
 
 @pytest.mark.parametrize(("block", "off", "has_rows"), SWITCHED)
