@@ -30,24 +30,14 @@ from megatron.training.checks import copies_of
 from megatron.training.initialize import Run
 
 # The settings that decide the samples and their order, besides the files and --split.
-_ORDER = (
-    ("training", "seed"),
-    ("data", "seq_length"),
-    ("data", "split_rule"),
-    ("data", "dataloader_type"),
-    ("data", "data_sharding"),
-    ("data", "sft"),
-    ("data", "fim_data"),
-    ("data", "fim_rate"),
-    ("data", "fim_spm_rate"),
-    ("data", "fim_split_sample"),
-    ("data", "fim_fragment_rate"),
-    ("data", "fim_no_prefix"),
-    ("data", "fim_prefix_token"),
-    ("data", "fim_middle_token"),
-    ("data", "fim_suffix_token"),
-    ("data", "fim_eod_token"),
-)
+_ORDER = {
+    "training": ("seed",),
+    "data": (
+        *("seq_length", "split_rule", "dataloader_type", "data_sharding", "sft"),
+        *("fim_data", "fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix"),
+        *("fim_prefix_token", "fim_middle_token", "fim_suffix_token", "fim_eod_token"),
+    ),
+}
 _ACCEPT = (
     "or --accept-changed-data to go on with these all the same, or --finetune to take the weights and start the data "
     "anew"
@@ -132,7 +122,8 @@ class ResumePoint:
         saved, ours = self.found.manifest.config, to_dict(config)
         changed = [
             f"--{name.replace('_', '-')} is {ours[section][name]} here and {saved[section][name]} in the checkpoint"
-            for section, name in _ORDER
+            for section, names in _ORDER.items()
+            for name in names
             if section in saved and saved[section].get(name, ours[section][name]) != ours[section][name]
         ]
         if "data" in saved and _split_of(ours) != _split_of(saved):

@@ -24,6 +24,11 @@ def _of_key(path: str) -> Instead:
     return Instead(f"{path} has no effect here: {key.line}" if key.line else f"not supported; {key.way_out}")
 
 
+def _of_block(path: str, names: str) -> dict[str, Instead]:
+    """Methods whose names begin with that of a block."""
+    return {f"{path}_{name}": _of_key(path) for name in names.split()}
+
+
 def _of_zero_keys(start: str, names: str) -> dict[str, Instead]:
     """Methods with the names of keys of `zero_optimization`, which begin with `start` there."""
     return {f"zero_{name}": _of_key(f"zero_optimization.{start}{name}") for name in names.split()}
@@ -61,25 +66,17 @@ METHODS: Mapping[str, Any] = MappingProxyType(
         "zero_partial_offload": 1.0,
         "aio_config": _of_key("aio"),
         "amp_params": _of_key("amp"),
-        **_each(
-            "autotuning_end_profile_step autotuning_metric autotuning_metric_path autotuning_model_info_path "
-            "autotuning_profile_model_info autotuning_start_profile_step",
-            _of_key("autotuning"),
+        **_of_block(
+            "autotuning", "end_profile_step metric metric_path model_info_path profile_model_info start_profile_step"
         ),
         **_each("curriculum_learning_config curriculum_params_legacy", _of_key("curriculum_learning")),
         **_each(
             "data_efficiency_config data_sampling_config random_ltd_config random_ltd_initialize",
             _of_key("data_efficiency"),
         ),
-        **_each(
-            "eigenvalue_gas_boundary_resolution eigenvalue_layer_name eigenvalue_layer_num eigenvalue_max_iter "
-            "eigenvalue_stability eigenvalue_tol eigenvalue_verbose",
-            _of_key("eigenvalue"),
-        ),
-        **_each(
-            "flops_profiler_detailed flops_profiler_module_depth flops_profiler_output_file "
-            "flops_profiler_profile_step flops_profiler_recompute_fwd_factor flops_profiler_top_modules",
-            _of_key("flops_profiler"),
+        **_of_block("eigenvalue", "gas_boundary_resolution layer_name layer_num max_iter stability tol verbose"),
+        **_of_block(
+            "flops_profiler", "detailed module_depth output_file profile_step recompute_fwd_factor top_modules"
         ),
         **_each("pld_gamma pld_params pld_theta", _of_key("progressive_layer_drop")),
         **_each("torch_autocast_dtype torch_autocast_lower_precision_safe_modules", _of_key("torch_autocast")),
