@@ -93,7 +93,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, pair: Pair, softmax: Soft
 def merge_partial_attention(result: Tensor, log_sum: Tensor, other: Tensor, other_sum: Tensor) -> None:
     """Merges attention over other keys into `result` and `log_sum`, in place."""
     total = torch.logaddexp(log_sum, other_sum)
-    reference = _finite(total)
+    reference = total.masked_fill(total == -math.inf, 0.0)  # of queries that see no key: exp(-inf - 0) is 0, not NaN
     result.mul_((log_sum - reference).exp_().unsqueeze(-1))
     result.addcmul_(other, (other_sum - reference).exp_().unsqueeze(-1))
     log_sum.copy_(total)
@@ -182,11 +182,6 @@ def _kept(probabilities: Tensor, pair: Pair, start: int, softmax: Softmax) -> Te
     keep = 1.0 - softmax.dropout_p
     kept = torch.empty_like(probabilities).bernoulli_(keep, generator=generator)
     return kept.div_(keep) if keep > 0.0 else kept
-
-
-def _finite(log_sum: Tensor) -> Tensor:
-    """Replaces -inf, of queries that see no key, by 0: exp(-inf - 0) is then 0 instead of NaN."""
-    return log_sum.masked_fill(log_sum == -math.inf, 0.0)
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:

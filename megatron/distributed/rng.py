@@ -57,7 +57,7 @@ def get_rng_state(device: torch.device = CPU) -> RngState:
         "python": {"version": version, "words": list(words), "gauss": gauss},
         "numpy": {
             "kind": str(numpy["bit_generator"]),
-            "key": _to_tensor(numpy["state"]["key"].tobytes()),
+            "key": torch.from_numpy(numpy["state"]["key"].view(np.uint8).copy()),
             "position": int(numpy["state"]["pos"]),
             "has_gauss": int(numpy["has_gauss"]),
             "cached_gauss": float(numpy["gauss"]),
@@ -124,7 +124,3 @@ def next_seed(generator: torch.Generator) -> int:
     offset = generator.get_offset()
     generator.set_offset(offset + 4)  # philox counts in fours
     return stream_seed(generator.initial_seed(), "fork", offset)
-
-
-def _to_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -102,16 +102,13 @@ class SameUse:
         for module in unit.modules():
             for own, parameter in module.named_parameters(recurse=False):
                 name = self._name_of.get((id(module), own))
-                if name is not None and name not in self._heard and _gets_gradients(parameter):
+                trained = parameter.requires_grad and not _divided_now(parameter)
+                if trained and name is not None and name not in self._heard:
                     self._heard.add(name)
                     parameter.register_post_accumulate_grad_hook(partial(self._came, name))
 
     def _came(self, name: str, *_: Any) -> None:
         self._numbers[name] |= 1 << self._passes % _PASSES
-
-
-def _gets_gradients(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad and not _divided_now(parameter)
 
 
 def _divided_now(parameter: nn.Parameter) -> bool:

@@ -134,12 +134,11 @@ class ShardedDataParallel(AveragingWrapper):
         if bucket is None:
             return
         bucket.came.add(id(parameter))
-        while self._next < len(self._buckets) and self._complete(self._buckets[self._next]):
-            self._launch(self._buckets[self._next])
+        for following in self._buckets[self._next :]:
+            if len(following.came) < len(following.parameters):
+                break
+            self._launch(following)
             self._next += 1
-
-    def _complete(self, bucket: _Bucket) -> bool:
-        return len(bucket.came) == len(bucket.parameters)
 
     @torch.no_grad()
     def _launch(self, bucket: _Bucket) -> None:

@@ -89,8 +89,7 @@ def _of_messages(recordings: Mapping[int, Recording]) -> Iterator[str]:
         groups |= recording.groups
         for op in recording.ops:
             for message in op.messages:
-                way = (rank, message.peer) if message.side == "send" else (message.peer, rank)
-                sides[op.group, *way][message.side].append(message)
+                sides[op.group, *message.way(rank)][message.side].append(message)
     for (name, sender, receiver), both in sides.items():
         if sender not in recordings or receiver not in recordings:
             continue

@@ -18,6 +18,10 @@ class MessageSide:
     dtype: str
     tag: int = 0
 
+    def way(self, rank: int) -> tuple[int, int]:
+        """(sender, receiver), where `rank` has this side."""
+        return (rank, self.peer) if self.side == "send" else (self.peer, rank)
+
     def __str__(self) -> str:
         way = "send to" if self.side == "send" else "receive from"
         return f"{way} rank {self.peer}, {self.size} x {self.dtype}, tag {self.tag}"

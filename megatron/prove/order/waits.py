@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from megatron.prove.order.events import Communicator, Compute, Event, Mark, MessageSide, Op, Recording, Wait
+from megatron.prove.order.events import Communicator, Compute, Event, Mark, Op, Recording, Wait
 
 _COMPUTE = "computation"
 Key = tuple[object, ...]
@@ -267,12 +267,7 @@ def _sides(rank: int, op: Op) -> list[Key]:
     """The parts of an operation that ranks must start together: a collective, or each of its messages."""
     if op.is_collective:
         return [(op.group, "all")]
-    return [(op.group, "message", *_way(rank, each)) for each in op.messages]
-
-
-def _way(rank: int, message: MessageSide) -> tuple[int, int]:
-    """(sender, receiver)"""
-    return (rank, message.peer) if message.side == "send" else (message.peer, rank)
+    return [(op.group, "message", *each.way(rank)) for each in op.messages]
 
 
 def _ring(world: _World) -> list[str]:
