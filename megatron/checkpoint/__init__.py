@@ -3,6 +3,7 @@
 What is exported is imported when it is first asked for: the command lines of this package answer without torch.
 """
 
+# ruff: noqa: F401  (for the type checker; at run time the table below is read)
 from __future__ import annotations
 
 from importlib import import_module
@@ -23,64 +24,25 @@ if TYPE_CHECKING:
     from megatron.checkpoint.state import LoadedState, Retention, RunHistory, SavedInfo, Sharded, TrainState, writes
     from megatron.checkpoint.verify import DamagedCheckpointError, inspect_step
 
-__all__ = [
-    "Background",
-    "DamagedCheckpointError",
-    "DirectoryLock",
-    "FoundStep",
-    "LoadedState",
-    "NonPersistent",
-    "Retention",
-    "RunHistory",
-    "Save",
-    "SavedInfo",
-    "Sharded",
-    "StepReader",
-    "TrainState",
-    "check_architecture",
-    "determinism_fingerprint",
-    "find_checkpoint",
-    "hold_directory",
-    "inspect_step",
-    "load_checkpoint",
-    "model_config",
-    "save_checkpoint",
-    "save_now",
-    "saved_values",
-    "warning_before_training",
-    "writes",
-]
-
-_LAZY = {
-    "check_architecture": "megatron.checkpoint.architecture",
-    "model_config": "megatron.checkpoint.architecture",
-    "Background": "megatron.checkpoint.background",
-    "determinism_fingerprint": "megatron.checkpoint.determinism",
-    "FoundStep": "megatron.checkpoint.found_step",
-    "find_checkpoint": "megatron.checkpoint.found_step",
-    "load_checkpoint": "megatron.checkpoint.load",
-    "DirectoryLock": "megatron.checkpoint.lock",
-    "StepReader": "megatron.checkpoint.reader",
-    "NonPersistent": "megatron.checkpoint.non_persistent",
-    "warning_before_training": "megatron.checkpoint.retention",
-    "hold_directory": "megatron.checkpoint.save",
-    "Save": "megatron.checkpoint.save",
-    "save_checkpoint": "megatron.checkpoint.save",
-    "save_now": "megatron.checkpoint.save",
-    "saved_values": "megatron.checkpoint.besides_tensors",
-    "LoadedState": "megatron.checkpoint.state",
-    "writes": "megatron.checkpoint.state",
-    "Retention": "megatron.checkpoint.state",
-    "RunHistory": "megatron.checkpoint.state",
-    "SavedInfo": "megatron.checkpoint.state",
-    "Sharded": "megatron.checkpoint.state",
-    "TrainState": "megatron.checkpoint.state",
-    "DamagedCheckpointError": "megatron.checkpoint.verify",
-    "inspect_step": "megatron.checkpoint.verify",
+_OFFERS = {
+    "architecture": ("check_architecture", "model_config"),
+    "background": ("Background",),
+    "besides_tensors": ("saved_values",),
+    "determinism": ("determinism_fingerprint",),
+    "found_step": ("FoundStep", "find_checkpoint"),
+    "load": ("load_checkpoint",),
+    "lock": ("DirectoryLock",),
+    "non_persistent": ("NonPersistent",),
+    "reader": ("StepReader",),
+    "retention": ("warning_before_training",),
+    "save": ("Save", "hold_directory", "save_checkpoint", "save_now"),
+    "state": ("LoadedState", "Retention", "RunHistory", "SavedInfo", "Sharded", "TrainState", "writes"),
+    "verify": ("DamagedCheckpointError", "inspect_step"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
+    for module, names in _OFFERS.items():
+        if name in names:
+            return getattr(import_module(f"megatron.checkpoint.{module}"), name)
     raise AttributeError(f"module 'megatron.checkpoint' has no attribute '{name}'")

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from megatron.checkpoint.mapped_bytes import Bytes, Window
 from megatron.checkpoint.member_checks import MemberChecks
-from megatron.checkpoint.pickle_reader import read_next, read_pickle
+from megatron.checkpoint.pickle_reader import Made, Name, Persistent, read_next, read_pickle
 from megatron.checkpoint.pickle_scan import PickleRefused
-from megatron.checkpoint.pickle_values import Made, Name, Persistent
 from megatron.checkpoint.safe_load import UnsafeFileError, check_members
 from megatron.errors import CheckpointError
 

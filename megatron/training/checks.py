@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.find import find_candidates
-from megatron.checkpoint.local.copies import Copies
+from megatron.checkpoint.local.replica_folder import Copies
 from megatron.config import RunConfig
 from megatron.config.refusals import Refusals
 from megatron.data.fim import FillInTheMiddle

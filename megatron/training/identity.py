@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.local.copies import Copies
+from megatron.checkpoint.local.replica_folder import Copies
 from megatron.config import RunConfig
 from megatron.config.run import all_settings
 from megatron.data.datasets import Datasets

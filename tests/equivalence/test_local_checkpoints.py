@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from megatron.checkpoint.lineage import Line
 from megatron.checkpoint.local import find, share
-from megatron.checkpoint.local.collect import LocalStep
+from megatron.checkpoint.local.replica_folder import ReplicaFolder
 from megatron.checkpoint.local.save import LocalSave
 from megatron.checkpoint.local.share import ShareRecord
-from megatron.checkpoint.local.store import ReplicaFolder
+from megatron.checkpoint.local.transfer import LocalStep
 from megatron.checkpoint.save import Committed
 from megatron.checkpoint.state import Retention
 from megatron.errors import MegatronError

@@ -11,9 +11,9 @@ from megatron.checkpoint import manifest, parts, paths
 from megatron.checkpoint.all_ranks import run_on_all
 from megatron.checkpoint.lineage import Line
 from megatron.checkpoint.local import share
-from megatron.checkpoint.local.collect import LocalStep
+from megatron.checkpoint.local.replica_folder import ReplicaFolder
 from megatron.checkpoint.local.share import ShareRecord
-from megatron.checkpoint.local.store import ReplicaFolder
+from megatron.checkpoint.local.transfer import LocalStep
 from megatron.checkpoint.verify import DamagedCheckpointError
 from megatron.distributed.messages import all_gather_json
 from megatron.distributed.state import Axis

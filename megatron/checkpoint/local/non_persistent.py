@@ -13,10 +13,9 @@ from megatron.checkpoint.all_ranks import run_on_all, run_on_first
 from megatron.checkpoint.found_step import FoundStep, Log
 from megatron.checkpoint.lineage import Line, name_of
 from megatron.checkpoint.local import share
-from megatron.checkpoint.local.copies import Copies
 from megatron.checkpoint.local.find import Search
+from megatron.checkpoint.local.replica_folder import Copies, ReplicaFolder, place_of
 from megatron.checkpoint.local.save import LocalSave
-from megatron.checkpoint.local.store import ReplicaFolder, place_of
 from megatron.checkpoint.non_persistent import NonPersistent
 from megatron.checkpoint.save import Save
 from megatron.checkpoint.state import RunHistory, TrainState

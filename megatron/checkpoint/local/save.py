@@ -11,9 +11,9 @@ from pathlib import Path
 from megatron.checkpoint import parts, paths, retention, storage
 from megatron.checkpoint.all_ranks import run_on_all
 from megatron.checkpoint.local import share
+from megatron.checkpoint.local.replica_folder import ReplicaFolder
 from megatron.checkpoint.local.share import ShareRecord
-from megatron.checkpoint.local.store import ReplicaFolder
-from megatron.checkpoint.local.transfer import Arrivals, blocks_of, swap
+from megatron.checkpoint.local.transfer import ReceivedFiles, blocks_of, swap
 from megatron.checkpoint.save import Committed, Save
 from megatron.checkpoint.state import Retention
 from megatron.distributed.messages import all_gather_json
@@ -82,7 +82,7 @@ class LocalSave(Save):
         assert theirs.rank == source, f"rank {source} sent the share of rank {theirs.rank}"
         directory = share.rank_directory(self.store.root, source)
         temporary = paths.unfinished(directory, self.name, self.history.run_id)
-        arrivals = Arrivals(temporary, theirs.part.files)
+        arrivals = ReceivedFiles(temporary, theirs.part.files)
         sent = blocks_of(self.target, share.decode(mine, self.target).part.files)
         stream(world, send=sent, to=to, sizes=arrivals.sizes, source=source, take=arrivals.take)
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron.checkpoint.member_checks import MemberChecks
-from megatron.checkpoint.pickle_values import Made
+from megatron.checkpoint.pickle_reader import Made
 from megatron.checkpoint.safe_load import UnsafeFileError
 from megatron.checkpoint.torch_files import TorchFile
 from megatron.errors import CheckpointError, ConfigError

@@ -18,9 +18,8 @@ from torch import Tensor
 from megatron.checkpoint import paths
 from megatron.checkpoint.mapped_bytes import Bytes
 from megatron.checkpoint.member_checks import MemberChecks
-from megatron.checkpoint.pickle_reader import read_pickle
+from megatron.checkpoint.pickle_reader import Made, Name, read_pickle
 from megatron.checkpoint.pickle_scan import PickleRefused
-from megatron.checkpoint.pickle_values import Made, Name
 from megatron.checkpoint.safe_load import MissingPartError, UnsafeFileError
 from megatron.checkpoint.torch_files import TorchFile
 from megatron.errors import CheckpointError

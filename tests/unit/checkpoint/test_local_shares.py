@@ -8,9 +8,9 @@ import pytest
 
 from megatron.checkpoint import lineage, paths, storage
 from megatron.checkpoint.local import share
-from megatron.checkpoint.local.copies import Copies
+from megatron.checkpoint.local.replica_folder import Copies
 from megatron.checkpoint.local.share import ShareRecord
-from megatron.checkpoint.local.transfer import Arrivals, blocks_of
+from megatron.checkpoint.local.transfer import ReceivedFiles, blocks_of
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.parts import Part
 from megatron.checkpoint.storage import FileRecord
@@ -53,7 +53,7 @@ def sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, dict[st
 
 def moved(folder: Path, files: dict[str, FileRecord], target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
-    arrivals = Arrivals(target, files)
+    arrivals = ReceivedFiles(target, files)
     blocks = list(blocks_of(folder, files))
     assert [len(block) for block in blocks] == arrivals.sizes
     for block in blocks:

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import safe_load
-from megatron.checkpoint.pickle_opcodes import in_bytes, in_stream
-from megatron.checkpoint.pickle_scan import PickleRefused, scan
+from megatron.checkpoint.pickle_scan import PickleRefused, in_bytes, in_stream, scan
 from megatron.errors import CheckpointError
 
 PROTO, STOP = b"\x80\x02", b"."
