@@ -86,11 +86,8 @@ def _first_element(a: Tensor, b: Tensor) -> str | None:
         return None
     places = unequal.flatten().nonzero()
     at = int(places[0])
-    place, rest = [], at
-    for size in reversed(a.shape):
-        place.append(rest % size)
-        rest //= size
+    place = tuple(int(index) for index in torch.unravel_index(torch.tensor(at), a.shape))
     values = a.flatten()[at].item(), b.flatten()[at].item()
     largest = float((a.double() - b.double()).abs().max())
     share = f"{len(places)} of {a.numel()} elements, by at most {largest:.3g}"
-    return f"differs first at {tuple(reversed(place))}: {values[0]} and {values[1]} ({share})"
+    return f"differs first at {place}: {values[0]} and {values[1]} ({share})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,7 +17,11 @@ from megatron.checkpoint import paths, storage
 from megatron.checkpoint.content import check_finite
 from megatron.checkpoint.deferred import Deferred
 from megatron.checkpoint.lock import DirectoryLock
+from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.state import RunHistory, SavedInfo, TrainState
+from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError
+from megatron.layout import Layout
 from megatron.utils import durable
 
 Show = Callable[[int, int], object]
@@ -48,6 +52,28 @@ class Reading:
             return found
 
         return Deferred.of(shape, dtype, counted)
+
+
+def save_native(
+    save: Path,
+    state: TrainState,
+    *,
+    run_id: str,
+    known_as: Path,
+    release: bool,
+    save_tokenizer: Callable[[Path], object] | None = None,
+) -> SavedInfo:
+    """Saves a converted state as one process does."""
+    with closing(RunHistory(run_id)) as history:
+        return save_checkpoint(
+            save,
+            state,
+            parallel=ParallelState.build(Layout(1), 0),
+            save_tokenizer=save_tokenizer,
+            history=history,
+            release=release,
+            known_as=known_as,
+        )
 
 
 def refuse_what_must_stay(load: Path, save: Path) -> None:

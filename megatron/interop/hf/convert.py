@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.save import save_checkpoint
-from megatron.checkpoint.state import RunHistory, SavedInfo, Sharded, TrainState
-from megatron.distributed.state import ParallelState
+from megatron.checkpoint.state import SavedInfo, Sharded, TrainState
 from megatron.errors import StorageError
-from megatron.interop.conversion import Reading, Show
+from megatron.interop.conversion import Reading, Show, save_native
 from megatron.interop.hf.exchange import Exchange
 from megatron.interop.hf.importer import HuggingFaceFolder, read_tensor
 from megatron.interop.hf.origin import read_origin
-from megatron.layout import Layout
 from megatron.state.shard import Shard
 
 
@@ -34,16 +30,14 @@ def import_weights(source: HuggingFaceFolder, save: Path, known_as: Path, show: 
         return spec, reading.tensor(name, described.shape, described.dtype, read)
 
     params = {exchange.parameter.name: deferred(exchange) for exchange in source.exchanges()}
-    with closing(RunHistory(f"from-hf-{source.family.model_type}")) as history:
-        return save_checkpoint(
-            save,
-            TrainState(params=params, config=source.settings(), origin=read_origin(source.folder).plain()),
-            parallel=ParallelState.build(Layout(1), 0),
-            save_tokenizer=partial(_copy_tokenizer, source) if source.tokenizer_files else None,
-            history=history,
-            release=True,
-            known_as=known_as,
-        )
+    return save_native(
+        save,
+        TrainState(params=params, config=source.settings(), origin=read_origin(source.folder).plain()),
+        run_id=f"from-hf-{source.family.model_type}",
+        known_as=known_as,
+        release=True,
+        save_tokenizer=partial(_copy_tokenizer, source) if source.tokenizer_files else None,
+    )
 
 
 def _described(source: HuggingFaceFolder, name: str) -> Tensor:

@@ -20,13 +20,12 @@ from megatron.checkpoint.reader import StepReader
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.interop.conversion import Show, no_progress, written_aside
-from megatron.interop.hf.bin_file import write_bin
 from megatron.interop.hf.exchange import Exchange, gain_less_one
 from megatron.interop.hf.families import choose, keeping_tokenizer
 from megatron.interop.hf.family import Facts, Family
 from megatron.interop.hf.origin import GENERATION, origin_of, own_token_ids
-from megatron.interop.hf.safetensors_file import Shape, write_safetensors
 from megatron.interop.hf.weights import BIN, BIN_INDEX, INDEX, WEIGHTS
+from megatron.interop.hf.weights_writers import Shape, write_bin, write_safetensors
 from megatron.model.parameters import WORD_TABLE
 from megatron.tokenizer.for_transformers import JSON, TokenizerFiles
 from megatron.utils.dtype import DTYPES

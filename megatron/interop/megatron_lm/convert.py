@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -12,12 +10,9 @@ import torch
 from megatron.checkpoint import slices
 from megatron.checkpoint.found_step import FoundStep
 from megatron.checkpoint.manifest import TensorRecord
-from megatron.checkpoint.save import save_checkpoint
-from megatron.checkpoint.state import RunHistory, SavedInfo, Sharded, TrainState
-from megatron.distributed.state import ParallelState
+from megatron.checkpoint.state import SavedInfo, Sharded, TrainState
 from megatron.errors import ConfigError
-from megatron.interop.conversion import Reading, Show
-from megatron.layout import Layout
+from megatron.interop.conversion import Reading, Show, save_native
 from megatron.model.parameters import WORD_TABLE
 
 
@@ -34,9 +29,7 @@ def with_true_vocabulary(found: FoundStep, rows: int | None) -> FoundStep:
     return cut
 
 
-def import_step(
-    found: FoundStep, save: Path, known_as: Path, show: Show, log: Callable[[str], object] = print
-) -> SavedInfo:
+def import_step(found: FoundStep, save: Path, known_as: Path, show: Show) -> SavedInfo:
     """One tensor at a time is in memory."""
     reader, manifest, reading = found.reader(), found.manifest, Reading(show)
 
@@ -54,7 +47,7 @@ def import_step(
             for name, kinds in manifest.optimizer.items()
         }
     elif found.foreign is not None and found.foreign.optimizer_problem is not None:
-        log(f"warning: {found.foreign.optimizer_problem.partition('; give')[0]}; its weights alone are converted")
+        print(f"warning: {found.foreign.optimizer_problem.partition('; give')[0]}; its weights alone are converted")
     main = reader.main_file()
     release = found.release or optimizer is None
     state = TrainState(
@@ -67,13 +60,4 @@ def import_step(
         optimizer_extra=main["optimizer"]["extra"],
         scheduler=main["opt_param_scheduler"],
     )
-    with closing(RunHistory("from-megatron-lm")) as history:
-        return save_checkpoint(
-            save,
-            state,
-            parallel=ParallelState.build(Layout(1), 0),
-            save_tokenizer=None,
-            history=history,
-            release=release,
-            known_as=known_as,
-        )
+    return save_native(save, state, run_id="from-megatron-lm", known_as=known_as, release=release)

@@ -56,6 +56,9 @@ Entries = Mapping[tuple[str, str], Mapping[str, StoredTensor]]
 class UnknownOptimizerError(CheckpointError):
     """The weights can be read, the optimizer's state cannot."""
 
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}; give --no-load-optim to go on without, or --finetune to take the weights alone")
+
 
 @dataclass(frozen=True)
 class _Link:
@@ -273,7 +276,4 @@ def _trained(name: str) -> bool:
 
 
 def _refused(tree: ClassicTree, why: str) -> UnknownOptimizerError:
-    return UnknownOptimizerError(
-        f"{tree.directory}: the optimizer's state cannot be read ({why}); give --no-load-optim to go on without, or "
-        "--finetune to take the weights alone"
-    )
+    return UnknownOptimizerError(f"{tree.directory}: the optimizer's state cannot be read ({why})")

@@ -4,7 +4,8 @@ loading, converting and generating read it as they read their own."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,13 @@ from megatron.errors import CheckpointError
 from megatron.interop.megatron_lm import classic_tree, optimizer_state
 from megatron.interop.megatron_lm.classic_tree import ClassicTree, SliceLocation
 from megatron.interop.megatron_lm.megatron_args import settings_from_args, true_vocabulary
+from megatron.interop.megatron_lm.optimizer_state import UnknownOptimizerError
 from megatron.model.parameters import VOCABULARY_TABLES, WORD_TABLE, Parameter, parameters
 from megatron.state.division import Range
 from megatron.state.shard import Shard
 
+Sources = dict[tuple[str, tuple[str, ...]], Callable[[], Tensor]]
+"""What reads a slice, by its file and key."""
 _MOST_LAYERS = 100_000
 """Layers and experts together; a file that describes more has no tensors for them."""
 
@@ -41,7 +45,7 @@ class MegatronStep:
     def with_vocabulary(self, rows: int) -> MegatronStep:
         """Its tables have padding rows, and its args do not say from which row on."""
         tables = {name: self.manifest.model[name] for name in VOCABULARY_TABLES if name in self.manifest.model}
-        if any(held_rows(record) < rows for record in tables.values()):
+        if any(sum(piece.shape[0] for piece in record.slices) < rows for record in tables.values()):  # with padding
             return self
 
         def cut(name: str, record: TensorRecord) -> TensorRecord:
@@ -56,11 +60,6 @@ class MegatronStep:
         manifest = replace(self.manifest, model=model, optimizer=optimizer, config=config)
         self.reader.manifest = manifest
         return replace(self, manifest=manifest)
-
-
-def held_rows(record: TensorRecord) -> int:
-    """The rows of a vocabulary table with its padding."""
-    return sum(piece.shape[0] for piece in record.slices)
 
 
 def cut_vocabulary(record: TensorRecord, rows: int) -> TensorRecord:
@@ -81,8 +80,7 @@ class ClassicReader(StepReader):
     directory: Path
     manifest: Manifest
     main: Mapping[str, Any]
-    sources: Mapping[tuple[str, tuple[str, ...]], Callable[[], Tensor]] = field(default_factory=dict)
-    """By the file and key of a slice."""
+    sources: Sources
 
     def elements(self, spec: Shard, record: TensorRecord, piece: Slice, held: Range) -> Tensor:
         return self.sources[piece.file, piece.key]().reshape(-1)[held[0] : held[1]]
@@ -106,34 +104,47 @@ def open_classic(directory: Path, checks: MemberChecks | None) -> MegatronStep |
     tree = classic_tree.open_tree(directory, checks)
     if "has_manifest" in tree.first.content:
         return None
-    settings = settings_from_args(tree.args, directory, core=tree.is_core)
-    config, moe = model_config(settings["model"]), moe_config(settings)
-    check_size(directory, config, moe, tree.layers())
-    rows = _table_rows(tree)
-    vocabulary = true_vocabulary(tree.args, rows)
-    settings["tokenizer"]["vocab_size"] = vocabulary
-    wanted = parameters(config, vocabulary, moe)
-    sources: dict[tuple[str, tuple[str, ...]], Callable[[], Tensor]] = {}
-    records, places = _weights(tree, wanted, moe, sources)
+    model = described_model(directory, tree.args, tree.layers(), lambda: _table_rows(tree), core=tree.is_core)
+    sources: Sources = {}
+    records, places = _weights(tree, model, sources)
     used = {place for held in places.values() for place in held.values()}
-    refuse_unknown_tensors(directory, tree.unknown(used, tied=config.tied))
-    if config.tied and tree.pp > 1:
+    refuse_unknown_tensors(directory, tree.unknown(used, tied=model.config.tied))
+    if model.config.tied and tree.pp > 1:
         tree.refuse_another_head()
-    optimizer, problem = {}, None
-    try:
-        optimizer = _optimizer(tree, wanted, records, places, sources)
-    except optimizer_state.UnknownOptimizerError as error:
-        problem = str(error)
-    manifest = foreign_manifest(directory, tree.first.content, tree.args, settings, records, optimizer)
-    main = main_content(tree.first, tree.first.content, manifest)
-    return MegatronStep(manifest, ClassicReader(directory, manifest, main, sources), problem)
+    return opened_step(
+        directory,
+        tree.first,
+        tree.first.content,
+        tree.args,
+        model,
+        records,
+        lambda: _optimizer(tree, model.wanted, records, places, sources),
+        sources,
+    )
 
 
-def check_size(directory: Path, config: ModelConfig, moe: MoEConfig, held: int) -> None:
-    """Before the names of all parameters are written out."""
-    described = len(moe.expert_layers(min(config.num_layers, _MOST_LAYERS))) * (moe.num_experts or 0)
-    if config.num_layers != held or config.num_layers + described > _MOST_LAYERS:
-        raise CheckpointError(f"{directory}: its args say {config.num_layers} layers, its files have {held}")
+@dataclass(frozen=True)
+class DescribedModel:
+    """The model of a checkpoint's args: as a manifest has its settings, and its parameters."""
+
+    settings: dict[str, dict[str, Any]]
+    config: ModelConfig
+    moe: MoEConfig
+    wanted: Mapping[str, Parameter]
+
+
+def described_model(
+    directory: Path, args: Mapping[str, Any], layers: int, rows: Callable[[], int], *, core: bool
+) -> DescribedModel:
+    """`layers`, and `rows` of the word table, padding included: those that the files have."""
+    settings = settings_from_args(args, directory, core=core)
+    config, moe = model_config(settings["model"]), moe_config(settings)
+    experts = len(moe.expert_layers(min(config.num_layers, _MOST_LAYERS))) * (moe.num_experts or 0)
+    if config.num_layers != layers or config.num_layers + experts > _MOST_LAYERS:  # before all names are written out
+        raise CheckpointError(f"{directory}: its args say {config.num_layers} layers, its files have {layers}")
+    vocabulary = true_vocabulary(args, rows())
+    settings["tokenizer"]["vocab_size"] = vocabulary
+    return DescribedModel(settings, config, moe, parameters(config, vocabulary, moe))
 
 
 def refuse_unknown_tensors(directory: Path, names: Iterable[str]) -> None:
@@ -159,27 +170,21 @@ def _table_rows(tree: ClassicTree) -> int:
 
 
 def _weights(
-    tree: ClassicTree,
-    wanted: Mapping[str, Parameter],
-    moe: MoEConfig,
-    sources: dict[tuple[str, tuple[str, ...]], Callable[[], Tensor]],
+    tree: ClassicTree, model: DescribedModel, sources: Sources
 ) -> tuple[dict[str, TensorRecord], dict[str, dict[Slice, SliceLocation]]]:
     records: dict[str, TensorRecord] = {}
     places: dict[str, dict[Slice, SliceLocation]] = {}
-    for name, parameter in wanted.items():
-        records[name], places[name] = tree.record(parameter, moe.num_experts or 1)
+    for name, parameter in model.wanted.items():
+        records[name], places[name] = tree.record(parameter, model.moe.num_experts or 1)
         for piece, place in places[name].items():
-            stored = classic_chunk(tree, place).tensors[place.name]
-            sources[piece.file, piece.key] = _source(tree, parameter, place, stored)
+            chunk = next(chunk for chunk in tree.chunks[place.at] if chunk.key == place.chunk)
+            read = partial(tree.files[place.at].tensor, chunk.tensors[place.name])
+            sources[piece.file, piece.key] = _source(tree, parameter, read)
     return records, places
 
 
-def classic_chunk(tree: ClassicTree, place: SliceLocation) -> classic_tree.ModelChunk:
-    return next(chunk for chunk in tree.chunks[place.at] if chunk.key == place.chunk)
-
-
-def _source(tree: ClassicTree, parameter: Parameter, place: SliceLocation, stored: Any) -> Callable[[], Tensor]:
-    return lambda: tree.ours(parameter, tree.files[place.at].tensor(stored))
+def _source(tree: ClassicTree, parameter: Parameter, read: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    return lambda: tree.ours(parameter, read())
 
 
 def _optimizer(
@@ -187,7 +192,7 @@ def _optimizer(
     wanted: Mapping[str, Parameter],
     records: Mapping[str, TensorRecord],
     places: Mapping[str, Mapping[Slice, SliceLocation]],
-    sources: dict[tuple[str, tuple[str, ...]], Callable[[], Tensor]],
+    sources: Sources,
 ) -> dict[str, dict[str, TensorRecord]]:
     """Records of the optimizer's tensors, each split as its weight is."""
     entries = {at: optimizer_state.of_rank(tree, at) for at in tree.files}
@@ -200,37 +205,39 @@ def _optimizer(
         held = {piece: entries[place.at].get((place.chunk, place.name), {}) for piece, place in places[name].items()}
         kinds = set.intersection(*(set(each) for each in held.values()))
         if not {"exp_avg", "exp_avg_sq"} <= kinds:
-            raise optimizer_state.UnknownOptimizerError(
-                f"{tree.directory} has no optimizer state of {name}; give --no-load-optim to go on without, or "
-                "--finetune to take the weights alone"
-            )
+            raise UnknownOptimizerError(f"{tree.directory} has no optimizer state of {name}")
         for kind in sorted(kinds):
             slices = []
             for piece in places[name]:
                 entry, key = held[piece][kind], (*piece.key, kind)
-                sources[piece.file, key] = _entry_source(tree, parameter, entry)
+                sources[piece.file, key] = _source(tree, parameter, entry.tensor)
                 slices.append(replace(piece, key=key))
             dtype = str(next(iter(held.values()))[kind].dtype)
             found.setdefault(name, {})[kind] = replace(records[name], dtype=dtype, slices=tuple(slices))
     return found
 
 
-def _entry_source(tree: ClassicTree, parameter: Parameter, entry: optimizer_state.StoredTensor) -> Callable[[], Tensor]:
-    return lambda: tree.ours(parameter, entry.tensor())
-
-
-def foreign_manifest(
+def opened_step(
     directory: Path,
+    file: TorchFile,
     content: Mapping[str, Any],
     args: Mapping[str, Any],
-    settings: Mapping[str, Any],
+    model: DescribedModel,
     records: Mapping[str, TensorRecord],
-    optimizer: Mapping[str, Mapping[str, TensorRecord]],
-) -> Manifest:
+    read_optimizer: Callable[[], Mapping[str, Mapping[str, TensorRecord]]],
+    sources: Sources,
+) -> MegatronStep:
+    """`content`: what is no tensor, of `file`. `read_optimizer` adds the optimizer's tensors to `sources`."""
+    optimizer: Mapping[str, Mapping[str, TensorRecord]] = {}
+    problem = None
+    try:
+        optimizer = read_optimizer()
+    except UnknownOptimizerError as error:
+        problem = str(error)
     step = content.get("iteration", 0)
     step = step if type(step) is int and step >= 0 else paths.step_of(directory.name) or 0
     batch = _count(args, "global_batch_size")
-    return Manifest(
+    manifest = Manifest(
         step=step,
         consumed_train_samples=_count(args, "consumed_train_samples", step * batch),  # the oldest do not count them
         consumed_valid_samples=_count(args, "consumed_valid_samples"),
@@ -239,24 +246,21 @@ def foreign_manifest(
         versions={},
         fingerprint={},
         data={},
-        config=settings,
+        config=model.settings,
         args=args,
         files={},
         model=records,
         optimizer=optimizer,
         holds=("optimizer",) if optimizer else (),
     )
+    scheduler = plain_values(content.get("opt_param_scheduler") or content.get("lr_scheduler")) or {}
+    main = {  # what a file of ours has besides its tensors
+        "optimizer": {"extra": optimizer_state.extra_state(content.get("optimizer"), manifest.step, file)},
+        "opt_param_scheduler": {"num_steps": manifest.consumed_train_samples, **scheduler},
+    }
+    return MegatronStep(manifest, ClassicReader(directory, manifest, main, sources), problem)
 
 
 def _count(args: Mapping[str, Any], name: str, otherwise: int = 0) -> int:
     value = args.get(name)
     return value if isinstance(value, int) and value >= 0 else otherwise
-
-
-def main_content(file: TorchFile, content: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
-    """What a file of ours has besides its tensors."""
-    scheduler = plain_values(content.get("opt_param_scheduler") or content.get("lr_scheduler")) or {}
-    return {
-        "optimizer": {"extra": optimizer_state.extra_state(content.get("optimizer"), manifest.step, file)},
-        "opt_param_scheduler": {"num_steps": manifest.consumed_train_samples, **scheduler},
-    }

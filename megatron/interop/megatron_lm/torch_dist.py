@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -19,24 +19,22 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint import paths
-from megatron.checkpoint.architecture import model_config, moe_config
 from megatron.checkpoint.manifest import Slice, TensorRecord
 from megatron.checkpoint.member_checks import MemberChecks
 from megatron.checkpoint.torch_files import plain_values
 from megatron.errors import CheckpointError
 from megatron.interop.megatron_lm.common import STATE, common_content
 from megatron.interop.megatron_lm.dcp import METADATA, DistDirectory, open_directory
-from megatron.interop.megatron_lm.megatron_args import settings_from_args, true_vocabulary
 from megatron.interop.megatron_lm.names import layer_pattern
+from megatron.interop.megatron_lm.optimizer_state import UnknownOptimizerError
 from megatron.interop.megatron_lm.step import (
-    ClassicReader,
     MegatronStep,
-    check_size,
-    foreign_manifest,
-    main_content,
+    Sources,
+    described_model,
+    opened_step,
     refuse_unknown_tensors,
 )
-from megatron.model.parameters import FINAL_NORM, VOCABULARY_TABLES, WORD_TABLE, Parameter, parameters
+from megatron.model.parameters import FINAL_NORM, VOCABULARY_TABLES, WORD_TABLE, Parameter
 
 BACKEND = "metadata.json"
 _OF_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\..*|chained_\d+\..*")
@@ -66,23 +64,24 @@ def open_torch_dist(directory: Path, checks: MemberChecks | None) -> MegatronSte
     content, file = common_content(found)
     args = plain_values(content.get("args"))
     args = args if isinstance(args, dict) else {}
-    settings = settings_from_args(args, directory, core=True)
-    config, moe = model_config(settings["model"]), moe_config(settings)
-    check_size(directory, config, moe, _layers(found))
-    table = _tensor_named(found, WORD_TABLE)
-    vocabulary = true_vocabulary(args, table[0])
-    settings["tokenizer"]["vocab_size"] = vocabulary
-    wanted = parameters(config, vocabulary, moe)
-    sources: dict[tuple[str, tuple[str, ...]], Callable[[], Tensor]] = {}
-    places = {name: _place(found, parameter) for name, parameter in wanted.items()}
+    model = described_model(directory, args, _layers(found), lambda: _table_rows(found), core=True)
+    sources: Sources = {}
+    places = {name: _place(found, parameter) for name, parameter in model.wanted.items()}
     records = {
-        name: _record(found, parameter, places[name], places[name].key, sources) for name, parameter in wanted.items()
+        name: _record(found, parameter, places[name], places[name].key, sources)
+        for name, parameter in model.wanted.items()
     }
     refuse_unknown_tensors(directory, _unknown(found, {place.key for place in places.values()}))
-    optimizer, problem = _optimizer(found, wanted, places, sources)
-    manifest = foreign_manifest(directory, content, args, settings, records, optimizer)
-    main = main_content(file, content, manifest)
-    return MegatronStep(manifest, ClassicReader(directory, manifest, main, sources), problem)
+    return opened_step(
+        directory,
+        file,
+        content,
+        args,
+        model,
+        records,
+        lambda: _optimizer(found, model.wanted, places, sources),
+        sources,
+    )
 
 
 def _check_backend(directory: Path) -> None:
@@ -116,10 +115,10 @@ def _layers(found: DistDirectory) -> int:
     return max(stacked, max(numbers, default=-1) + 1)
 
 
-def _tensor_named(found: DistDirectory, key: str) -> tuple[int, ...]:
-    if key not in found.tensors:
-        raise CheckpointError(f"{found.directory} has no {key}: it is not a GPT of Megatron-LM")
-    return found.tensors[key].shape
+def _table_rows(found: DistDirectory) -> int:
+    if WORD_TABLE not in found.tensors:
+        raise CheckpointError(f"{found.directory} has no {WORD_TABLE}: it is not a GPT of Megatron-LM")
+    return found.tensors[WORD_TABLE].shape[0]
 
 
 def _candidates(parameter: Parameter) -> Iterator[_Source]:
@@ -165,7 +164,7 @@ def _record(
     parameter: Parameter,
     place: _Source,
     key: str,
-    sources: dict[tuple[str, tuple[str, ...]], Callable[[], Tensor]],
+    sources: Sources,
 ) -> TensorRecord:
     """`key`: the tensor of the parameter, or one of the optimizer."""
     shape = found.tensors[place.key].shape[len(place.lead) :]
@@ -224,18 +223,23 @@ def _optimizer(
     found: DistDirectory,
     wanted: Mapping[str, Parameter],
     places: Mapping[str, _Source],
-    sources: dict[tuple[str, tuple[str, ...]], Callable[[], Tensor]],
-) -> tuple[dict[str, dict[str, TensorRecord]], str | None]:
+    sources: Sources,
+) -> dict[str, dict[str, TensorRecord]]:
     state: dict[tuple[str, str], str] = {}
     for key in found.tensors:
         if match := STATE.fullmatch(key):
             kind, of = _KINDS[match[1]], match[2]
             if other := state.get((kind, of)):
-                return {}, _without(f"{found.directory} has the {kind} of {of} twice, as {other} and as {key}")
+                raise UnknownOptimizerError(f"{found.directory} has the {kind} of {of} twice, as {other} and as {key}")
             state[kind, of] = key
     if not state:
         flat = [key for key in found.tensors if _OF_OPTIMIZER.fullmatch(key)]
-        return {}, _flat_buckets(found, flat[0]) if flat else None
+        if flat:
+            raise UnknownOptimizerError(
+                f"{found.directory} keeps its optimizer in the buckets of the ranks that saved it ({flat[0][:80]}), "
+                "which only they can read (save it with --dist-ckpt-optim-fully-reshardable there)"
+            )
+        return {}
     records: dict[str, dict[str, TensorRecord]] = {}
     for name, parameter in wanted.items():
         if not parameter.row.trained:
@@ -244,21 +248,10 @@ def _optimizer(
         dtype = found.tensors[place.key].dtype
         for kind in ("exp_avg", "exp_avg_sq", *(["master"] if dtype in _HALF else [])):
             if (kind, place.key) not in state:
-                return {}, _without(f"{found.directory} has no {kind} of {place.key}")
+                raise UnknownOptimizerError(f"{found.directory} has no {kind} of {place.key}")
             key = state[kind, place.key]
             whole, shape = found.tensors[place.key].shape, found.tensors[key].shape
             if shape != whole and not _is_grid(whole, shape):
-                return {}, _without(f"{found.directory}: {key} has shape {shape}, its parameter {whole}")
+                raise UnknownOptimizerError(f"{found.directory}: {key} has shape {shape}, its parameter {whole}")
             records.setdefault(name, {})[kind] = _record(found, parameter, place, key, sources)
-    return records, None
-
-
-def _flat_buckets(found: DistDirectory, key: str) -> str:
-    return _without(
-        f"{found.directory} keeps its optimizer in the buckets of the ranks that saved it ({key[:80]}), which only "
-        "they can read (save it with --dist-ckpt-optim-fully-reshardable there)"
-    )
-
-
-def _without(problem: str) -> str:
-    return f"{problem}; give --no-load-optim to go on without, or --finetune to take the weights alone"
+    return records

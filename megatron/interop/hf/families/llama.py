@@ -138,6 +138,15 @@ class LlamaLike(Family):
         return None
 
 
+def window_width(config: ModelConfig) -> int | None:
+    """The width in config.json, which counts the query's own token; ours does not."""
+    return None if config.window is None else config.window[0] + 1
+
+
+def window_of(width: int | None) -> tuple[int, int] | None:
+    return None if width is None else (int(width) - 1, 0)
+
+
 class Llama(LlamaLike):
     architecture = "LlamaForCausalLM"
     model_type = "llama"

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from megatron.config import ModelConfig
-from megatron.interop.hf.families.llama import LlamaLike
-from megatron.interop.hf.families.window import window_of, window_width
+from megatron.interop.hf.families.llama import LlamaLike, window_of, window_width
 
 
 class Mistral(LlamaLike):

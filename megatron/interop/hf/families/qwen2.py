@@ -7,8 +7,7 @@ from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.errors import ConfigError
-from megatron.interop.hf.families.llama import LlamaLike
-from megatron.interop.hf.families.window import window_of, window_width
+from megatron.interop.hf.families.llama import LlamaLike, window_of, window_width
 
 
 class Qwen2(LlamaLike):

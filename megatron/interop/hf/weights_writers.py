@@ -1,14 +1,19 @@
-"""Writes a safetensors file tensor by tensor, so that one of them at a time is in memory, however long the file is."""
+"""Writes a file of weights tensor by tensor, so that one of them at a time is in memory, however long the file is:
+safetensors, or `pytorch_model.bin` for programs that read none."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from megatron.checkpoint.deferred import Deferred
+from megatron.checkpoint.torch_file_writer import write_torch_file
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _ALIGNMENT = 8  # of the first tensor's bytes
@@ -34,3 +39,20 @@ def write_safetensors(
             assert (name, tuple(tensor.shape), tensor.dtype) == (*next(expected), dtype), name
             file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
         assert next(expected, None) is None, "a tensor is missing"
+
+
+def write_bin(
+    path: Path, shapes: Mapping[str, Shape], dtype: torch.dtype, tensors: Iterable[tuple[str, Tensor]]
+) -> None:
+    """As `write_safetensors`."""
+    coming = iter(tensors)
+
+    def take(name: str) -> Tensor:
+        found, tensor = next(coming)
+        assert found == name, (found, name)
+        return tensor
+
+    described = {name: Deferred.of(shape, dtype, partial(take, name)) for name, shape in shapes.items()}
+    with open(path, "wb") as file:
+        write_torch_file(described, file)
+    assert next(coming, None) is None, "a tensor is left over"
