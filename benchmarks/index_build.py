@@ -176,7 +176,7 @@ def write_synthetic(prefix: Path, documents: int, mean: int) -> None:
     data = IndexedDataset(prefix)
     counts = {"documents": documents, "sequences": documents, "tokens": data.num_tokens, "max_id": 0}
     about: dict[str, Any] = {"tokenizer_fingerprint": "none", "vocab_size": VOCAB, "eod_id": 0, "dtype": "uint16"}
-    write_record(prefix, DataRecord(**about, **counts, index_fingerprint=data.fingerprint))
+    write_record(prefix, DataRecord(**about, **counts, index_fingerprint=data.fingerprint, source=()))
 
 
 class Clock:

@@ -100,7 +100,7 @@ def _refuse_theirs(words: Sequence[str]) -> None:
 
 
 def check_exported_folder(arguments: argparse.Namespace) -> None:
-    from megatron.interop.hf import check_folder
+    from megatron.interop.hf.tokenizer_check import check_folder
 
     given = [name for name, value in vars(arguments).items() if value and name not in ("check", "load", "ckpt_step")]
     if others := [f"--{name.replace('_', '-')}" for name in given if not name.startswith("_")]:
@@ -204,8 +204,8 @@ def _ours(arguments: argparse.Namespace, target: TargetLayout) -> Iterator[Found
         yield _found(arguments)
         return
     from megatron.checkpoint.paths import TEMPORARY
-    from megatron.interop.hf import open_folder
     from megatron.interop.hf.convert import import_weights
+    from megatron.interop.hf.importer import open_folder
 
     source = open_folder(arguments.load, _warn)
     target.check(source.config, source.moe, source.vocab_size)
@@ -238,7 +238,8 @@ def _found(arguments: argparse.Namespace) -> FoundStep:
 
 
 def to_hugging_face(arguments: argparse.Namespace) -> None:
-    from megatron.interop.hf import check_export, plan_export, write_export
+    from megatron.interop.hf.check import check_export
+    from megatron.interop.hf.export import plan_export, write_export
 
     if arguments.save.exists() and not arguments.overwrite:
         raise ConfigError(f"--save {arguments.save}: exists already; give another folder, or --overwrite")
@@ -275,8 +276,8 @@ def _shard_bytes(given: str | None) -> int:
 
 
 def from_hugging_face(arguments: argparse.Namespace) -> None:
-    from megatron.interop.hf import open_folder
     from megatron.interop.hf.convert import import_weights
+    from megatron.interop.hf.importer import open_folder
 
     _refuse_occupied(arguments)
     source = open_folder(arguments.load, _warn)

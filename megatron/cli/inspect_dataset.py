@@ -55,10 +55,10 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_tool(NAME, lambda: inspect_all(parse(sys.argv[1:] if argv is None else argv)))
+    return run_tool(NAME, lambda: inspect_all(parse(argv)))
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = build_parser().parse_known_flags(argv)
     picture = arguments.histogram
     if picture not in (None, _TERMINAL) and not picture.endswith((".svg", ".png")):

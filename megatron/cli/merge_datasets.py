@@ -43,9 +43,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_tool(
-        NAME, lambda: merge_inputs(build_parser().parse_known_flags(sys.argv[1:] if argv is None else argv))
-    )
+    return run_tool(NAME, lambda: merge_inputs(build_parser().parse_known_flags(argv)))
 
 
 def merge_inputs(arguments: argparse.Namespace) -> None:

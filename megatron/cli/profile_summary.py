@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +14,7 @@ NAME = "profile_summary.py"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_tool(NAME, lambda: _print_summaries(sys.argv[1:] if argv is None else argv))
+    return run_tool(NAME, lambda: _print_summaries(build_parser().parse_known_flags(argv)))
 
 
 def build_parser() -> Parser:
@@ -24,8 +24,7 @@ def build_parser() -> Parser:
     return parser
 
 
-def _print_summaries(argv: Sequence[str]) -> None:
-    arguments = build_parser().parse_known_flags(argv)
+def _print_summaries(arguments: argparse.Namespace) -> None:
     for path in _files(arguments.traces):
         print(f"{path}\n{summarise(read_trace(path), arguments.top).table()}")
 

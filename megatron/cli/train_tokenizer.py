@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ FILES = ("vocab.json", "merges.txt")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_tool(NAME, lambda: _train(sys.argv[1:] if argv is None else argv))
+    return run_tool(NAME, lambda: _train(build_parser().parse_known_flags(argv)))
 
 
 def build_parser() -> Parser:
@@ -52,8 +53,7 @@ def build_parser() -> Parser:
     return parser
 
 
-def _train(argv: Sequence[str]) -> None:
-    arguments = build_parser().parse_known_flags(argv)
+def _train(arguments: argparse.Namespace) -> None:
     directory = Path(arguments.output_dir)
     _refuse_file_on_the_way(directory)
     for name in FILES:

@@ -22,7 +22,7 @@ class TokenDataset(Protocol):
 
     def __getitem__(self, index: int, /) -> np.ndarray: ...
 
-    def locate(self, index: int, token: int) -> object: ...
+    def locate(self, index: int, token: int) -> str: ...
 
 
 def normalised(weights: Sequence[float] | np.ndarray) -> np.ndarray:
@@ -104,5 +104,5 @@ class BlendedDataset:
     def __getitem__(self, index: int) -> np.ndarray:
         return self.datasets[int(self.indices[index])][int(self.numbers[index])]
 
-    def locate(self, index: int, token: int) -> object:
+    def locate(self, index: int, token: int) -> str:
         return self.datasets[int(self.indices[index])].locate(int(self.numbers[index]), token)

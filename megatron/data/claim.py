@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 from megatron.utils.durable import try_lock
@@ -39,9 +38,7 @@ class Claim:
             self._descriptor = os.open(self._path, flags, 0o644)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._descriptor is None:
             return
         if self._held:

@@ -100,7 +100,7 @@ class FIMDataset:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def locate(self, index: int, token: int) -> object:
+    def locate(self, index: int, token: int) -> str:
         return self.dataset.locate(index, token)
 
     def __getitem__(self, index: int) -> np.ndarray:

@@ -6,27 +6,12 @@ cut every seq_length tokens, with one token of overlap between samples. Then the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from megatron.data.cache import Arrays, IndexCache
 from megatron.data.index_builders import Builders, epochs_needed, samples_in, separate_last_epoch
 from megatron.data.indexed.dataset import IndexedDataset
 from megatron.errors import ConfigError, DataError
-
-
-@dataclass(frozen=True)
-class TokenPlace:
-    """The origin of a token of a sample."""
-
-    prefix: str
-    document: int
-    sequence: int
-    offset: int
-
-    def __str__(self) -> str:
-        return f"{self.prefix}, document {self.document}, token {self.offset} of sequence {self.sequence}"
 
 
 class GPTDataset:
@@ -111,7 +96,7 @@ class GPTDataset:
         out[filled:] = self.data.get(int(self.documents[place]), offset, last_offset + 1 - offset)
         return out
 
-    def locate(self, index: int, token: int) -> TokenPlace:
+    def locate(self, index: int, token: int) -> str:
         """The origin of token `token` of sample `index`."""
         sample = int(self.order[index])
         place, offset = self.samples[sample].tolist()
@@ -119,6 +104,7 @@ class GPTDataset:
             sequence = int(self.documents[place])
             available = int(self.data.sequence_lengths[sequence]) - offset
             if token < available:
-                return TokenPlace(self.data.prefix, self.data.document_of(sequence), sequence, offset + token)
+                document = self.data.document_of(sequence)
+                return f"{self.data.prefix}, document {document}, token {offset + token} of sequence {sequence}"
             token -= available
             place, offset = place + 1, 0

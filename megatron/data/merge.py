@@ -10,7 +10,7 @@ from typing import Any, Literal
 from megatron.data.indexed.builder import DatasetSummary, IndexedDatasetBuilder
 from megatron.data.indexed.checksums import FileChecksums, refuse_damage
 from megatron.data.indexed.dataset import IndexedDataset, bin_path
-from megatron.data.indexed.record import DataRecord, make_record, read_record, record_path, write_record
+from megatron.data.indexed.record import DataRecord, check_files, make_record, read_record, record_path, write_record
 from megatron.data.parts import Group, partition_of
 from megatron.errors import ConfigError, DataError
 from megatron.utils.durable import BlockHasher
@@ -87,19 +87,14 @@ def look_at(prefix: str) -> MergeInput:
 
 
 def _refuse_foreign_record(prefix: str, record: DataRecord, data: IndexedDataset) -> None:
-    path = record_path(prefix)
-    if record.index_fingerprint != data.fingerprint or record.dtype != data.dtype.name:
-        raise DataError(
-            f"{path}: the record is of other .bin/.idx files than those beside it; "
-            "run tools/preprocess_data.py again, or remove the record if the files are right"
-        )
+    check_files(record, data, data.fingerprint)
     named, said = partition_of(prefix), record.extra.get("partition")
     if named is None or not isinstance(said, dict):
         return
     if (said.get("rank"), said.get("world")) != (named.rank, named.world):
         raise DataError(
-            f"{path}: is partition {said.get('rank')} of {said.get('world')} by its record and {named.rank} of "
-            f"{named.world} by its name; rename it back"
+            f"{record_path(prefix)}: is partition {said.get('rank')} of {said.get('world')} by its record and "
+            f"{named.rank} of {named.world} by its name; rename it back"
         )
 
 

@@ -29,9 +29,7 @@ def sample_batches(
     """The sample ids of each micro-batch of one rank, in the order of --dataloader-type."""
     if order == "single":
         return single_batches(total_samples, consumed_samples, shape)
-    if order == "cyclic":
-        return cyclic_batches(total_samples, consumed_samples, shape, data_sharding=data_sharding)
-    raise ConfigError(f"--dataloader-type {order}: not known; use single or cyclic")
+    return cyclic_batches(total_samples, consumed_samples, shape, data_sharding=data_sharding)
 
 
 def single_batches(total_samples: int, consumed_samples: int, shape: BlockShape) -> Iterator[list[int]]:

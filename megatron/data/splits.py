@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from megatron.config.split import Shares
-from megatron.errors import ConfigError
+from itertools import accumulate
 
-SPLIT_RULES = ("23.06", "main")
+from megatron.config.split import Shares
 
 
 def split_bounds(shares: Shares, sequences: int, rule: str = "23.06") -> tuple[int, int, int, int]:
-    """The bounds b, where split k holds sequences b[k] <= i < b[k + 1]."""
+    """The bounds b, where split k holds sequences b[k] <= i < b[k + 1]. `rule`: of --split-rule."""
     if rule == "main":
-        cumulative = [0.0]
-        for share in shares:
-            cumulative.append(cumulative[-1] + share)
-        bounds = [round(share * float(sequences)) for share in cumulative]
-    elif rule == "23.06":
-        bounds = [0]
-        for share in shares:
-            bounds.append(bounds[-1] + round(share * float(sequences)))
+        bounds = [round(share * float(sequences)) for share in accumulate(shares, initial=0.0)]
+    else:
+        bounds = list(accumulate((round(share * float(sequences)) for share in shares), initial=0))
         surplus = bounds[-1] - sequences
         # Megatron's bound can be negative here, which trains on documents of another split; ours is at least 0.
         bounds = [0] + [max(0, bound - surplus) for bound in bounds[1:]]
-    else:
-        raise ConfigError(f"--split-rule {rule!r}: not known; use one of {', '.join(SPLIT_RULES)}")
     return (bounds[0], bounds[1], bounds[2], bounds[3])
 
 

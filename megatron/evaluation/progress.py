@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
 
 from megatron.utils.log import print_line
+from megatron.utils.progress import bar_on_terminal
 
 PAUSE = 10.0
 """Seconds between lines."""
@@ -19,7 +19,7 @@ class TokenProgress:
         self.total, self.done = total, 0
         self.started = self._said = time.monotonic()
         self._main = main
-        self._bar = _bar(total) if main and sys.stderr.isatty() else None
+        self._bar = bar_on_terminal(total, unit="tok") if main else None
 
     def add(self, tokens: int) -> None:
         self.done += tokens
@@ -45,11 +45,3 @@ class TokenProgress:
     def __exit__(self, *raised: object) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-def _bar(total: int) -> Any:
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    return tqdm(total=total, unit="tok", unit_scale=True, dynamic_ncols=True)

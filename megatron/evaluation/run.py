@@ -125,8 +125,8 @@ def _report(subject: Subject, options: TaskOptions, result: dict[str, Any], prog
     about = {
         "task": options.task,
         "data": options.data,
-        "model": subject.place,
-        "dtype": subject.dtype,
+        "model": subject.described.place,
+        "dtype": subject.described.dtype,
         "tokenizer": subject.tokenizer.fingerprint[:12],
         "window": subject.window,
     }

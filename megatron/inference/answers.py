@@ -66,26 +66,17 @@ class Answers:
         """Answers in the order of the prompts. `on_text` is told the text of a single prompt as it comes; `on_answers`
         all answers so far, by number."""
         assert on_text is None or len(prompts) == 1
-        with packed_weights(self.subject.model, self.subject.run.log.info):
-            return self._to(prompts, wanted, on_text, on_answers)
-
-    def _to(
-        self,
-        prompts: Sequence[Prompt],
-        wanted: Wanted,
-        on_text: Callable[[str], object] | None,
-        on_answers: Callable[[Mapping[int, Answer]], object],
-    ) -> list[Answer]:
         seeds = wanted.sampling.seeds([prompt.tokens for prompt in prompts])
         found: dict[int, Answer] = {}
-        for turn in self._turns(prompts):
-            place = self.parallel.dp.rank if len(turn) > 1 else 0
-            mine = [(prompts[number], seeds[number]) for number in turn[place]]
-            answers = self._answers(mine, wanted, on_text)
-            several = all_gather_json(answers, self.parallel.dp, list[Answer]) if len(turn) > 1 else [answers]
-            for batch, of_batch in zip(turn, several, strict=True):
-                found |= dict(zip(batch, of_batch, strict=True))
-            on_answers(found)
+        with packed_weights(self.subject.model, self.subject.run.log.info):
+            for turn in self._turns(prompts):
+                place = self.parallel.dp.rank if len(turn) > 1 else 0
+                mine = [(prompts[number], seeds[number]) for number in turn[place]]
+                answers = self._answers(mine, wanted, on_text)
+                several = all_gather_json(answers, self.parallel.dp, list[Answer]) if len(turn) > 1 else [answers]
+                for batch, of_batch in zip(turn, several, strict=True):
+                    found |= dict(zip(batch, of_batch, strict=True))
+                on_answers(found)
         return [found[number] for number in range(len(prompts))]
 
     def _turns(self, prompts: Sequence[Prompt]) -> Iterator[list[list[int]]]:

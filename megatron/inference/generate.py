@@ -31,10 +31,6 @@ class Continuation:
     score: float | None = field(default=None, compare=False)
     """Of beam search: the sum of log-probabilities over the length to the power of the penalty."""
 
-    @property
-    def ended(self) -> bool:
-        return self.finish == "eos"
-
 
 @torch.inference_mode()
 def generate(

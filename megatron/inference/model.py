@@ -25,6 +25,7 @@ from megatron.model.parameters import WORD_TABLE
 from megatron.model.passes import Batch, Passes
 from megatron.parallelize import Parallel
 from megatron.tokenizer import Tokenizer, TokenizerSettings, build_tokenizer
+from megatron.tokenizer.huggingface import text_of_token
 from megatron.tokenizer_types import TOKENIZERS
 from megatron.training.checkpointing import RunCheckpoints
 from megatron.training.initialize import Run, start
@@ -67,7 +68,7 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class _Described:
+class Described:
     """What a checkpoint says of itself, without its weights."""
 
     place: str
@@ -89,10 +90,7 @@ class Subject:
 
     run: Run
     options: ModelOptions
-    place: str
-    dtype: str
-    tokenizer_folder: Path | None
-    prompt_format: str | None = None
+    described: Described
 
     @property
     def window(self) -> int:
@@ -111,17 +109,16 @@ class Subject:
     @property
     def chat_settings(self) -> TokenizerConfig:
         """Those of the chat template: the format that the run was trained with."""
-        return replace(self.run.config.tokenizer, sft_tokenizer_prompt_format=self.prompt_format)
+        return replace(self.run.config.tokenizer, sft_tokenizer_prompt_format=self.described.prompt_format)
 
     @cached_property
     def bos_id(self) -> int | None:
         """The id that the tokenizer's folder calls the beginning of a text; None if it names none."""
-        path = None if self.tokenizer_folder is None else self.tokenizer_folder / "tokenizer_config.json"
-        if path is None or not path.is_file():
+        folder = self.described.tokenizer_folder
+        if folder is None or not (folder / "tokenizer_config.json").is_file():
             return None
-        named = read_finite_json(path).get("bos_token")
-        token = named.get("content") if isinstance(named, dict) else named
-        return self.tokenizer.token_id(token) if isinstance(token, str) else None
+        token = text_of_token(read_finite_json(folder / "tokenizer_config.json").get("bos_token"))
+        return None if token is None else self.tokenizer.token_id(token)
 
     @property
     def positions(self) -> int | None:
@@ -186,14 +183,7 @@ def subject_of(options: ModelOptions, connect: Callable[[RunConfig], Run], sourc
     _check_tokenizer(options, described, run.tokenizer)
     if doubt is not None:
         run.log.warn(doubt)
-    return Subject(
-        run,
-        options,
-        described.place,
-        options.dtype or described.dtype,
-        described.tokenizer_folder,
-        described.prompt_format,
-    )
+    return Subject(run, options, replace(described, dtype=options.dtype or described.dtype))
 
 
 def named_ends(folder: Path) -> frozenset[int]:
@@ -205,12 +195,12 @@ def named_ends(folder: Path) -> frozenset[int]:
     return frozenset()
 
 
-def _describe(options: ModelOptions, source: StepSource) -> _Described:
+def _describe(options: ModelOptions, source: StepSource) -> Described:
     load = Path(options.load)
     if is_hugging_face(load):
         folder = source.open_model(load)
         own = load if (load / "tokenizer.json").is_file() else None
-        return _Described(
+        return Described(
             str(load),
             folder.dtype,
             folder.config.max_position_embeddings,
@@ -233,7 +223,7 @@ def _describe(options: ModelOptions, source: StepSource) -> _Described:
     if "model" not in saved or WORD_TABLE not in found.manifest.model:
         raise CheckpointError(f"{found.directory} holds no model of ours (a GPT and its configuration)")
     own = found.tokenizer if found.tokenizer and (found.tokenizer / "tokenizer.json").is_file() else None
-    return _Described(
+    return Described(
         str(found.directory),
         str(found.reader().model_dtype()).removeprefix("torch."),
         saved["model"].get("max_position_embeddings"),
@@ -260,7 +250,7 @@ def _tokenizer_in(folder: Path | None) -> Tokenizer | None:
     return build_tokenizer(settings, announce=False)
 
 
-def _command_line(options: ModelOptions, described: _Described) -> list[str]:
+def _command_line(options: ModelOptions, described: Described) -> list[str]:
     """The flags of a training run that would evaluate this model and train nothing: they are checked, and the model
     split over ranks and loaded, as in training."""
     window = options.seq_length
@@ -298,7 +288,7 @@ _PASSED_ON = (
 )
 
 
-def _check_tokenizer(options: ModelOptions, described: _Described, tokenizer: Tokenizer | None) -> None:
+def _check_tokenizer(options: ModelOptions, described: Described, tokenizer: Tokenizer | None) -> None:
     if tokenizer is None or described.tokenizer is None:
         return
     given, own = tokenizer.fingerprint, described.tokenizer.fingerprint
@@ -314,7 +304,7 @@ def own_step(model: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
     return batch["step"](model, batch)
 
 
-def _doubt_of_size(options: ModelOptions, described: _Described) -> str | None:
+def _doubt_of_size(options: ModelOptions, described: Described) -> str | None:
     """The line about a tokenizer that can hardly be that of a checkpoint which holds none: its size is another, and
     padding does not explain it."""
     settings = TokenizerSettings(**{name: getattr(options, name) for name in _OF_TOKENIZERS})

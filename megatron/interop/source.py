@@ -21,7 +21,7 @@ class OtherPrograms:
         return open_foreign(directory, say, check_hashes=check_hashes)
 
     def open_model(self, folder: Path) -> ForeignModel:
-        from megatron.interop.hf import open_folder
+        from megatron.interop.hf.importer import open_folder
 
         return open_folder(folder)
 
@@ -31,7 +31,7 @@ class OtherPrograms:
         return read_origin(folder).plain()
 
     def load_model(self, folder: Path, **how: Any) -> LoadedState:
-        from megatron.interop.hf import load_hugging_face
+        from megatron.interop.hf.direct import load_hugging_face
 
         return load_hugging_face(folder, **how)
 

@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -141,7 +141,7 @@ class WorkFolder:
         return overwrite
 
     def done(self, result: SegmentResult) -> None:
-        self._write({"done": result.to_json()})
+        self._write({"done": asdict(result)})
         self._done += 1
 
     def merged(self, segments: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import re
 from dataclasses import dataclass, field
@@ -71,9 +70,6 @@ class SegmentResult:
 
     def file(self, folder: Path, key: int, part: str) -> Path:
         return folder / f"{self.stem}.{key}.{part}"
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> SegmentResult:

@@ -5,8 +5,6 @@ Megatron's rules: words of up to 200 characters; [BOS] and [EOS] follow the voca
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +23,7 @@ from megatron.tokenizer.base import (
     package,
     refuse_surrogates,
 )
-from megatron.tokenizer.bpe_files import read_text
+from megatron.tokenizer.bpe_files import hash_of, read_text
 from megatron.tokenizer.byte_lengths import Lengths, by_decoding
 from megatron.tokenizer.export import config_text, write_files
 
@@ -62,8 +60,7 @@ class BertWordPieceTokenizer(Tokenizer):
 
     @cached_property
     def fingerprint(self) -> str:
-        content = json.dumps([self.name, LONGEST_WORD, list(self._vocab)], ensure_ascii=True, separators=(",", ":"))
-        return hashlib.sha256(content.encode("ascii")).hexdigest()
+        return hash_of([self.name, LONGEST_WORD, list(self._vocab)])
 
     def tokenize(self, text: str) -> list[int]:
         refuse_surrogates(text)

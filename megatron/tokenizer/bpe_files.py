@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from megatron.errors import ConfigError
 from megatron.tokenizer.base import END_OF_TEXT
@@ -44,8 +45,13 @@ class BPE:
         """sha256 of the content in a canonical form, independent of the files' names, order and white space."""
         by_id = sorted(self.vocab.items(), key=lambda item: item[1])
         content = {"kind": "byte-level-bpe", "pattern": "gpt2", "vocab": by_id, "merges": self.merges}
-        canonical = json.dumps(content, ensure_ascii=True, separators=(",", ":"), sort_keys=True)
-        return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+        return hash_of(content)
+
+
+def hash_of(content: Any) -> str:
+    """sha256 of a JSON value in a canonical form."""
+    canonical = json.dumps(content, ensure_ascii=True, separators=(",", ":"), sort_keys=True)
+    return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
 
 def read_bpe(vocab_file: Path, merge_file: Path) -> BPE:

@@ -15,14 +15,14 @@ from typing import Any
 
 from megatron.errors import StorageError
 from megatron.tokenizer.export import config_text
-from megatron.tokenizer.huggingface import HuggingFaceTokenizer, read_json
+from megatron.tokenizer.fast.kinds import QWEN2_SPLIT
+from megatron.tokenizer.huggingface import ROLES, HuggingFaceTokenizer, named_tokens, read_json
 
 JSON = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 _REPLACED = (CONFIG, SPECIAL_TOKENS, "added_tokens.json")
 """Files that would add to tokenizer.json or contradict it."""
-ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _WITH_DEFAULTS = ROLES[:5]
 """Roles that are written as null where there is no token: the default of a class may be a new token."""
 
@@ -53,17 +53,11 @@ _KEPT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-# What the class Qwen2Tokenizer makes of every vocabulary.
-_QWEN2_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
 def is_qwen2(description: Mapping[str, Any]) -> bool:
     """True if a tokenizer.json describes what Qwen2Tokenizer rebuilds from its vocabulary and merges."""
     model, words = description.get("model") or {}, (description.get("pre_tokenizer") or {}).get("pretokenizers") or ()
     options = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
-    split = {"type": "Split", "pattern": {"Regex": _QWEN2_WORDS}, "behavior": "Isolated", "invert": False}
+    split = {"type": "Split", "pattern": {"Regex": QWEN2_SPLIT}, "behavior": "Isolated", "invert": False}
     characters = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
     return (
         model.get("type") == "BPE"
@@ -98,13 +92,7 @@ class TokenizerFiles:
 
     def roles(self, rows: int) -> dict[str, str]:
         """Role -> token of the special tokens that the files name and a model with `rows` rows has."""
-        tokenizer, named = self.tokenizer(), dict[str, str]()
-        for values in (self.json(CONFIG), self.json(SPECIAL_TOKENS)):
-            for role in ROLES:
-                token = values.get(role)
-                token = token.get("content") if isinstance(token, dict) else token
-                if isinstance(token, str):
-                    named.setdefault(role, token)
+        tokenizer, named = self.tokenizer(), named_tokens(self.folder / JSON, self.names)
         if tokenizer.eod_token is not None:
             named["eos_token"] = tokenizer.eod_token
         ids = {role: tokenizer.token_id(token) for role, token in named.items()}

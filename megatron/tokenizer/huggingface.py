@@ -32,7 +32,7 @@ from megatron.tokenizer.fast.guard import build_guarded
 from megatron.tokenizer.identity import earlier_fingerprint, fingerprint, steps
 
 SETTING = "--tokenizer-model"
-_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 KEPT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -133,11 +133,10 @@ class HuggingFaceTokenizer(Tokenizer):
     def _find_eod_token(self) -> str | None:
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             beside = self._json_file.with_name(name)
-            if beside.exists() and (self._only is None or name in self._only):
-                token = read_json(beside).get("eos_token")
-                token = token.get("content") if isinstance(token, dict) else token
-                if isinstance(token, str):
-                    return token
+            counts = beside.exists() and (self._only is None or name in self._only)
+            token = text_of_token(read_json(beside).get("eos_token")) if counts else None
+            if token is not None:
+                return token
         return END_OF_TEXT if self._rust.token_to_id(END_OF_TEXT) is not None else None
 
     def _make_special_text_plain(self) -> None:
@@ -270,17 +269,20 @@ class HuggingFaceTokenizer(Tokenizer):
         write_files(Path(directory), texts)
 
 
-def named_tokens(json_file: Path) -> dict[str, str]:
-    """The special tokens that the files beside tokenizer.json name, such as bos_token."""
+def text_of_token(described: Any) -> str | None:
+    """The text of a token that a file names, as text or as an object with its settings; None if it names none."""
+    text = described.get("content") if isinstance(described, dict) else described
+    return text if isinstance(text, str) else None
+
+
+def named_tokens(json_file: Path, only: Collection[str] | None = None) -> dict[str, str]:
+    """The special tokens that the files beside tokenizer.json name, such as bos_token. `only`: the files that count."""
     names: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         path = json_file.with_name(file)
-        described = read_json(path) if path.is_file() else {}
-        for name in _NAMES:
-            token = described.get(name)
-            token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str):
-                names[name] = token
+        described = read_json(path) if path.is_file() and (only is None or file in only) else {}
+        found = {role: text_of_token(described.get(role)) for role in ROLES}
+        names |= {role: token for role, token in found.items() if token is not None}
     return names
 
 

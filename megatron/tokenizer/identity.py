@@ -6,7 +6,6 @@ another form. The ids of documents are the same, so the fingerprint is, too.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron.tokenizer.base import package
-from megatron.tokenizer.bpe_files import merge_pair
+from megatron.tokenizer.bpe_files import hash_of, merge_pair
 
 _MATCHING = ("single_word", "lstrip", "rstrip", "normalized")
 
@@ -37,7 +36,7 @@ def fingerprint(description: dict[str, Any], eod_token: str | None, id_of: Calla
         "added": _all_added(description.get("added_tokens") or (), eod_token, id_of, normalize),
         "eod": eod_token,
     }
-    return _hash(identity)
+    return hash_of(identity)
 
 
 def steps(part: Any) -> list[Any]:
@@ -58,12 +57,7 @@ def earlier_fingerprint(description: dict[str, Any], eod_token: str | None) -> s
     model = dict(content.get("model") or {})
     if "merges" in model:
         model["merges"] = [merge_pair(merge) for merge in model["merges"]]
-    return _hash({**content, "model": model, "eod": eod_token})
-
-
-def _hash(identity: dict[str, Any]) -> str:
-    canonical = json.dumps(identity, ensure_ascii=True, separators=(",", ":"), sort_keys=True)
-    return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+    return hash_of({**content, "model": model, "eod": eod_token})
 
 
 def _splitting(description: dict[str, Any]) -> Any:

@@ -11,7 +11,7 @@ from megatron.utils.log import print_line
 BYTES_PAUSE = 5.0  # seconds between lines about bytes
 
 
-def bar_on_terminal(total: int, begun_at: int = 0, verb: str | None = None) -> Any:
+def bar_on_terminal(total: int, begun_at: int = 0, verb: str | None = None, unit: str = "B") -> Any:
     """None where stderr is no terminal. `total` 0: it is not known."""
     if not sys.stderr.isatty():
         return None
@@ -19,7 +19,7 @@ def bar_on_terminal(total: int, begun_at: int = 0, verb: str | None = None) -> A
         from tqdm import tqdm
     except ImportError:
         return None
-    return tqdm(total=total or None, initial=begun_at, desc=verb, unit="B", unit_scale=True, dynamic_ncols=True)
+    return tqdm(total=total or None, initial=begun_at, desc=verb, unit=unit, unit_scale=True, dynamic_ncols=True)
 
 
 class ByteProgress:

@@ -24,7 +24,7 @@ from megatron.inference.decoder import Decoder
 from megatron.inference.generate import generate
 from megatron.inference.model import ModelOptions
 from megatron.inference.sampling import Sampling
-from megatron.interop.hf import write_export
+from megatron.interop.hf.export import write_export
 from megatron.model import GPT
 from megatron.model.kv_cache import SPARE, KVCache
 from megatron.model.linear import Linear

@@ -18,7 +18,8 @@ from megatron.checkpoint.reader import StepReader
 from megatron.cli.convert_checkpoint import main as convert
 from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError
-from megatron.interop.hf import direct, open_folder
+from megatron.interop.hf import direct
+from megatron.interop.hf.importer import open_folder
 from megatron.layout import Layout
 from megatron.model.parameters import parameters
 from megatron.parallelize.specs import Cut

@@ -24,9 +24,10 @@ from megatron.cli.convert_checkpoint import main as convert_main
 from megatron.config import ModelConfig
 from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError, ConfigError
-from megatron.interop.hf import Export, check_export, open_folder, plan_export, read_tensors, write_export
-from megatron.interop.hf.check import compare_logits, compare_weights, our_logits
+from megatron.interop.hf.check import check_export, compare_logits, compare_weights, our_logits
 from megatron.interop.hf.exchange import Exchange
+from megatron.interop.hf.export import Export, plan_export, write_export
+from megatron.interop.hf.importer import open_folder, read_tensors
 from megatron.layout import Layout
 from megatron.model.parameters import parameters
 from megatron.state.shard import Shard

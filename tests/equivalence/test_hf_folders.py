@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.cli.convert_checkpoint import main as convert
 from megatron.errors import CheckpointError, ConfigError
-from megatron.interop.hf import open_folder, read_tensors
+from megatron.interop.hf.importer import open_folder, read_tensors
 from tests.equivalence.test_hf_continue import FAMILIES, command, make_model, transformers, write_data
 from tests.helpers.runs import generate_here, pretrain_here
 

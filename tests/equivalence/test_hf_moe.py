@@ -16,10 +16,10 @@ from megatron.checkpoint import RunHistory, TrainState, save_checkpoint
 from megatron.config import ModelConfig, MoEConfig
 from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError, ConfigError
-from megatron.interop.hf import check_export, open_folder, plan_export, read_tensors, write_export
-from megatron.interop.hf.check import compare_logits
-from megatron.interop.hf.export import Export
+from megatron.interop.hf.check import check_export, compare_logits
+from megatron.interop.hf.export import Export, plan_export, write_export
 from megatron.interop.hf.families import by_model_type
+from megatron.interop.hf.importer import open_folder, read_tensors
 from megatron.layout import Layout
 from megatron.model.moe_losses import balance_loss
 from megatron.model.parameters import parameters

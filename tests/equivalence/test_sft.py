@@ -15,7 +15,7 @@ from megatron.data import loader
 from megatron.data.masks import MaskConfig, document_ids, loss_mask
 from megatron.engine import StepResult
 from megatron.errors import ConfigError, DataError
-from megatron.interop.hf import open_folder
+from megatron.interop.hf.importer import open_folder
 from megatron.optimizer import Rates
 from megatron.training.assemble import assemble
 from tests.equivalence.test_resume import assert_same, run_in_pieces

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.tokenizer.chat.encoder import ChatEncoder
+from megatron.tokenizer.chat.template import ChatError
+
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>")
 
 CHATML = (
@@ -78,3 +81,11 @@ def some_chats(count: int) -> list[list[dict[str, str]]]:
 def write_chats(path: Path, chats: Iterable[Sequence[Any]]) -> Path:
     path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
     return path
+
+
+def encoded(made: ChatEncoder, messages: Sequence[Any], tools: Any = None) -> list[tuple[Any, Any]]:
+    """The ids and what counts of one conversation; raises the reason why it cannot be encoded."""
+    (found,) = made.encode_all([(messages, tools)])
+    if isinstance(found, ChatError):
+        raise found
+    return found

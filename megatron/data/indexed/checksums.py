@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from megatron.data.indexed.files import regular_file_size
 from megatron.data.indexed.index_file import AGAIN
@@ -32,40 +32,26 @@ _READ_BYTES = 4 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class FileChecksums:
-    """The checksums of one file, as kept in a record."""
+    """The checksums of one file, as kept in a record. A ValueError says what is wrong with them."""
 
+    algorithm: str = ALGORITHM
+    block_bytes: int = BLOCK_BYTES
     size: int
     blocks: tuple[str, ...]
-    block_bytes: int = BLOCK_BYTES
-    algorithm: str = ALGORITHM
+
+    def __post_init__(self) -> None:
+        if self.algorithm != ALGORITHM:
+            raise ValueError(f"algorithm {self.algorithm!r:.60}, and only {ALGORITHM} is known")
+        if self.size < 0 or self.block_bytes < 8 or self.block_bytes % 8:
+            raise ValueError(f"size {self.size} in blocks of {self.block_bytes} bytes")
+        if not all(len(block) == 64 for block in self.blocks):
+            raise ValueError("blocks is not a list of checksums")
+        if len(self.blocks) != -(-self.size // self.block_bytes):
+            raise ValueError(f"{len(self.blocks)} blocks of {self.block_bytes} bytes for {self.size} bytes")
 
     @classmethod
     def of(cls, hasher: BlockHasher) -> FileChecksums:
         return cls(size=hasher.size, blocks=hasher.blocks(), block_bytes=hasher.block_bytes)
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "algorithm": self.algorithm,
-            "block_bytes": self.block_bytes,
-            "size": self.size,
-            "blocks": list(self.blocks),
-        }
-
-    @classmethod
-    def from_json(cls, content: Any) -> FileChecksums:
-        """Parses a record's entry; a ValueError says what is wrong with it."""
-        if not isinstance(content, dict):
-            raise ValueError("not an object")
-        size, block_bytes, blocks = (content.get(name) for name in ("size", "block_bytes", "blocks"))
-        if content.get("algorithm") != ALGORITHM:
-            raise ValueError(f"algorithm {content.get('algorithm')!r:.60}, and only {ALGORITHM} is known")
-        if type(size) is not int or type(block_bytes) is not int or size < 0 or block_bytes < 8 or block_bytes % 8:
-            raise ValueError(f"size {size!r:.60} in blocks of {block_bytes!r:.60} bytes")
-        if not isinstance(blocks, list) or not all(isinstance(block, str) and len(block) == 64 for block in blocks):
-            raise ValueError("blocks is not a list of checksums")
-        if len(blocks) != -(-size // block_bytes):
-            raise ValueError(f"{len(blocks)} blocks of {block_bytes} bytes for {size} bytes")
-        return cls(size=size, blocks=tuple(blocks), block_bytes=block_bytes)
 
 
 def checksums_of(path: Path, *, block_bytes: int = BLOCK_BYTES) -> FileChecksums:

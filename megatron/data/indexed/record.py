@@ -13,11 +13,13 @@ from megatron.data.indexed.dataset import IndexedDataset, bin_path, idx_path
 from megatron.data.indexed.files import regular_file_size
 from megatron.errors import ConfigError, DataError
 from megatron.utils.durable import write_atomically, writing
+from megatron.utils.typed import typed
 from megatron.version import __version__
 
 FORMAT = "megatron-data-record"
 VERSION = 1
 _MAX_BYTES = 1 << 30
+OR_REMOVE = "run tools/preprocess_data.py again, or remove the record if the files are right"
 
 Fingerprint = str | tuple[str, ...] | None
 """Of the run's tokenizer: one, or all that it may be recorded under (`Tokenizer.fingerprints`); None without one."""
@@ -34,7 +36,7 @@ class DataRecord:
     tokens: int
     max_id: int  # -1 without tokens
     index_fingerprint: str  # of the .idx that this record belongs to
-    source: tuple[str, ...] = ()
+    source: tuple[str, ...]
     bin: FileChecksums | None = None  # None in records of earlier releases
     idx: FileChecksums | None = None
     tool_version: str | None = None
@@ -89,11 +91,10 @@ def make_record(
 def write_record(prefix: str | Path, record: DataRecord) -> Path:
     path = record_path(prefix)
     content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(record)}
-    for name in ("bin", "idx", "extra"):
-        del content[name]
+    files, extra = {suffix: content.pop(suffix) for suffix in ("bin", "idx")}, content.pop("extra")
     if record.files:
-        content["checksums"] = {suffix: known.as_json() for suffix, known in record.files.items()}
-    content.update(record.extra)
+        content["checksums"] = {suffix: files[suffix] for suffix in record.files}
+    content.update(extra)
     with writing(path):
         write_atomically(path, [json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n"])
     return path
@@ -118,51 +119,27 @@ def read_record(prefix: str | Path) -> DataRecord | None:
     return _parse(path, content, again)
 
 
-_KINDS: dict[str, tuple[type, ...]] = {
-    "tokenizer_fingerprint": (str,),
-    "vocab_size": (int,),
-    "eod_id": (int, type(None)),
-    "dtype": (str,),
-    "documents": (int,),
-    "sequences": (int,),
-    "tokens": (int,),
-    "max_id": (int,),
-    "index_fingerprint": (str,),
-    "source": (list,),
-}
-_OPTIONAL = ("tool_version", "checksums")
-
-
 def _parse(path: Path, content: dict[str, Any], again: str) -> DataRecord:
-    for name, kinds in _KINDS.items():
-        if name not in content:
-            raise DataError(f"{path}: {name}: missing; {again}")
-        if not isinstance(content[name], kinds) or isinstance(content[name], bool):
-            raise DataError(f"{path}: {name}: {content[name]!r:.60} is not of the right kind; {again}")
-    known = {name: content[name] for name in _KINDS}
-    impossible = _impossible(known)
+    own = {field.name for field in dataclasses.fields(DataRecord)} - {"bin", "idx", "extra"}
+    known = {name: value for name, value in content.items() if name in own}
+    extra = {name: value for name, value in content.items() if name not in own | {"format", "version", "checksums"}}
+    try:
+        record = typed(DataRecord, {**known, "extra": extra})
+    except ValueError as error:
+        raise DataError(f"{path}: {error}; {again}") from None
+    impossible = _impossible(record)
     if impossible is not None:
         raise DataError(f"{path}: {impossible}; {again}")
-    known["source"] = tuple(str(name) for name in known["source"])
-    checksums = _parse_checksums(path, content.get("checksums", {}), again)
-    version = content.get("tool_version")
-    own = (*_KINDS, *_OPTIONAL, "format", "version")
-    extra = {name: value for name, value in content.items() if name not in own}
-    return DataRecord(
-        **known,
-        bin=checksums.get("bin"),
-        idx=checksums.get("idx"),
-        tool_version=None if version is None else str(version),
-        extra=extra,
-    )
+    files = _parse_checksums(path, content.get("checksums", {}), again)
+    return dataclasses.replace(record, bin=files.get("bin"), idx=files.get("idx"))
 
 
-def _impossible(known: dict[str, Any]) -> str | None:
+def _impossible(record: DataRecord) -> str | None:
     """What no dataset can have."""
-    vocabulary, highest, eod = known["vocab_size"], known["max_id"], known["eod_id"]
+    vocabulary, highest, eod = record.vocab_size, record.max_id, record.eod_id
     for name in ("documents", "sequences", "tokens"):
-        if known[name] < 0:
-            return f"{name}: {known[name]}, and there cannot be fewer than none"
+        if getattr(record, name) < 0:
+            return f"{name}: {getattr(record, name)}, and there cannot be fewer than none"
     if vocabulary < 1:
         return f"vocab_size: {vocabulary}, and a vocabulary has at least one entry"
     if not -1 <= highest < vocabulary:
@@ -179,7 +156,7 @@ def _parse_checksums(path: Path, content: Any, again: str) -> dict[str, FileChec
     for suffix in ("bin", "idx"):
         if suffix in content:
             try:
-                files[suffix] = FileChecksums.from_json(content[suffix])
+                files[suffix] = typed(FileChecksums, content[suffix])
             except ValueError as error:
                 raise DataError(f"{path}: checksums: {suffix}: {error}; {again}") from None
     return files
@@ -191,8 +168,7 @@ def check_files(record: DataRecord, data: IndexedDataset, data_fingerprint: str)
     if record.index_fingerprint != data_fingerprint or record.tokens != data.num_tokens:
         raise DataError(
             f"{path}: index_fingerprint: the record is of other .bin/.idx files than those beside it "
-            f"({record.tokens} tokens, the files have {data.num_tokens}); run tools/preprocess_data.py again, "
-            f"or remove the record if the files are right"
+            f"({record.tokens} tokens, the files have {data.num_tokens}); {OR_REMOVE}"
         )
     for name, said, found in (
         ("documents", record.documents, data.num_documents),
@@ -200,10 +176,7 @@ def check_files(record: DataRecord, data: IndexedDataset, data_fingerprint: str)
         ("dtype", record.dtype, data.dtype.name),
     ):
         if said != found:
-            raise DataError(
-                f"{path}: {name} {said}, and the files have {found}; "
-                "run tools/preprocess_data.py again, or remove the record if the files are right"
-            )
+            raise DataError(f"{path}: {name} {said}, and the files have {found}; {OR_REMOVE}")
 
 
 def check_tokenizer(

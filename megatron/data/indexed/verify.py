@@ -12,7 +12,7 @@ import numpy as np
 from megatron.data.indexed.checksums import BLOCK_BYTES, mapped_blocks, verify_blocks
 from megatron.data.indexed.dataset import IndexedDataset, bin_path, idx_path
 from megatron.data.indexed.index_file import AGAIN
-from megatron.data.indexed.record import DataRecord, check_files, record_path
+from megatron.data.indexed.record import OR_REMOVE, DataRecord, check_files, record_path
 from megatron.errors import DataError
 
 _READ_BYTES = 4 << 20
@@ -70,8 +70,7 @@ def verify_dataset(
         data.close()
     if record is not None and result.max_id is not None and result.max_id != record.max_id:
         raise DataError(
-            f"{record_path(prefix)}: max_id {record.max_id}, and the largest id is {result.max_id}; "
-            "run tools/preprocess_data.py again, or remove the record if the files are right"
+            f"{record_path(prefix)}: max_id {record.max_id}, and the largest id is {result.max_id}; {OR_REMOVE}"
         )
     return result
 
@@ -84,7 +83,7 @@ def _check_record(prefix: str, record: DataRecord, data: IndexedDataset) -> None
     if record.bin is not None and record.bin.size != bin_bytes:
         raise DataError(
             f"{record_path(prefix)}: checksums: bin: size {record.bin.size}, and the files have {bin_bytes}; "
-            "run tools/preprocess_data.py again, or remove the record if the files are right"
+            f"{OR_REMOVE}"
         )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from megatron.data.cache import Arrays, IndexCache
@@ -14,18 +12,6 @@ from megatron.errors import ConfigError, DataError
 
 _VERSION = 1  # of the packing
 _CACHED_FROM = 1 << 16  # conversations; fewer are packed faster than packs are loaded
-
-
-@dataclass(frozen=True)
-class ConversationPlace:
-    """The origin of a token of a sample."""
-
-    path: str
-    line: int
-    token: int
-
-    def __str__(self) -> str:
-        return f"{self.path}, line {self.line}, token {self.token} of the conversation"
 
 
 class ConversationDataset:
@@ -129,11 +115,12 @@ class ConversationDataset:
             out[done] |= STARTS  # what fills it sees no conversation
         return out
 
-    def locate(self, index: int, token: int) -> object:
+    def locate(self, index: int, token: int) -> str:
         """The origin of token `token` of sample `index`."""
         for member in self._members(index).tolist():
             length = int(self.lengths[member])
             if token < length:
-                return ConversationPlace(self.data.prefix, int(self.data.lines[self.conversations[member]]), token)
+                line = int(self.data.lines[self.conversations[member]])
+                return f"{self.data.prefix}, line {line}, token {token} of the conversation"
             token -= length
         return f"{self.data.prefix}, what fills a sample"

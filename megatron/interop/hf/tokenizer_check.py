@@ -15,8 +15,8 @@ from typing import Any
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.interop.hf.families import by_model_type
 from megatron.tokenizer.base import gives_up, library_errors
-from megatron.tokenizer.for_transformers import JSON, ROLES, TokenizerFiles, is_qwen2
-from megatron.tokenizer.huggingface import load_tokenizers
+from megatron.tokenizer.for_transformers import JSON, TokenizerFiles, is_qwen2
+from megatron.tokenizer.huggingface import ROLES, load_tokenizers
 from megatron.utils.cpu import available_memory
 from megatron.utils.foreign import read_finite_json
 

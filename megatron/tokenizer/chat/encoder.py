@@ -115,19 +115,12 @@ class ChatEncoder:
             searches.append((" (as the tokenizer normalizes it)", normalizer.normalize_str, made))
         return [(how, read, re.compile("|".join(map(re.escape, made)))) for how, read, made in searches if made]
 
-    def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[tuple[Ids, np.ndarray]]:
-        """The ids, and for each whether what is predicted from it counts: whether the next one is of an answer. Several
-        of these if the template shows an answer in another way once more is said: each as the model sees it when it
-        answers."""
-        (rendered,) = self._rendered([(messages, tools)])
-        if isinstance(rendered, ChatError):
-            raise rendered
-        return [self._encoded(each) for each in rendered]
-
     def encode_all(
         self, conversations: Iterable[tuple[Sequence[Message], Sequence[Any] | None]]
     ) -> Iterator[list[tuple[Ids, np.ndarray]] | ChatError]:
-        """`encode` of each conversation, or why it cannot be encoded. Ends after a template that reached a limit."""
+        """For each conversation the ids, and for each id whether what is predicted from it counts: whether the next one
+        is of an answer. Several of these if the template shows an answer in another way once more is said: each as the
+        model sees it when it answers. Or why it cannot be encoded; ends after a template that reached a limit."""
         left = iter(conversations)
         try:
             while batch := list(islice(left, _BATCH)):

@@ -22,7 +22,7 @@ from megatron.checkpoint import load_checkpoint, member_checks
 from megatron.cli import convert_checkpoint as convert_cli
 from megatron.cli import verify_checkpoint as verify_cli
 from megatron.errors import CheckpointError
-from megatron.interop.hf import open_folder, read_tensors
+from megatron.interop.hf.importer import open_folder, read_tensors
 from megatron.interop.hf.weights import compare_share, weights_files
 from tests.helpers import torch_dist
 from tests.helpers.megatron_lm import Layout, with_moments, write

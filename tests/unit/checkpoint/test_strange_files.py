@@ -19,9 +19,9 @@ from megatron.checkpoint.besides_tensors import encode_values, read_values
 from megatron.config import ModelConfig, MoEConfig, adopt_checkpoint_args, parse_args, to_dict
 from megatron.data.indexed.record import read_record
 from megatron.errors import CheckpointError, ConfigError
-from megatron.interop.hf import open_folder, read_tensors
 from megatron.interop.hf.families import FAMILIES
 from megatron.interop.hf.family import Facts, Family
+from megatron.interop.hf.importer import open_folder, read_tensors
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
 from megatron.tokenizer.huggingface import HuggingFaceTokenizer
 from tests.helpers.mutations import mutated, only_our_errors, texts

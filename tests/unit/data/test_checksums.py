@@ -11,6 +11,7 @@ import pytest
 
 from megatron.data.indexed.checksums import FileChecksums, checksums_of, verify_blocks
 from megatron.errors import DataError
+from megatron.utils.typed import json_value, typed
 
 BLOCK = 1000
 SIZES = [0, 1, 999, 1000, 1001, 2000, 25_300]
@@ -30,7 +31,7 @@ def test_of_a_file(tmp_path: Path, size: int) -> None:
     path.write_bytes(random_bytes(size))
     found = checksums_of(path, block_bytes=BLOCK)
     assert (found.size, list(found.blocks)) == (size, oracle(random_bytes(size)))
-    assert FileChecksums.from_json(found.as_json()) == found
+    assert typed(FileChecksums, json_value(found)) == found
     verify_blocks(path, found)
 
 

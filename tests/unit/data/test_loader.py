@@ -24,7 +24,7 @@ from megatron.data.loader import BatchIterator, PackedBatch, build_loader, pack_
 from megatron.data.masks import MaskConfig
 from megatron.data.mock import MockDataset
 from megatron.data.sampler import BlockShape, sample_batches
-from megatron.errors import ConfigError, DataError
+from megatron.errors import DataError
 from tests.unit.data.oracle import random_documents, write_dataset
 
 MASKS = MaskConfig(eod_id=0, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
@@ -318,11 +318,6 @@ def test_batches_do_not_share_memory(dataset: GPTDataset) -> None:
         assert not tensor.is_shared()  # containers limit shared memory
     assert torch.equal(second["tokens"], before)
     batches.close()
-
-
-def test_unknown_type(dataset: GPTDataset) -> None:
-    with pytest.raises(ConfigError, match="--dataloader-type external: not known; use single or cyclic"):
-        loader(dataset, dataloader_type="external")
 
 
 def test_more_consumed_than_there_is(dataset: GPTDataset) -> None:

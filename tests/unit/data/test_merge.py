@@ -191,7 +191,7 @@ def test_damaged_part_is_refused_by_name(tmp_path: Path) -> None:
 def test_record_of_other_files_is_refused(tmp_path: Path) -> None:
     one, two = write(tmp_path / "1", some_documents(1, 4)), write(tmp_path / "2", some_documents(2, 4))
     record_path(two).write_bytes(record_path(one).read_bytes())
-    refused(tmp_path, [one, two], r"2\.meta\.json: the record is of other")
+    refused(tmp_path, [one, two], r"2\.meta\.json: index_fingerprint: the record is of other")
 
 
 def test_cut_part_is_refused(tmp_path: Path) -> None:

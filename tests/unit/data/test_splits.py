@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from megatron.config.split import parse_split
 from megatron.data.splits import sample_counts, split_bounds
-from megatron.errors import ConfigError
 
 DEFAULT = "969, 30, 1"
 
@@ -48,11 +47,6 @@ def test_the_rule_of_23_06(numbers: list[int], size: int) -> None:
     got = split_bounds(parse_split(",".join(map(str, numbers))), size)
     assert list(got) == [max(0, bound) for bound in expected]
     assert got[-1] == size and list(got) == sorted(got)
-
-
-def test_unknown_rule() -> None:
-    with pytest.raises(ConfigError, match=r"--split-rule 'mine': .*23\.06, main"):
-        split_bounds(parse_split(DEFAULT), 5, "mine")
 
 
 def test_sample_counts() -> None:

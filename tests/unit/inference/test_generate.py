@@ -13,7 +13,7 @@ from megatron.errors import ConfigError
 from megatron.inference.beams import beam_search
 from megatron.inference.generate import generate
 from megatron.inference.sampling import Sampling, keep_top_k, keep_top_p
-from megatron.interop.hf import plan_export, write_export
+from megatron.interop.hf.export import plan_export, write_export
 from megatron.model import GPT
 from tests.equivalence.test_hf_export import CASES, model, plan, save_random
 
@@ -88,7 +88,7 @@ def test_stops_at_the_end_of_the_document(tmp_path: Path) -> None:
     free = generate(ours, prompt, max_new_tokens=20)[0].tokens
     eod = free[6]
     stopped = generate(ours, prompt, max_new_tokens=20, eod_id=eod)[0]
-    assert stopped.ended and stopped.tokens == free[: free.index(eod)]
+    assert stopped.finish == "eos" and stopped.tokens == free[: free.index(eod)]
 
 
 def test_every_token_is_told_as_soon_as_it_is_known(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_every_token_is_told_as_soon_as_it_is_known(tmp_path: Path) -> None:
     told.clear()
     eod = free[1].tokens[3]
     cut = generate(ours, rows, max_new_tokens=9, eod_id=eod, on_token=lambda row, token: told.append((row, token)))
-    assert cut[1].ended and [of_row(0), of_row(1)] == [one.tokens for one in cut]
+    assert cut[1].finish == "eos" and [of_row(0), of_row(1)] == [one.tokens for one in cut]
 
     def enough(row: int, token: int) -> None:
         raise KeyboardInterrupt

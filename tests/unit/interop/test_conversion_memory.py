@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron.config import ModelConfig
-from megatron.interop.hf import plan_export, write_export
+from megatron.interop.hf.export import plan_export, write_export
 from megatron.model.parameters import parameters
 from tests.helpers.megatron_lm import Layout, Model, with_moments
 from tests.helpers.megatron_lm import write as write_megatron

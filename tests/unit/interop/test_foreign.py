@@ -11,8 +11,8 @@ import pytest
 from megatron.checkpoint.find import find_candidates
 from megatron.cli import convert_checkpoint as convert_cli
 from megatron.errors import CheckpointError, ConfigError
-from megatron.interop.hf import open_folder
 from megatron.interop.hf.families import by_model_type
+from megatron.interop.hf.importer import open_folder
 from megatron.utils.foreign import hub_hint, is_hugging_face
 from tests.helpers.other_programs import read_settings
 from tests.helpers.runs import flags

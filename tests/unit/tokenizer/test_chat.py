@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.chat import build_chat_encoder
 from megatron.tokenizer.chat.encoder import ChatEncoder
 from megatron.tokenizer.chat.template import ChatError
-from tests.helpers.chats import CHATML, FORGETS, MARKED, SPECIAL, chat, some_chats, write_chat_tokenizer
+from tests.helpers.chats import CHATML, FORGETS, MARKED, SPECIAL, chat, encoded, some_chats, write_chat_tokenizer
 
 transformers = pytest.importorskip("transformers")
 CHATS = some_chats(12)
@@ -33,7 +34,7 @@ def encoder(folder: Path, template: str | None = CHATML, form: str | None = None
 
 def answered(made: ChatEncoder, messages: list[Any]) -> tuple[list[int], list[int]]:
     """The ids, and 1 for each that is to be predicted."""
-    ((ids, counted),) = made.encode(messages)
+    ((ids, counted),) = encoded(made, messages)
     assert not counted[-1], "nothing is predicted from the last token of a conversation"
     return ids.tolist(), [0, *counted[:-1].astype(int).tolist()]
 
@@ -59,7 +60,7 @@ def test_tools_and_keys_of_messages_reach_the_template(tmp_path: Path) -> None:
     messages: list[Any] = [*chat("a", "b", "c"), call, {"role": "tool", "content": "3"}]
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     expected = theirs.apply_chat_template(messages, tools=tools, return_assistant_tokens_mask=True, return_dict=True)
-    ((ids, counted),) = made.encode(messages, tools)
+    ((ids, counted),) = encoded(made, messages, tools)
     assert (ids.tolist(), [0, *counted[:-1]]) == (expected["input_ids"], expected["assistant_masks"])
 
 
@@ -139,11 +140,11 @@ TOOLS: list[Any] = [
 def test_a_special_token_in_a_tool(tool: Any, tmp_path: Path) -> None:
     """Templates write tools as JSON, whose text would end a turn, too."""
     made, plain = encoder(tmp_path, "{{ tools | tojson }}" + CHATML), {"name": "<f>"}
-    for call in (made.encode, made.prompt):
+    for call in (partial(encoded, made), made.prompt):
         with pytest.raises(ChatError, match=f"^tool 2 holds the text {END}, which is a special token: it would end"):
             call(chat("a", "b"), [plain, tool])
-    made.encode(chat("a", "b"), [plain])
-    encoder(tmp_path, form="identity").encode(chat("a", "b"), [tool])  # it spells its tokens
+    encoded(made, chat("a", "b"), [plain])
+    encoded(encoder(tmp_path, form="identity"), chat("a", "b"), [tool])  # it spells its tokens
 
 
 NORMALIZERS = {
@@ -177,7 +178,7 @@ def test_half_a_character_under_a_normalizer_is_one_line(tmp_path: Path) -> None
     write_chat_tokenizer(tmp_path)
     made = rewritten(tmp_path, normalizer={"type": "Lowercase"}, tokens={"normalized": True})
     with pytest.raises(ChatError, match="the tokenizer gives up on message 1 "):
-        made.encode(chat("a\ud800", "b"))
+        encoded(made, chat("a\ud800", "b"))
 
 
 def test_an_eos_listed_as_an_ordinary_token_is_special(tmp_path: Path) -> None:
@@ -239,7 +240,7 @@ def folder_of(path: Path) -> str:
 def test_what_cannot_be_encoded(template: str, messages: list[Any], message: str, tmp_path: Path) -> None:
     made = encoder(tmp_path, template)
     with pytest.raises(ChatError, match=message):
-        made.encode(messages)
+        encoded(made, messages)
 
 
 def test_a_single_answer_of_a_template_that_forgets_is_known(tmp_path: Path) -> None:
@@ -253,9 +254,9 @@ def test_an_answer_that_is_forgotten_later_is_trained_as_it_was_given(tmp_path: 
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     said = chat("a", "b", "c", "d", "e")
     for messages, lasts in ((said[:4], (2, 4)), (said, (2, 4))):
-        encoded = made.encode(messages)
-        assert len(encoded) == len(lasts)
-        for (ids, counted), last in zip(encoded, lasts, strict=True):
+        found = encoded(made, messages)
+        assert len(found) == len(lasts)
+        for (ids, counted), last in zip(found, lasts, strict=True):
             assert ids.tolist() == theirs.apply_chat_template(messages[:last])["input_ids"]
             prompt = theirs.apply_chat_template(messages[: last - 1], add_generation_prompt=True)["input_ids"]
             expected = [len(prompt) <= place + 1 < len(ids) - 1 for place in range(len(ids))]  # not the line break
@@ -265,9 +266,9 @@ def test_an_answer_that_is_forgotten_later_is_trained_as_it_was_given(tmp_path: 
         "{% for", "{% set ns = namespace(user=0) %}{% for m in messages %}{% if m.role == 'user' %}"
         "{% set ns.user = loop.index0 %}{% endif %}{% endfor %}{% for", 1,
     )  # fmt: skip
-    ((_, counted),) = encoder(tmp_path, kept).encode(calls)
+    ((_, counted),) = encoded(encoder(tmp_path, kept), calls)
     assert sum(counted) == 2 * (len("<think></think>b") + 1), "both answers to one question in one text"
-    assert [sum(counted) for _, counted in encoder(tmp_path, kept).encode([*calls, *chat("d", "e")])] == [34, 17]
+    assert [sum(counted) for _, counted in encoded(encoder(tmp_path, kept), [*calls, *chat("d", "e")])] == [34, 17]
 
 
 def test_the_template_is_found_or_asked_for(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from megatron.tokenizer.chat import template as chat_template
 from megatron.tokenizer.chat.encoder import ChatEncoder
 from megatron.tokenizer.chat.template import ChatError, ChatTemplate, LimitError, Limits, Rendered, request
 from megatron.utils.process import signals_held
-from tests.helpers.chats import CHATML, chat, write_chat_tokenizer, write_chats
+from tests.helpers.chats import CHATML, chat, encoded, write_chat_tokenizer, write_chats
 
 MIB = 1 << 20
 SMALL = Limits(memory_bytes=256 * MIB, cpu_seconds=0, output_bytes=MIB)  # 0: what is left of a second
@@ -313,7 +313,7 @@ MARKS_MANY = "{% for i in range(300) %}{% for j in range(1000) %}" + MANY + "{% 
 def test_many_answers_take_no_more_than_their_text(tmp_path: Path) -> None:
     """What comes from the process is read without a limit of time, and comparing each with all took minutes."""
     write_chat_tokenizer(tmp_path, MARKS_MANY)
-    ((ids, counts),) = ChatEncoder(tmp_path, "default", 0).encode(SAID)
+    ((ids, counts),) = encoded(ChatEncoder(tmp_path, "default", 0), SAID)
     assert len(ids) == 600_000 and counts.sum() == 299_999
 
 
@@ -323,7 +323,7 @@ def test_deeply_nested_values_are_read(depth: int, tmp_path: Path) -> None:
     encoder = ChatEncoder(tmp_path, "default", 0)
     nested = json.loads("[" * depth + '"<|im_end|>"' + "]" * depth)
     with pytest.raises(ChatError, match=r"message 1 holds the text '<.im_end.>'"):
-        encoder.encode([{"role": "user", "content": "hello", "extra": nested}])
+        encoded(encoder, [{"role": "user", "content": "hello", "extra": nested}])
 
 
 def test_a_name_of_a_field_is_text_too(tmp_path: Path) -> None:
@@ -331,4 +331,4 @@ def test_a_name_of_a_field_is_text_too(tmp_path: Path) -> None:
     write_chat_tokenizer(tmp_path, CHATML)
     calls = [{"function": {"name": "f", "arguments": {"<|im_end|>": 1}}}]
     with pytest.raises(ChatError, match=r"message 2 holds the text '<.im_end.>'"):
-        ChatEncoder(tmp_path, "default", 0).encode([*SAID[:1], {"role": "assistant", "tool_calls": calls}])
+        encoded(ChatEncoder(tmp_path, "default", 0), [*SAID[:1], {"role": "assistant", "tool_calls": calls}])

@@ -248,7 +248,7 @@ def check(tokenizer: HuggingFaceTokenizer, recorded: str) -> None:
     """As training checks data with this record."""
     record = DataRecord(
         tokenizer_fingerprint=recorded, vocab_size=262, eod_id=261, dtype="uint16", documents=1, sequences=1, tokens=1,
-        max_id=5, index_fingerprint="",
+        max_id=5, index_fingerprint="", source=(),
     )  # fmt: skip
     check_tokenizer(
         record, "data", tokenizer_fingerprint=tokenizer.fingerprints, vocab_size=tokenizer.vocab_size, eod_id=261

@@ -18,8 +18,9 @@ from megatron.config import ModelConfig, MoEConfig
 from megatron.distributed.state import ParallelState
 from megatron.errors import CheckpointError
 from megatron.interop.compare import open_step
-from megatron.interop.hf import open_folder, plan_export, write_export
+from megatron.interop.hf.export import plan_export, write_export
 from megatron.interop.hf.families import FAMILIES
+from megatron.interop.hf.importer import open_folder
 from megatron.interop.hf.tokenizer_check import PROGRAM, Expected, expected_of, first_misreading
 from megatron.layout import Layout
 from megatron.tokenizer.for_transformers import CONFIG, JSON, TokenizerFiles
