@@ -64,10 +64,10 @@ def _weights(model: GPT) -> Iterator[tuple[_Packs, Tensor]]:
         if isinstance(module, Linear) and id(module) not in experts and module.weight.numel() >= _LARGE:
             yield module, module.weight
     head = model.head_and_loss
-    if isinstance(head, HeadAndLoss):
-        yield head, model.head_weight[: head.vocab_size]
-    elif isinstance(head, VocabParallelHead):
+    if isinstance(head, VocabParallelHead):
         yield head, model.head_weight
+    elif isinstance(head, HeadAndLoss):
+        yield head, model.head_weight[: head.vocab_size]
 
 
 def _experts(layer: nn.Module) -> Iterator[nn.Module]:

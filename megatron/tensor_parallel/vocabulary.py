@@ -6,14 +6,14 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
+from megatron.model.loss import HeadAndLoss
 from megatron.model.table import Table
 from megatron.ops import Kernels
-from megatron.ops.linear_cross_entropy import VocabularyPart, Workspace
-from megatron.ops.packed import PackedWeight
+from megatron.ops.linear_cross_entropy import VocabularyPart
 from megatron.tensor_parallel import mappings
 from megatron.tensor_parallel.linear import flat
 from megatron.tensor_parallel.mappings import SEQUENCE
@@ -53,16 +53,12 @@ class SequenceSlicedTable(Table):
         return F.embedding(collectives.own_piece(ids, self.axis, SEQUENCE), self.weight)
 
 
-class VocabParallelHead(nn.Module):
+class VocabParallelHead(HeadAndLoss):
     """`HeadAndLoss` over a split vocabulary. `vocab_size` is the true size; padding rows are ignored."""
 
     def __init__(self, vocab_size: int, kernels: Kernels, *, axis: Axis, sequence_parallel: bool = False) -> None:
-        super().__init__()
-        self.vocab_size, self.axis, self.sequence_parallel = vocab_size, axis, sequence_parallel
-        self.kernels = kernels
-        self.workspace = Workspace()
-        self.packed: PackedWeight | None = None
-        """As in `HeadAndLoss`."""
+        super().__init__(vocab_size, kernels)
+        self.axis, self.sequence_parallel = axis, sequence_parallel
 
     def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
         """hidden [batch, seq (or a piece), hidden], weight [rows of this rank, hidden], labels [batch, seq] or None.

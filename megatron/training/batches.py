@@ -137,21 +137,12 @@ class BatchMaker:
                 )
 
     @property
-    def _shape(self) -> BlockShape:
-        return self._shape_of(self.run.batch_plan.micro_batch_size)
-
-    @property
     def _shape_of_evaluation(self) -> BlockShape:
         return self._shape_of(self.run.batch_plan.evaluation_micro_batch_size)
 
     def _shape_of(self, micro_batch_size: int) -> BlockShape:
         dp = self.run.parallel.dp
         return BlockShape(micro_batch_size=micro_batch_size, dp_rank=dp.rank, dp_size=dp.size)
-
-    @property
-    def _read_ahead(self) -> int:
-        """All micro-batches of a step, since it takes them at once."""
-        return max(2, min(64, self.run.batch_plan.final_batch_size // self._shape.block))
 
     def _load(
         self,
@@ -162,9 +153,11 @@ class BatchMaker:
         shape: BlockShape | None = None,
         samples: int | None = None,
     ) -> BatchIterator:
-        config = self.run.config
+        config, plan = self.run.config, self.run.batch_plan
+        trained = self._shape_of(plan.micro_batch_size)
+        micro_batches = plan.final_batch_size // trained.block
         sample_ids = sample_batches(
-            order, samples or len(dataset), consumed, shape or self._shape, data_sharding=config.data.data_sharding
+            order, samples or len(dataset), consumed, shape or trained, data_sharding=config.data.data_sharding
         )
         workers, pin_memory = config.data.num_workers, kind_of(self.run.device.type).pinned_batches
         if is_token_dataset(dataset):
@@ -175,7 +168,7 @@ class BatchMaker:
                 masks=_masks(config, self.run.eod_id),
                 vocab_size=self.run.data_vocab_size if self.run.has_vocabulary else None,
                 pin_memory=pin_memory,
-                read_ahead=self._read_ahead,
+                read_ahead=max(2, min(64, micro_batches)),  # a step takes all at once
                 fields=self.fields,
             )
         else:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from megatron.checkpoint import find_checkpoint
-from megatron.checkpoint.find import find_candidates
 from megatron.config import CheckpointConfig, MoEConfig, ParallelConfig, RunConfig
 from megatron.config.blend import data_sources, given_sets
 from megatron.config.refusals import Refusals
@@ -32,7 +31,6 @@ from megatron.training.resume import ResumePoint
 from megatron.training.state_bytes import copy_bytes, state_bytes
 from megatron.utils.device import human_bytes
 from megatron.utils.dtype import refuse_complex
-from megatron.utils.foreign import is_hugging_face
 
 _SHOWN = 4
 """Longest list of groups, or of ranks in a group, that is shown whole."""
@@ -47,9 +45,10 @@ def check_launch_files(run: Run, *, needs_data: bool) -> None:
     if needs_data and not config.data.mock_data:
         with refusals.of_checking():
             _check_data(run)
-    if config.checkpoint.load is not None and not is_hugging_face(Path(config.checkpoint.load)):
+    load, finetune = config.checkpoint.load, config.checkpoint.finetune
+    if load is not None and not finetune:  # else it may be Megatron-LM's own, which has no description
         with refusals.of_checking():
-            _check_checkpoint(run, Path(config.checkpoint.load))
+            _check_checkpoint(run, Path(load))
     refusals.end()
 
 
@@ -74,16 +73,11 @@ def _check_data(run: Run) -> None:
 
 def _check_checkpoint(run: Run, directory: Path) -> None:
     settings = run.config.checkpoint
-    step, save = settings.ckpt_step, Path(settings.save) if settings.save else None
-    if settings.finetune:  # it may be Megatron-LM's own, which has no description
-        find_candidates(directory, step=step, save_dir=save, strict=settings.strict_load)
-        return
-    alone = ParallelState.plan(Layout(1), 0)
     found = find_checkpoint(
         directory,
-        parallel=alone,
-        step=step,
-        save_dir=save,
+        parallel=ParallelState.plan(Layout(1), 0),
+        step=settings.ckpt_step,
+        save_dir=Path(settings.save) if settings.save else None,
         strict=settings.strict_load,
         check_hashes=False,
         log=lambda _: None,
