@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from megatron.distributed.comm_log import is_timeout
 from megatron.errors import (
-    ConfigError,
     HangError,
     InterruptError,
     MegatronError,
@@ -28,7 +27,7 @@ from megatron.errors import (
     PeerLostError,
     StorageError,
 )
-from megatron.utils.command_line import NO_PATH, forget_stdout, not_installed, stdout_is_unread
+from megatron.utils.command_line import explained, forget_stdout, stdout_is_unread
 from megatron.utils.durable import fix_of, write_atomically
 from megatron.utils.log import escape_unprintable, print_lines
 
@@ -162,11 +161,8 @@ def as_megatron_error(error: BaseException) -> BaseException:
         return InterruptError("interrupted (SIGINT); start again with --load to go on from the last checkpoint")
     if isinstance(error, BrokenPipeError) and stdout_is_unread():
         return StorageError("the log (stdout) has lost its reader; send it to a file, and start again with --load")
-    if isinstance(error, OSError) and error.errno in NO_PATH:
-        return ConfigError(f"{error.filename}: {error.strerror}; name another path")
-    if isinstance(error, ModuleNotFoundError):
-        line = not_installed(error)
-        return error if line is None else ConfigError(line)
+    if (told := explained(error)) is not None:
+        return told
     if is_memory_short(error):
         return MemoryShortError(
             f"out of memory: {in_one_line(error)}. Lower --micro-batch-size, add --recompute-activations, or split the "

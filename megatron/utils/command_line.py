@@ -22,7 +22,7 @@ from megatron.utils.numerals import LARGEST, real_number, whole_number
 
 DEPENDENCIES = ("numpy", "regex", "safetensors", "tokenizers", "torch", "transformers", "xxhash", "yaml")
 _STDOUT = 1
-NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
+_NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
 """Errors of a path that the file system cannot take, whatever is done with it."""
 
 
@@ -143,25 +143,16 @@ def forget_stdout() -> None:
 
 def _exit_code(name: str, job: Callable[[], int | None]) -> int:
     try:
-        code = job()
-    except MegatronError as error:
-        print_lines([f"{name}: {line}" for line in error.lines], sys.stderr)
-        return error.exit_code
+        return job() or 0
     except KeyboardInterrupt:
         print_line(f"{name}: interrupted; nothing was written", sys.stderr)
         return InterruptError.exit_code
-    except OSError as error:
-        if error.errno not in NO_PATH:
+    except Exception as error:
+        told = error if isinstance(error, MegatronError) else explained(error)
+        if told is None:
             raise
-        print_line(f"{name}: {ConfigError(f'{error.filename}: {error.strerror}; name another path')}", sys.stderr)
-        return ConfigError.exit_code
-    except ModuleNotFoundError as error:
-        line = not_installed(error)
-        if line is None:
-            raise
-        print_line(f"{name}: {line}", sys.stderr)
-        return ConfigError.exit_code
-    return code or 0
+        print_lines([f"{name}: {line}" for line in told.lines], sys.stderr)
+        return told.exit_code
 
 
 def run_tool_module(module: str) -> int:
@@ -170,12 +161,14 @@ def run_tool_module(module: str) -> int:
     return run_tool("error", lambda: import_module(module).main())
 
 
-def not_installed(error: ModuleNotFoundError) -> str | None:
-    """The message about a missing dependency of ours; None if the module is not one of them."""
-    module = (error.name or "").partition(".")[0]
+def explained(error: BaseException) -> MegatronError | None:
+    """The error that tells a user of a path that no file system takes, or of a missing dependency; None for others."""
+    if isinstance(error, OSError) and error.errno in _NO_PATH:
+        return ConfigError(f"{error.filename}: {error.strerror}; name another path")
+    module = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if module not in DEPENDENCIES:
         return None
-    return (
+    return ConfigError(
         f"{module} is not installed for {sys.executable}; bash examples/quickstart.sh makes a .venv that has "
         f"everything, or: {sys.executable} -m pip install -r requirements.txt"
     )
