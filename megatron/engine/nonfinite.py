@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import torch
 
+from megatron.data_parallel import TrainingStore
 from megatron.distributed.meeting import spans
 from megatron.distributed.messages import all_gather_json
 from megatron.distributed.state import ParallelState
@@ -22,12 +25,17 @@ def overflows_at_the_bottom(optimizer: Optimizer, loss_scale: float, in_a_row: i
     return f"a gradient overflows even at the loss scale {loss_scale:g}, {in_a_row} steps in a row"
 
 
+def nonfinite_grads(store: TrainingStore, limit: int = 5) -> list[str]:
+    """The first parameters whose gradient on this rank is not finite, in the model's order."""
+    return list(islice((name for name, grad in store.grads() if not torch.isfinite(grad).all()), limit))
+
+
 def first_nonfinite(optimizer: Optimizer, parallel: ParallelState) -> str:
     """What is not finite, and on which ranks: parameters before gradients. Every rank calls it, since the cause may be
     on one rank alone: in one stage, or in one shard of a layer."""
-    grads = optimizer.grads
-    weights = [name for name in grads.names if not torch.isfinite(grads.weight(name)).all()]
-    mine = ("parameters", tuple(weights)) if weights else ("gradients", tuple(optimizer.find_nonfinite()))
+    store = optimizer.store
+    weights = [name for name in store.names if not torch.isfinite(store.weight(name)).all()]
+    mine = ("parameters", tuple(weights)) if weights else ("gradients", tuple(nonfinite_grads(store)))
     found = all_gather_json(mine, parallel.world, tuple[str, tuple[str, ...]])
     for kind in ("parameters", "gradients"):
         ranks = {rank: names for rank, (what, names) in enumerate(found) if what == kind and names}

@@ -6,7 +6,7 @@ from megatron.optimizer.groups import GroupRule, Rates
 from megatron.optimizer.loss_scaler import ConstantLossScaler, DynamicLossScaler, LossScaler, build_loss_scaler
 from megatron.optimizer.lr_schedule import Curves, Schedule, build_schedule
 from megatron.optimizer.matrices import Matrix
-from megatron.optimizer.optimizer import REPORT_SIZE, Optimizer, StepInfo, megatron_rule, state_spec
+from megatron.optimizer.optimizer import REPORT_SIZE, Optimizer, StepInfo, megatron_rule, state_shards, state_spec
 from megatron.optimizer.rules.choose import build_rule
 from megatron.optimizer.update_rules import UserUpdate
 
@@ -30,5 +30,6 @@ __all__ = [
     "megatron_rule",
     "no_place_for_remainders",
     "offloads",
+    "state_shards",
     "state_spec",
 ]

@@ -7,6 +7,7 @@ and not at all after a skipped one: the first step uses the values at 0 samples.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -21,6 +22,22 @@ _DEEPSPEED = "deepspeed_"
 
 
 @dataclass(frozen=True, kw_only=True)
+class WeightDecay:
+    start_wd: float = 0.01
+    end_wd: float = 0.01
+    wd_incr_style: str = "constant"
+    wd_incr_steps: float = 0
+
+    def after(self, num_steps: float) -> float:
+        """The weight decay after `num_steps` samples."""
+        if self.wd_incr_style == "constant" or num_steps > self.wd_incr_steps:
+            return self.end_wd
+        ratio = num_steps / self.wd_incr_steps
+        share = ratio if self.wd_incr_style == "linear" else 0.5 * (math.cos(math.pi * (1 - ratio)) + 1)
+        return self.start_wd + share * (self.end_wd - self.start_wd)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Curves:
     """Learning rates and weight decay. All lengths are in samples."""
 
@@ -32,10 +49,7 @@ class Curves:
     lr_decay_style: str = "linear"
     wsd_decay_steps: float | None = None
     lr_wsd_decay_style: str = "exponential"
-    start_wd: float = 0.01
-    end_wd: float = 0.01
-    wd_incr_style: str = "constant"
-    wd_incr_steps: float = 0
+    decay: WeightDecay = WeightDecay()
     decoupled_max_lr: float | None = None
     decoupled_min_lr: float | None = None
     deepspeed: DeepSpeedCurve | None = None
@@ -47,14 +61,7 @@ class Curves:
             return self.deepspeed.lr(num_steps)
         if self.lr_warmup_steps > 0 and num_steps <= self.lr_warmup_steps:
             return self.init_lr + (self.max_lr - self.init_lr) * num_steps / self.lr_warmup_steps
-        if self.lr_decay_style == "constant":
-            return self.max_lr
-        if num_steps > self.lr_decay_steps:
-            return self.min_lr
-        if self.lr_decay_style == "inverse-square-root":
-            factor = math.sqrt(max(self.lr_warmup_steps, 1)) / math.sqrt(max(num_steps, 1))
-            return max(self.min_lr, self.max_lr * factor)
-        return self.min_lr + self._decay(num_steps) * (self.max_lr - self.min_lr)
+        return CURVES[self.lr_decay_style].after_warmup(self, num_steps)
 
     def decoupled_lr(self, num_steps: float) -> float | None:
         """The learning rate of the word table and the output layer; None if it is that of all others."""
@@ -63,24 +70,53 @@ class Curves:
         low = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
         return replace(self, max_lr=self.decoupled_max_lr, min_lr=low).lr(num_steps)
 
-    def weight_decay(self, num_steps: float) -> float:
-        """The weight decay after `num_steps` samples."""
-        if self.wd_incr_style == "constant" or num_steps > self.wd_incr_steps:
-            return self.end_wd
-        ratio = num_steps / self.wd_incr_steps
-        share = ratio if self.wd_incr_style == "linear" else 0.5 * (math.cos(math.pi * (1 - ratio)) + 1)
-        return self.start_wd + share * (self.end_wd - self.start_wd)
 
-    def _decay(self, num_steps: float) -> float:
-        """How much of max_lr - min_lr is left."""
-        if self.lr_decay_style == "WSD":
-            assert self.wsd_decay_steps is not None
-            start = self.lr_decay_steps - self.wsd_decay_steps
-            ratio = max(0.0, (num_steps - start) / self.wsd_decay_steps)
-            return _SHAPES[self.lr_wsd_decay_style](ratio)
-        ratio = (num_steps - self.lr_warmup_steps) / (self.lr_decay_steps - self.lr_warmup_steps)
-        return _SHAPES[self.lr_decay_style](ratio)
+@dataclass(frozen=True)
+class Curve:
+    """A shape of --lr-decay-style."""
 
+    after_warmup: Callable[[Curves, float], float]
+    """The learning rate after so many samples."""
+    parameters: tuple[str, ...] = ("min_lr", "lr_decay_steps")
+    """The fields of `Curves` that it depends on and some other curve does not."""
+
+
+def _falling(share: Callable[[Curves, float], float]) -> Callable[[Curves, float], float]:
+    """From max_lr to min_lr, which stays. `share`: of the way between them, what is left."""
+
+    def after_warmup(curves: Curves, num_steps: float) -> float:
+        if num_steps > curves.lr_decay_steps:
+            return curves.min_lr
+        return curves.min_lr + share(curves, num_steps) * (curves.max_lr - curves.min_lr)
+
+    return after_warmup
+
+
+def _shaped(curves: Curves, num_steps: float) -> float:
+    ratio = (num_steps - curves.lr_warmup_steps) / (curves.lr_decay_steps - curves.lr_warmup_steps)
+    return _SHAPES[curves.lr_decay_style](ratio)
+
+
+def _stable_then_shaped(curves: Curves, num_steps: float) -> float:
+    assert curves.wsd_decay_steps is not None
+    start = curves.lr_decay_steps - curves.wsd_decay_steps
+    return _SHAPES[curves.lr_wsd_decay_style](max(0.0, (num_steps - start) / curves.wsd_decay_steps))
+
+
+def _inverse_square_root(curves: Curves, num_steps: float) -> float:
+    if num_steps > curves.lr_decay_steps:
+        return curves.min_lr
+    factor = math.sqrt(max(curves.lr_warmup_steps, 1)) / math.sqrt(max(num_steps, 1))
+    return max(curves.min_lr, curves.max_lr * factor)
+
+
+CURVES = {
+    "constant": Curve(lambda curves, _: curves.max_lr, ()),
+    "linear": Curve(_falling(_shaped)),
+    "cosine": Curve(_falling(_shaped)),
+    "inverse-square-root": Curve(_inverse_square_root),
+    "WSD": Curve(_falling(_stable_then_shaped), ("min_lr", "lr_decay_steps", "wsd_decay_steps", "lr_wsd_decay_style")),
+}
 
 _SHAPES = {
     "linear": lambda ratio: 1.0 - ratio,
@@ -113,7 +149,7 @@ class Schedule:
 
     def weight_decay(self, num_steps: float) -> float:
         """The weight decay of the next update after `num_steps` samples."""
-        return self.curves.weight_decay(num_steps)
+        return self.curves.decay.after(num_steps)
 
     def state(self, num_steps: int) -> ScheduleState:
         """Megatron's `opt_param_scheduler` entry, and the settings that it leaves out."""
@@ -121,7 +157,7 @@ class Schedule:
 
     def load_state(self, state: ScheduleState) -> int:
         """Takes the settings from where the two flags say (without one they must match); returns `num_steps`."""
-        names = {field.name for field in fields(self.curves)}
+        names = _plain(self.curves).keys()
         saved = {name: value for name, value in state.items() if name in names or name.startswith(_DEEPSPEED)}
         if self._use_checkpoint:
             self.curves = _curves_of(self.curves, saved)
@@ -131,16 +167,19 @@ class Schedule:
 
 
 def _plain(curves: Curves) -> dict[str, Any]:
-    settings = {field.name: getattr(curves, field.name) for field in fields(curves) if field.name != "deepspeed"}
+    """The settings by name, as a checkpoint has them."""
+    settings = {name: value for name, value in vars(curves).items() if name not in ("decay", "deepspeed")}
     deepspeed = {} if curves.deepspeed is None else curves.deepspeed.plain()
-    return settings | {f"{_DEEPSPEED}{name}": value for name, value in deepspeed.items()}
+    return settings | vars(curves.decay) | {f"{_DEEPSPEED}{name}": value for name, value in deepspeed.items()}
 
 
 def _curves_of(curves: Curves, saved: dict[str, Any]) -> Curves:
     """The saved curves; what is not saved is as in `curves`."""
     deepspeed = {name.removeprefix(_DEEPSPEED): value for name, value in saved.items() if name.startswith(_DEEPSPEED)}
-    plain = {name: value for name, value in saved.items() if not name.startswith(_DEEPSPEED)}
-    return replace(curves, **plain, deepspeed=DeepSpeedCurve.of_plain(deepspeed) if deepspeed else None)
+    of_decay = {field.name for field in fields(WeightDecay)}
+    decay = replace(curves.decay, **{name: value for name, value in saved.items() if name in of_decay})
+    rest = {n: value for n, value in saved.items() if n not in of_decay and not n.startswith(_DEEPSPEED)}
+    return replace(curves, **rest, decay=decay, deepspeed=DeepSpeedCurve.of_plain(deepspeed) if deepspeed else None)
 
 
 _FLAGS = {
@@ -169,11 +208,9 @@ def _played_no_part(name: str, curves: Curves) -> bool:
     """Whether the curves are the same functions whatever `name` is."""
     if curves.deepspeed is not None and name in _OF_LR:
         return True
-    if name in ("wsd_decay_steps", "lr_wsd_decay_style"):
-        return curves.lr_decay_style != "WSD"
-    if name in ("min_lr", "lr_decay_steps"):
-        return curves.lr_decay_style == "constant"
-    return name == "wd_incr_steps" and curves.wd_incr_style == "constant"
+    if any(name in curve.parameters for curve in CURVES.values()):
+        return name not in CURVES[curves.lr_decay_style].parameters
+    return name == "wd_incr_steps" and curves.decay.wd_incr_style == "constant"
 
 
 def _refuse_differences(curves: Curves, saved: dict[str, Any]) -> None:
@@ -230,10 +267,12 @@ def build_schedule(
         lr_decay_style=schedule.lr_decay_style,
         wsd_decay_steps=None if wsd is None else wsd * unit,
         lr_wsd_decay_style=schedule.lr_wsd_decay_style,
-        start_wd=optimizer.weight_decay if start_wd is None else start_wd,
-        end_wd=optimizer.weight_decay if end_wd is None else end_wd,
-        wd_incr_style=optimizer.weight_decay_incr_style,
-        wd_incr_steps=length * unit,
+        decay=WeightDecay(
+            start_wd=optimizer.weight_decay if start_wd is None else start_wd,
+            end_wd=optimizer.weight_decay if end_wd is None else end_wd,
+            wd_incr_style=optimizer.weight_decay_incr_style,
+            wd_incr_steps=length * unit,
+        ),
         decoupled_max_lr=schedule.decoupled_lr,
         decoupled_min_lr=schedule.decoupled_min_lr,
         deepspeed=of_deepspeed,

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.data_parallel import TrainingStore
-from megatron.distributed.state import Axis
 from megatron.errors import CheckpointError
 from megatron.ops import Kernels
 from megatron.optimizer.build_update import build_update
@@ -72,11 +71,11 @@ class StepInfo:
 
 
 class Optimizer:
-    """Masters, moments and the loss scale of the parameters in `grads`."""
+    """Masters, moments and the loss scale of the parameters in `store`."""
 
     def __init__(
         self,
-        grads: TrainingStore,
+        store: TrainingStore,
         config: OptimizerConfig,
         precision: PrecisionConfig,
         *,
@@ -92,21 +91,22 @@ class Optimizer:
         `norm_axes`: all its values on any rank, with the axes of ZeRO: all ranks must sum over the same. `specs` say
         which elements another rank holds as well. `kernels`: whether AdamW and the norm are native or torch's own.
         `client`: the update of an optimizer that the user brought, with its own rates."""
-        self.grads = grads
+        self.store = store
         self.scaler: LossScaler = build_loss_scaler(precision)
         self.skipped_in_a_row = 0
         self.asynchronous = asynchronous
         self._clip_grad = config.clip_grad
         specs = dict(specs or {})
-        self._by_axes = CountedParts(grads, split_over or {}, self.shards(specs), norm_axes)
-        self._device = grads.device
-        rules = {name: rule(name, grads.parameter(name)) for name in grads.names}
+        self.shards = state_shards(store, specs)
+        self._by_axes = CountedParts(store, split_over or {}, self.shards, norm_axes)
+        self._device = store.device
+        rules = {name: rule(name, store.parameter(name)) for name in store.names}
         self._client = client
         self._update: Update | UserUpdate = client or build_update(
-            grads, config, rules, specs, kernels, self._device, asynchronous
+            store, config, rules, specs, kernels, self._device, asynchronous
         )
         # Of tensors that may be on the host.
-        self._square_sum: SquareSum = partial(sum_on_device, square_sum_for(kernels, asynchronous), grads.device)
+        self._square_sum: SquareSum = partial(sum_on_device, square_sum_for(kernels, asynchronous), store.device)
         self._scale_on_device: ScaleOnDevice | None = None
         if asynchronous and isinstance(self.scaler, DynamicLossScaler):
             self._scale_on_device = ScaleOnDevice(self.scaler, self._device)
@@ -146,10 +146,10 @@ class Optimizer:
     def client_step(self, grad_scale: float) -> StepInfo:
         """`step` of an optimizer that the user brought: the host reads the norm and makes the update itself."""
         assert self._client is not None
-        norm = norm_on_host(self._by_axes(self.grads.flat_grads()), self._norm)
+        norm = norm_on_host(self._by_axes(self.store.flat_grads()), self._norm)
         decision = decide_on_host(norm, grad_scale, self._clip_grad)
         self._client.step(decision)
-        self.grads.publish()
+        self.store.publish()
         return self.settle(decision.report())
 
     @torch.no_grad()
@@ -160,12 +160,12 @@ class Optimizer:
         finite: Tensor | None = None,
     ) -> Tensor:
         """`step`, whose outcome stays on the device. `finite`: a further condition for the update."""
-        grads = list(self.grads.grads())
+        grads = list(self.store.grads())
         copies = self._by_axes(grads, counted=False)
         norm = self._norm(self._by_axes(grads), copies)
         decision = decide(norm, self.next_loss_scale if grad_scale is None else grad_scale, self._clip_grad, finite)
         self._own_update.step(decision, rates)
-        self.grads.publish()
+        self.store.publish()
         if self._scale_on_device is not None:
             self._scale_on_device.update(decision.applied == 0)
         return decision.report()
@@ -179,26 +179,15 @@ class Optimizer:
         self._steps += not skipped
         return StepInfo(norm, skipped, scale, bool(clipped), self.skipped_in_a_row)
 
-    def find_nonfinite(self, limit: int = 5) -> list[str]:
-        """The first parameters whose gradient on this rank is not finite, in the model's order."""
-        found: list[str] = []
-        for name, grad in self.grads.grads():
-            if len(found) < limit and not torch.isfinite(grad).all():
-                found.append(name)
-        return found
-
     def count_zeros(self) -> Tensor:
         """Elements of the reduced gradients that are exactly zero, over the whole model."""
-        return global_zeros(self._by_axes(list(self.grads.grads())), self._device)
-
-    def params_norm(self) -> float:
-        """Global L2 norm of the parameters (the masters where there are some)."""
-        return self.params_norm_on_device().item()
+        return global_zeros(self._by_axes(list(self.store.grads())), self._device)
 
     @torch.no_grad()
-    def params_norm_on_device(self) -> Tensor:
+    def params_norm(self) -> Tensor:
+        """Global L2 norm of the parameters (the masters where there are some)."""
         state = self.state()
-        weights = [(name, state[name].get("master", self.grads.weight(name))) for name in state]
+        weights = [(name, state[name].get("master", self.store.weight(name))) for name in state]
         return self._norm(self._by_axes(weights))
 
     def _norm(
@@ -209,28 +198,16 @@ class Optimizer:
     def state(self) -> OptimizerState:
         """Per parameter name: the moments of this rank's piece, and `master` for half-precision parameters."""
         found = self._update.state()
-        return {name: found[name] for name in self.grads.names}
+        return {name: found[name] for name in self.store.names}
 
     def loadable_in_place(self) -> OptimizerState:
         """Those tensors of `state()` into which a checkpoint may be read; `load_state` is given the same ones then."""
         return {} if self._client is not None else self._own_update.loadable_in_place()
 
-    def shards(self, specs: Mapping[str, Shard]) -> dict[str, Shard]:
-        """The shards of `state()`: those of the weights, as far as this rank updates them."""
-        return {
-            name: replace(spec, division=self.grads.divisions[name])
-            for name, spec in specs.items()
-            if name in self.grads.names
-        }
-
     def held(self, name: str) -> Range | None:
         """The elements of a parameter of which `state()` has a piece; None where it has all."""
-        division = self.grads.divisions[name]
+        division = self.store.divisions[name]
         return None if division is None else division.held
-
-    def replicas(self) -> dict[str, Axis]:
-        """The ranks among which each parameter is divided, or each of which holds all of its state."""
-        return {name: self.grads.axes[name] for name in self.grads.names}
 
     def extra_state(self) -> ExtraState:
         """The rest of the state: plain numbers, the same on every rank."""
@@ -250,7 +227,7 @@ class Optimizer:
         else:
             self._check_tensors(own, state)
             self._own_update.load(state, self._steps)
-        self.grads.publish()
+        self.store.publish()
         self.skipped_in_a_row = int(extra["skipped_in_a_row"])
         self.scaler.load_state(extra["loss_scaler"])
         if self._scale_on_device is not None:
@@ -265,6 +242,11 @@ class Optimizer:
     def refresh_masters(self) -> None:
         """After weights were loaded without the optimizer's state."""
         self._update.refresh_masters()
+
+
+def state_shards(store: TrainingStore, specs: Mapping[str, Shard]) -> dict[str, Shard]:
+    """The shards of the optimizer's state: those of the weights, as far as this rank updates them."""
+    return {name: replace(specs[name], division=store.divisions[name]) for name in store.names if name in specs}
 
 
 def state_spec(spec: Shard, kind: str, tensor: Tensor) -> Shard:

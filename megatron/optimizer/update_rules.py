@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.data_parallel import TrainingStore
 from megatron.optimizer.decision import Decision, HostDecision
 from megatron.optimizer.groups import GroupRule, Rates
-from megatron.optimizer.rules import LiveState, Slot, UpdateRule
+from megatron.optimizer.rules import Slot, UpdateRule
 
 OptimizerState = dict[str, dict[str, Tensor]]
 """Per parameter name: its moments, and `master` for half-precision parameters."""
@@ -118,8 +118,7 @@ class TorchUpdate:
 
     def loadable_in_place(self) -> OptimizerState:
         found = {
-            name: dict(slot.state) if isinstance(self._rules[name], LiveState) else {}
-            for name, slot in self._slots.items()
+            name: dict(slot.state) if self._rules[name].loads_in_place else {} for name, slot in self._slots.items()
         }
         for name in self._rounded:
             found[name]["master"] = self._slots[name].tensor

@@ -263,9 +263,8 @@ class RunCheckpoints:
         config = self.run.config.checkpoint
         optimizer = None
         if config.save_optim:
-            shards = own.shards(self.specs)
             optimizer = {
-                name: {kind: (state_spec(shards[name], kind, tensor), tensor) for kind, tensor in kinds.items()}
+                name: {kind: (state_spec(own.shards[name], kind, tensor), tensor) for kind, tensor in kinds.items()}
                 for name, kinds in own.state().items()
             }
         return TrainState(
@@ -274,7 +273,7 @@ class RunCheckpoints:
             consumed_valid_samples=progress.consumed_valid_samples,
             params=self._whole_params(),
             optimizer=optimizer,
-            replicas=own.replicas(),
+            replicas=own.store.axes,
             optimizer_extra=own.extra_state(),
             scheduler=self.schedule.state(progress.schedule_samples),
             rng=get_rng_state(self.run.device) if config.save_rng else None,

@@ -73,7 +73,7 @@ class TrainingLog:
             return
         reported = dict(result.reported)
         if config.log_params_norm and (is_logged or is_drawn):  # a collective, so all ranks decide alike
-            reported["params_norm"] = self._engine.optimizer.params_norm()
+            reported["params_norm"] = self._engine.optimizer.params_norm().item()
         record = self._record(iteration, result, reported)
         for hook in self._hooks:
             hook.on_step(record, result.times)

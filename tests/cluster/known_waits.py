@@ -18,7 +18,7 @@ from tests.cluster.host_waits import Known
 
 OUTCOME = "megatron/utils/device.py:values"
 EVALUATION = "megatron/engine/evaluation.py:evaluate"
-_PARAMS_NORM = "megatron/optimizer/optimizer.py:params_norm"
+_PARAMS_NORM = "megatron/training/training_log.py:step"
 _TIMES = "megatron/training/training_log.py:_log_times"
 _MEMORY = "megatron/training/training_log.py:_log_memory"
 _MOE = "megatron/model/moe.py:_routed"

@@ -60,7 +60,7 @@ def test_what_the_ranks_send_of_the_state_is_on_the_device(
         state = optimizer.state()
         on_host = {name for name, kinds in state.items() if kinds["master"].device.type == "cpu"}
         assert on_host == set(state) if fraction == 1.0 else 0 < len(on_host) < len(state)
-        norm = optimizer.params_norm_on_device()
+        norm = optimizer.params_norm()
     assert norm.device.type == "cuda" and {device.type for device in sent} == {"cuda"}
 
 
@@ -119,7 +119,7 @@ def test_what_the_ranks_send_of_shards_is_on_the_device(monkeypatch: pytest.Monk
     with fake_parts(shards(log_num_zeros_in_grad=True), 0, 4) as parts:
         engine, optimizer = parts.engine, parts.engine.optimizer
         assert {tensor.device.type for _, tensor in engine.whole_weights()} == {"cuda"}
-        assert optimizer.params_norm_on_device().device.type == "cuda"
+        assert optimizer.params_norm().device.type == "cuda"
         engine.store.zero()
         assert optimizer.count_zeros().device.type == "cuda"
         engine.sum_replicas(engine.store)

@@ -35,7 +35,12 @@ def steps(rank: int, ranks: int, argv: list[str]) -> list[tuple[float, ...]]:
             result = parts.trainer.iterate()
             assert result is not None
             numbers.append(
-                (result.lm_loss, result.grad_norm, parts.engine.optimizer.params_norm(), result.reported["num_zeros"])
+                (
+                    result.lm_loss,
+                    result.grad_norm,
+                    parts.engine.optimizer.params_norm().item(),
+                    result.reported["num_zeros"],
+                )
             )
     return numbers
 

@@ -13,6 +13,7 @@ from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.data_parallel import BucketStore
 from megatron.distributed.state import Axis, ParallelState
+from megatron.engine.nonfinite import nonfinite_grads
 from megatron.layout import Layout
 from megatron.optimizer import Optimizer
 from megatron.optimizer.norms import CountedParts
@@ -77,7 +78,7 @@ def split_norm(rank: int) -> tuple[float, int, float]:
     grads.grad("whole").copy_(torch.tensor([3.0, 0.0]) / 2)
     grads.reduce()
     zeros = optimizer.count_zeros().item()
-    return optimizer.step(0.1, 0.0).grad_norm, zeros, optimizer.params_norm()
+    return optimizer.step(0.1, 0.0).grad_norm, zeros, optimizer.params_norm().item()
 
 
 def test_norms_over_split_and_copied_tensors() -> None:
@@ -112,7 +113,7 @@ def one_bad_rank(rank: int, split: bool) -> tuple[bool, list[str], float]:
         grads.grad("b")[1] = math.nan
     grads.reduce()
     info = optimizer.step(0.1, 0.1)
-    return info.skipped, optimizer.find_nonfinite(), model["a"].sum().item()
+    return info.skipped, nonfinite_grads(optimizer.store), model["a"].sum().item()
 
 
 @pytest.mark.parametrize("split", [False, True])

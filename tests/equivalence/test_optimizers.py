@@ -194,8 +194,8 @@ def replicas_counted_twice(parts: Parts) -> None:
 def blocks_of_the_piece(parts: Parts) -> None:
     """Ranks that hold parts of a block take the largest of their own."""
     rule = next(iter(parts.engine.optimizer._update._rules.values()))  # type: ignore[attr-defined]
-    for name, own in rule.in_blocks.items():
-        rule.in_blocks[name] = replace(own, axis=Axis.single("dp"))
+    for name, own in rule.storage.in_blocks.items():
+        rule.storage.in_blocks[name] = replace(own, axis=Axis.single("dp"))
 
 
 def _adafactor(parts: Parts, **methods: Any) -> Adafactor:

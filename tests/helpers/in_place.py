@@ -11,7 +11,7 @@ def read_into(optimizer: Optimizer, state: dict[str, dict[str, Tensor]]) -> int:
     """Fills what the optimizer lets be filled, and puts it in the place of what is in `state`; returns how much."""
     places = optimizer.loadable_in_place()
     for name, kinds in places.items():
-        weight = optimizer.grads.weight(name)
+        weight = optimizer.store.weight(name)
         for kind, tensor in kinds.items():
             assert tensor.data_ptr() != weight.data_ptr(), "the weights are loaded after it"
             tensor.copy_(state[name][kind])

@@ -162,7 +162,7 @@ def _joined(ranks: list[RankOutcome]) -> RunOutcome:
 
 def whole_state(optimizer: Optimizer) -> dict[str, dict[str, torch.Tensor]]:
     """`state()` of whole parameters. A collective of the ranks that divide them."""
-    grads = optimizer.grads
+    grads = optimizer.store
     return {
         name: {kind: piece if kind in WHOLE_KINDS else grads.whole_of(name, piece) for kind, piece in kinds.items()}
         for name, kinds in optimizer.state().items()

@@ -32,7 +32,7 @@ from megatron.distributed.messages import all_gather_json, broadcast_json
 from megatron.distributed.rng import get_rng_state, set_rng_state
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.interop.source import OTHER_PROGRAMS
-from megatron.optimizer import Optimizer
+from megatron.optimizer import Optimizer, state_shards
 from megatron.parallelize import persistent_buffers
 from megatron.state.division import Range
 from megatron.state.shard import Shard
@@ -120,7 +120,7 @@ class EngineCheckpoints:
         )
 
     def _held(self, name: str) -> Range | None:
-        return self.core.held(name) if name in self.core.grads.names else None
+        return self.core.held(name) if name in self.core.store.names else None
 
     def _restore(self, loaded: LoadedState, counters: Mapping[str, Any]) -> None:
         engine = self.engine
@@ -157,7 +157,7 @@ class EngineCheckpoints:
     def _state(self, client_state: Mapping[str, Any]) -> TrainState:
         engine, scheduler = self.engine, self.engine.lr_scheduler
         own, params = self.core.state(), self._params()
-        shards = self.core.shards({name: spec for name, (spec, _) in params.items()})
+        shards = state_shards(self.core.store, {name: spec for name, (spec, _) in params.items()})
         trained = [name for name, one in engine.module.named_parameters() if one.requires_grad]
         kept = {
             "client_state": dict(client_state),
@@ -173,7 +173,7 @@ class EngineCheckpoints:
                 name: {kind: (shards[name], tensor) for kind, tensor in own.get(name, {}).items()}
                 for name in {**dict.fromkeys(trained), **own}
             },
-            replicas=self.core.replicas(),
+            replicas=self.core.store.axes,
             optimizer_extra=mark_types(self.core.extra_state(), "optimizer"),
             rng=get_rng_state(engine.place.device),
             extra={name: mark_types(value, name) for name, value in kept.items()},

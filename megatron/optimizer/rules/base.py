@@ -34,6 +34,12 @@ class UpdateRule(Protocol):
         """Whether the device can decide that an update is not made (`skip`)."""
         ...
 
+    @property
+    def loads_in_place(self) -> bool:
+        """Whether `saved` gives the live tensors, so that a checkpoint may be read into them: what `restore` is given
+        may be the same ones."""
+        ...
+
     def slot(self, name: str, tensor: Tensor) -> Slot:
         """The state before the first step. Allocated now, so that memory is known and a checkpoint can be loaded."""
         ...
@@ -55,8 +61,9 @@ class UpdateRule(Protocol):
 
 @dataclass(frozen=True)
 class LiveState:
-    """`saved` and `restore` of rules whose state has the same form in a checkpoint as in memory, so that a checkpoint
-    may be read into it: what `restore` is given may be the live tensors."""
+    """`saved` and `restore` of rules whose state has the same form in a checkpoint as in memory."""
+
+    loads_in_place = True
 
     def saved(self, slot: Slot) -> dict[str, Tensor]:
         """The live tensors, not copies."""

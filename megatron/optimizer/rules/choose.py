@@ -11,17 +11,15 @@ from torch import Tensor
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.data_parallel import TrainingStore
 from megatron.errors import ConfigError
-from megatron.optimizer.extent import extents
 from megatron.optimizer.groups import GroupRule
 from megatron.optimizer.matrices import Matrix, Update, WholeMatrices
-from megatron.optimizer.rules.adafactor import Adafactor, Settings
-from megatron.optimizer.rules.adam import Adam, ApexAdam, NarrowAdam
-from megatron.optimizer.rules.adam8bit import Adam8bit, InBlocks
+from megatron.optimizer.rules.adafactor import Adafactor, Extent, Settings
+from megatron.optimizer.rules.adam import Adam, AsWeights, Engine, MomentStorage, Narrow, by_apex, by_formula, by_torch
 from megatron.optimizer.rules.base import UpdateRule
+from megatron.optimizer.rules.eight_bit_moments import EightBits, InBlocks
 from megatron.optimizer.rules.eight_bits import Blocks, Section
 from megatron.optimizer.rules.lion import Lion
-from megatron.optimizer.rules.muon import Muon, scale_factor
-from megatron.optimizer.rules.newton_schulz import orthogonalised, steps_of
+from megatron.optimizer.rules.muon import Muon, orthogonalised, scale_factor, steps_of
 from megatron.optimizer.rules.sgd import Sgd
 from megatron.state.shard import Shard, splits_columns
 
@@ -42,8 +40,7 @@ def choose_rules(
     if config.uses_muon:
         return _with_muon(grads, config, groups, device)
     if apex and config.optimizer == "adam" and not config.has_narrow_moments:
-        betas = config.adam_beta1, config.adam_beta2
-        return dict.fromkeys(grads.names, ApexAdam(*betas, config.adam_eps, config.decoupled_weight_decay))
+        return dict.fromkeys(grads.names, adam_rule(config, AsWeights(), by_apex))
     if config.optimizer == "adafactor":
         settings = Settings(
             config.adafactor_beta1,
@@ -54,10 +51,11 @@ def choose_rules(
             config.adafactor_scale_parameter,
             config.adafactor_relative_step,
         )
-        return dict.fromkeys(grads.names, Adafactor(settings, extents(grads, _matrices(groups))))
+        extents = {name: Extent.of(grads, name, matrix) for name, matrix in _matrices(groups).items()}
+        return dict.fromkeys(grads.names, Adafactor(settings, extents))
     if config.optimizer == "adam8bit":
         cut = {name: _in_blocks(grads, name, specs) for name in grads.names if grads.parameter(name).dim() > 1}
-        rule: UpdateRule = Adam8bit(config.adam_beta1, config.adam_beta2, config.adam_eps, cut)
+        rule: UpdateRule = replace(adam_rule(config, EightBits(cut), by_formula), decoupled=True)
     else:
         rule = elementwise_rule(config.optimizer, config, device)
     return dict.fromkeys(grads.names, rule)
@@ -78,17 +76,20 @@ def elementwise_rule(name: str, config: OptimizerConfig, device: torch.device) -
     one for the device."""
     if name == "lion":
         return Lion(config.lion_beta1, config.lion_beta2)
-    betas = config.adam_beta1, config.adam_beta2
     if name == "adam" and config.has_narrow_moments:
-        first, second = (_TYPES[name] for name in config.moment_dtypes)
-        return NarrowAdam(*betas, config.adam_eps, first, second, decoupled=config.decoupled_weight_decay)
+        return adam_rule(config, Narrow(*(_TYPES[kind] for kind in config.moment_dtypes)), by_formula)
     rule: Adam | Sgd
     if name == "adam":
-        rule = Adam(*betas, config.adam_eps, fused=True, decoupled=config.decoupled_weight_decay)
+        rule = adam_rule(config, AsWeights(), by_torch)
     else:
         assert name == "sgd", name
         rule = Sgd(config.sgd_momentum, fused=True)
     return rule if runs_on(rule, device) else replace(rule, fused=False)
+
+
+def adam_rule(config: OptimizerConfig, storage: MomentStorage, engine: Engine) -> Adam:
+    betas = config.adam_beta1, config.adam_beta2
+    return Adam(*betas, config.adam_eps, storage, engine, decoupled=config.decoupled_weight_decay)
 
 
 def runs_on(rule: Adam | Sgd, device: torch.device) -> bool:

@@ -80,7 +80,7 @@ def train_outcome(parts: Parts, steps: int) -> RankOutcome:
             first = list(read)
         read.clear()
     numbers["evaluation loss"] = [parts.engine.evaluate(first).lm_loss]
-    numbers["parameter norm"] = [trainer.engine.optimizer.params_norm()]
+    numbers["parameter norm"] = [trainer.engine.optimizer.params_norm().item()]
     state = {**dict(parts.engine.whole_weights()), **dict(model.named_buffers())}
     weights = {name: (specs[name], tensor.detach().clone()) for name, tensor in state.items() if name in specs}
     return RankOutcome(numbers, samples, gradients, weights)

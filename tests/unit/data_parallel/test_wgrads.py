@@ -185,7 +185,7 @@ def with_overlap(rank: int, size: int, products: bool) -> tuple[list[float], lis
         accumulate=parts.trainer.engine.store._accumulate,
     )
     engine.store.close()
-    engine.store = engine.optimizer.grads = small
+    engine.store = engine.optimizer.store = small
     engine.optimizer._update._grads = small  # type: ignore[attr-defined]
     if products:
         engine.model.make.wgrads.connect(small, engine.model)

@@ -22,7 +22,7 @@ from megatron.distributed.state import Axis
 from megatron.ops import resolve
 from megatron.ops.library import Library
 from megatron.optimizer import Optimizer
-from megatron.optimizer.rules.adam import ApexAdam
+from megatron.optimizer.rules.adam import Adam, AsWeights, by_apex
 
 BUILT, NOT_BUILT = Library(), Library("not built")
 ADAM = "adamw"
@@ -138,7 +138,7 @@ def test_its_adam_is_the_update_where_ours_is_not_built(
             model(x).square().sum().backward()
             grads.reduce()
             optimizer.step(1e-2, 0.1)
-        assert isinstance(optimizer._update._rules["weight"], ApexAdam) is (which is not None)
+        assert (optimizer._update._rules["weight"].engine is by_apex) is (which is not None)
         assert optimizer.extra_state()["step"] == 3, "one step had a gradient that is not finite"
     for a, b in zip(plain.parameters(), with_apex.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
@@ -147,7 +147,7 @@ def test_its_adam_is_the_update_where_ours_is_not_built(
 def test_pieces_without_elements_are_not_handed_to_apex(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """With ZeRO a rank may have nothing of a parameter. Behind such a one apex would leave the others as they are."""
     monkeypatch.setattr(sys.modules["amp_C"], "multi_tensor_adam_capturable", capturable_adam, raising=False)
-    rule = ApexAdam(0.9, 0.999, 1e-8)
+    rule = Adam(0.9, 0.999, 1e-8, AsWeights(), by_apex)
     weights = [torch.ones(3), torch.ones(0)]
     slots = [rule.slot(str(place), weight) for place, weight in enumerate(weights)]
     rule.update(slots, [torch.ones(3), torch.ones(0)], 1e-2, 0.0)

@@ -17,6 +17,7 @@ from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.data_parallel import BucketStore
 from megatron.distributed.state import Axis
+from megatron.engine.nonfinite import nonfinite_grads
 from megatron.errors import ConfigError
 from megatron.ops import Kernels, resolve
 from megatron.ops.optim import join_fp32, split_fp32
@@ -58,9 +59,9 @@ def make(model: nn.Module, kernels: Kernels | None, *, asynchronous: bool = Fals
 
 def backward(model: nn.Module, optimizer: Optimizer, step: int) -> None:
     tokens = torch.randint(11, (6,), generator=torch.Generator().manual_seed(step))
-    optimizer.grads.zero()
+    optimizer.store.zero()
     (5 * nn.functional.cross_entropy(model(tokens).float(), tokens) * optimizer.loss_scale).backward()
-    optimizer.grads.reduce()
+    optimizer.store.reduce()
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: range = range(STEPS)) -> list[Any]:
@@ -157,9 +158,9 @@ def test_two_learning_rates(kernels: Kernels, dtype: torch.dtype) -> None:
     for step, (lr, decoupled) in enumerate(rates):
         for model, optimizer in zip(models[:2], optimizers, strict=True):
             backward(model, optimizer, step)
-            for name, _ in optimizer.grads.grads():
+            for name, _ in optimizer.store.grads():
                 torch.manual_seed(step)
-                optimizer.grads.grad(name).copy_(torch.randn(optimizer.grads.grad(name).shape))
+                optimizer.store.grad(name).copy_(torch.randn(optimizer.store.grad(name).shape))
             optimizer.step(lr, 0.1, decoupled_lr=decoupled)
         for part, (name, p) in zip(peer.param_groups, named.items(), strict=True):
             torch.manual_seed(step)
@@ -281,9 +282,9 @@ def test_a_bad_gradient_moves_nothing(kernels: Kernels, dtype: torch.dtype, asyn
     train(model, optimizer, range(2))
     before = copy.deepcopy((optimizer.state(), model.state_dict()))
     backward(model, optimizer, 2)
-    optimizer.grads.grad("1.weight")[3, 4] = math.nan
+    optimizer.store.grad("1.weight")[3, 4] = math.nan
     info = optimizer.step(1e-2, 0.1)
-    assert info.skipped and optimizer.find_nonfinite() == ["1.weight"] and optimizer.extra_state()["step"] == 2
+    assert info.skipped and nonfinite_grads(optimizer.store) == ["1.weight"] and optimizer.extra_state()["step"] == 2
     for name, kinds in before[0].items():
         assert all(torch.equal(tensor, optimizer.state()[name][kind]) for kind, tensor in kinds.items())
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in before[1].items())

@@ -94,10 +94,10 @@ def train(model: nn.Module, optimizer: Optimizer, steps: Sequence[int] = range(S
     norms = []
     for step in steps:
         tokens = torch.randint(11, (6,), generator=torch.Generator().manual_seed(step))
-        optimizer.grads.zero()
+        optimizer.store.zero()
         logits = model(tokens)
         (logits.double().square().mean() * optimizer.loss_scale).backward()
-        optimizer.grads.reduce()
+        optimizer.store.reduce()
         norms.append(optimizer.step(1e-2, 0.1).grad_norm)
     return norms
 
@@ -177,7 +177,7 @@ def test_every_copy_has_its_time() -> None:
     model, link = make_model(torch.bfloat16), FarLink()
     optimizer = make(model, far(link, None))
     train(model, optimizer, [0])
-    buffers = len(list(optimizer.grads.runs()))
+    buffers = len(list(optimizer.store.runs()))
     assert buffers > 2
     starts = [event for event in link.events if event.startswith("start")]
     assert link.events[:buffers] == starts and len(starts) == buffers
@@ -252,7 +252,7 @@ def test_a_share_is_offloaded(monkeypatch: pytest.MonkeyPatch, fraction: float) 
     train(moved, optimizer)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), moved.parameters(), strict=True))
     assert list(optimizer.state()) == list(expected.state())
-    buffers = list(optimizer.grads.runs())
+    buffers = list(optimizer.store.runs())
     started = len([event for event in links[0].events if event.startswith("start")]) // STEPS
     share = sum(flat.weights.numel() for flat in buffers[:started]) / sum(flat.weights.numel() for flat in buffers)
     assert abs(share - fraction) < 0.3 and (share == fraction or 0 < fraction < 1)

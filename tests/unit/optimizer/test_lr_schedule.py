@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -217,9 +218,16 @@ def test_planted_bug_a_sine_for_a_cosine(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_planted_bug_warmup_excluded_from_the_decay_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(self: module.Curves, n: float) -> float:
-        return module._SHAPES[self.lr_decay_style]((n - self.lr_warmup_steps) / self.lr_decay_steps)
+    def late(curves: module.Curves, n: float) -> float:
+        return module._SHAPES[curves.lr_decay_style]((n - curves.lr_warmup_steps) / curves.lr_decay_steps)
 
-    monkeypatch.setattr(module.Curves, "_decay", late)
+    monkeypatch.setitem(module.CURVES, "linear", module.Curve(module._falling(late)))
     with pytest.raises(AssertionError):
         test_decays("linear", 10, None)
+
+
+def test_every_style_that_the_flag_takes_has_a_curve_and_its_parameters_are_settings() -> None:
+    (choices,) = (one.metadata["flag"].choices for one in fields(ScheduleConfig) if one.name == "lr_decay_style")
+    assert set(choices) == module.CURVES.keys()
+    settings = {one.name for one in fields(module.Curves)}
+    assert all(set(curve.parameters) <= settings for curve in module.CURVES.values())

@@ -16,6 +16,7 @@ from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.data_parallel import BucketStore
 from megatron.distributed.state import Axis
+from megatron.engine.nonfinite import nonfinite_grads
 from megatron.errors import CheckpointError
 from megatron.optimizer import GroupRule, Optimizer, update_rules
 from megatron.optimizer import optimizer as module
@@ -45,9 +46,9 @@ def make(model: nn.Module, config: OptimizerConfig | None = None, **precision: A
 
 
 def train_step(model: nn.Module, optimizer: Optimizer, step: int) -> module.StepInfo:
-    optimizer.grads.zero()
+    optimizer.store.zero()
     (loss_of(model, step) * optimizer.loss_scale).backward()
-    optimizer.grads.reduce()
+    optimizer.store.reduce()
     return optimizer.step(*STEPS[step % len(STEPS)])
 
 
@@ -112,11 +113,11 @@ def test_half_parameters_have_exact_masters(dtype: torch.dtype) -> None:
     reference = make_model(dtype).float()
     rule = torch.optim.AdamW([{"params": [p]} for p in reference.parameters()], fused=True)
     for step in range(len(STEPS)):
-        optimizer.grads.zero()
+        optimizer.store.zero()
         loss_of(model, step).backward()
-        optimizer.grads.reduce()
+        optimizer.store.reduce()
         for group, (name, p) in zip(rule.param_groups, reference.named_parameters(), strict=True):
-            p.grad = optimizer.grads.grad(name).clone()
+            p.grad = optimizer.store.grad(name).clone()
             group["lr"], decay = STEPS[step]
             group["weight_decay"] = decay if p.dim() > 1 else 0.0
         rule.step()
@@ -161,14 +162,16 @@ def test_a_bad_gradient_is_named_and_nothing_moves(bad: float, dtype: torch.dtyp
     optimizer = make(model, OptimizerConfig(clip_grad=clip))
     train_step(model, optimizer, 0)
     before = snapshot(optimizer, model)
-    optimizer.grads.zero()
+    optimizer.store.zero()
     loss_of(model, 1).backward()
-    optimizer.grads.reduce()
-    optimizer.grads.grad("1.weight")[3, 4] = bad
-    optimizer.grads.grad("4.bias")[0] = bad
+    optimizer.store.reduce()
+    optimizer.store.grad("1.weight")[3, 4] = bad
+    optimizer.store.grad("4.bias")[0] = bad
     info = optimizer.step(1e-2, 0.1)
     assert info.skipped and not math.isfinite(info.grad_norm) and optimizer.static_scale
-    assert optimizer.find_nonfinite() == ["1.weight", "4.bias"] and optimizer.find_nonfinite(limit=1) == ["1.weight"]
+    assert nonfinite_grads(optimizer.store) == ["1.weight", "4.bias"] and nonfinite_grads(optimizer.store, limit=1) == [
+        "1.weight"
+    ]
     assert all(torch.equal(value, before[key]) for key, value in snapshot(optimizer, model).items())
 
 
@@ -179,9 +182,9 @@ def test_grad_scale_is_taken_out(scale: float) -> None:
     one, two = make(plain), make(scaled)
     for step in range(3):
         first = train_step(plain, one, step)
-        two.grads.zero()
+        two.store.zero()
         (loss_of(scaled, step) * scale).backward()
-        two.grads.reduce()
+        two.store.reduce()
         second = two.step(*STEPS[step], grad_scale=scale)
         assert second.grad_norm == pytest.approx(first.grad_norm, rel=1e-13)
     assert worst_difference(scaled, plain) < 1e-13
@@ -298,11 +301,11 @@ def test_numbers_for_the_log() -> None:
     model = make_model(torch.bfloat16)
     optimizer = make(model)
     masters = [part["master"].double().flatten() for part in optimizer.state().values()]
-    assert optimizer.params_norm() == pytest.approx(torch.cat(masters).norm().item(), rel=1e-7)
-    optimizer.grads.zero()
+    assert optimizer.params_norm().item() == pytest.approx(torch.cat(masters).norm().item(), rel=1e-7)
+    optimizer.store.zero()
     loss_of(model, 0).backward()
-    optimizer.grads.reduce()
-    wanted = sum(int((grad == 0).sum()) for _, grad in optimizer.grads.grads())
+    optimizer.store.reduce()
+    wanted = sum(int((grad == 0).sum()) for _, grad in optimizer.store.grads())
     assert optimizer.count_zeros() == wanted > 0
 
 

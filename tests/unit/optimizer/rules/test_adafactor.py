@@ -15,8 +15,7 @@ from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.data_parallel import BucketStore
 from megatron.distributed.state import Axis
 from megatron.optimizer import GroupRule, Matrix
-from megatron.optimizer.extent import rectangles, rows_and_columns
-from megatron.optimizer.rules.adafactor import Adafactor
+from megatron.optimizer.rules.adafactor import Adafactor, rectangles, rows_and_columns
 from megatron.optimizer.rules.choose import choose_rules
 from megatron.state.shard import Shard
 

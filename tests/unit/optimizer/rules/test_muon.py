@@ -16,7 +16,7 @@ from megatron.data_parallel import BucketStore
 from megatron.distributed.state import Axis
 from megatron.optimizer import GroupRule, Matrix, Optimizer, matrices
 from megatron.optimizer.rules import muon as module
-from megatron.optimizer.rules.newton_schulz import COEFFICIENTS, orthogonalised, steps_of
+from megatron.optimizer.rules.muon import COEFFICIENTS, orthogonalised, steps_of
 from megatron.state.shard import Shard
 
 STEPS = [(1e-2 / (1 + i), 0.1 + 0.02 * i) for i in range(8)]

@@ -185,10 +185,8 @@ def exchanged(update: Callable[..., None]) -> Callable[..., None]:
 
 
 def test_planted_bug_moments_that_are_never_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    slot = adam.NarrowAdam.slot
-    wide = lambda self, name, tensor: Slot(  # noqa: E731
-        name, tensor, {k: v.double() for k, v in slot(self, name, tensor).state.items()}, torch.zeros(())
-    )
-    monkeypatch.setattr(adam.NarrowAdam, "slot", wide)
+    made = adam.Narrow.made
+    wide = lambda self, name, tensor: {k: v.double() for k, v in made(self, name, tensor).items()}  # noqa: E731
+    monkeypatch.setattr(adam.Narrow, "made", wide)
     with pytest.raises(AssertionError):
         test_moments_in_bf16("both")

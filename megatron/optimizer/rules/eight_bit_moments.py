@@ -1,4 +1,4 @@
-"""AdamW whose moments take 8 bits each, and 4 bytes more per block of 256.
+"""Moments of Adam that take 8 bits each, and 4 bytes more per block of 256.
 
 The blocks run along the dimension of a matrix that tensor parallelism never cuts, so they are the same blocks in every
 layout; ZeRO's pieces may cut them, and then the ranks agree on the largest number of each. A checkpoint holds the
@@ -7,7 +7,7 @@ moments in fp32, as AdamW's does; reading them back gives the same codes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +15,10 @@ from torch import Tensor
 
 from megatron.distributed import collectives
 from megatron.distributed.state import Axis
-from megatron.optimizer.rules.adam import adam_step
-from megatron.optimizer.rules.base import Gated, Slot
+from megatron.optimizer.rules.base import Slot
 from megatron.optimizer.rules.eight_bits import NEAREST, Section, dequantise, dither, quantise
 
-_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
-"""Whether they have a sign."""
+_SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 
 @dataclass(frozen=True)
@@ -46,62 +44,38 @@ class InBlocks:
 
 
 @dataclass(frozen=True, eq=False)
-class Adam8bit:
-    beta1: float
-    beta2: float
-    eps: float
+class EightBits:
     in_blocks: Mapping[str, InBlocks]
-    """By name, of the matrices: parameters of one dimension are few, and their moments stay in fp32."""
-    fused: bool = True
+    """By name, of the matrices: parameters of one dimension are few, and their moments stay in the weight's type."""
+    loads_in_place = False
 
-    def slot(self, name: str, tensor: Tensor) -> Slot:
-        state = {}
-        for kind, signed in _MOMENTS.items():
-            if name not in self.in_blocks:
-                state[kind] = torch.zeros_like(tensor, requires_grad=False)
-                continue
-            section = self.in_blocks[name].section
-            zeros = torch.zeros(section.blocks.rows, section.blocks.columns, device=tensor.device)
+    def made(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        if name not in self.in_blocks:
+            return {kind: torch.zeros_like(tensor, requires_grad=False) for kind in _SIGNED}
+        state, section = {}, self.in_blocks[name].section
+        zeros = torch.zeros(section.blocks.rows, section.blocks.columns, device=tensor.device)
+        for kind, signed in _SIGNED.items():
             codes, state[_scale(kind)] = quantise(zeros, section.blocks, signed=signed, dither=NEAREST)
             state[kind] = section.piece_of(codes, tensor.shape).clone()
-        return Slot(name, tensor, state, torch.zeros((), dtype=torch.float32, device=tensor.device))
+        return state
 
-    def update(
-        self, slots: Sequence[Slot], grads: list[Tensor], lr: float, weight_decay: float, skip: Tensor | None = None
-    ) -> None:
-        gated = Gated.by(skip, grads)
-        for slot, grad in zip(slots, gated.grads, strict=True):
-            moments = self._moments(slot)
-            slot.step += gated.open
-            adam_step(
-                slot.tensor,
-                grad,
-                list(moments.values()),
-                step=slot.step,
-                betas=(self.beta1, self.beta2),
-                eps=self.eps,
-                lr=lr,
-                weight_decay=weight_decay,
-                decoupled=True,
-                open=gated.open,
-            )
-            self._store(slot, moments, dither(slot.step))
-
-    def saved(self, slot: Slot) -> dict[str, Tensor]:
-        return self._moments(slot)
-
-    def restore(self, slot: Slot, saved: Mapping[str, Tensor]) -> None:
-        self._store(slot, {kind: saved[kind] for kind in _MOMENTS}, NEAREST)
-
-    def _moments(self, slot: Slot) -> dict[str, Tensor]:
-        """In the weight's type and shape."""
+    def read(self, slot: Slot) -> dict[str, Tensor]:
         if slot.name not in self.in_blocks:
-            return {kind: slot.state[kind] for kind in _MOMENTS}
+            return {kind: slot.state[kind] for kind in _SIGNED}
         section, found = self.in_blocks[slot.name].section, {}
-        for kind in _MOMENTS:
+        for kind in _SIGNED:
             wide = dequantise(section.around(slot.state[kind]), slot.state[_scale(kind)], section.blocks)
             found[kind] = section.piece_of(wide, slot.tensor.shape).to(slot.tensor.dtype)
         return found
+
+    def write(self, slot: Slot, moments: Mapping[str, Tensor]) -> None:
+        self._store(slot, moments, dither(slot.step))
+
+    def saved(self, slot: Slot) -> dict[str, Tensor]:
+        return self.read(slot)
+
+    def restore(self, slot: Slot, saved: Mapping[str, Tensor]) -> None:
+        self._store(slot, {kind: saved[kind] for kind in _SIGNED}, NEAREST)
 
     def _store(self, slot: Slot, moments: Mapping[str, Tensor], dither: Tensor | int) -> None:
         if slot.name not in self.in_blocks:
@@ -111,7 +85,7 @@ class Adam8bit:
         own = self.in_blocks[slot.name]
         around = {kind: own.section.around(moment) for kind, moment in moments.items()}
         for kind, scales in own.scales(around).items():
-            codes, _ = quantise(around[kind], own.section.blocks, signed=_MOMENTS[kind], dither=dither, scales=scales)
+            codes, _ = quantise(around[kind], own.section.blocks, signed=_SIGNED[kind], dither=dither, scales=scales)
             slot.state[kind].copy_(own.section.piece_of(codes, slot.state[kind].shape))
             slot.state[_scale(kind)].copy_(scales)
 
