@@ -66,10 +66,10 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def _tensor(described: Mapping[str, Any]) -> Tensor:
-    data, dtype = bytearray.fromhex(described["hex"]), dtype_named(described["dtype"])
-    if prod(described["shape"]) * dtype.itemsize != len(data):
-        raise ValueError(f"{len(data)} bytes for a tensor of {described['shape']}")
-    return torch.frombuffer(data, dtype=dtype).view(described["shape"]) if data else torch.empty(0, dtype=dtype)
+    data, dtype, shape = bytearray.fromhex(described["hex"]), dtype_named(described["dtype"]), described["shape"]
+    if prod(shape) * dtype.itemsize != len(data):
+        raise ValueError(f"{len(data)} bytes for a tensor of {shape}")
+    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
 
 
 @contextmanager

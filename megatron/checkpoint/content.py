@@ -1,10 +1,18 @@
-"""What one rank writes: its tensors in the classic tree, and a record of the logical slice that each of them is."""
+"""What one rank writes: its tensors in the classic tree, and a record of the logical slice that each of them is.
+
+Once they are written, a rank leaves the records as a note beside its files, for the rank that makes the manifest. Then
+nothing has to be sent: no rank holds what all others wrote, and a thread beside the training can do it. Notes are gone
+before the step is committed, so they are not synced.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,19 +20,21 @@ from torch import Tensor
 
 from megatron.checkpoint import classic
 from megatron.checkpoint.architecture import model_config
-from megatron.checkpoint.deferred import Deferred, with_rows
-from megatron.checkpoint.manifest import Slice, TensorRecord
-from megatron.checkpoint.parts import Part, Share
+from megatron.checkpoint.manifest import DividedFiles, Manifest, Slice, TensorRecord
 from megatron.checkpoint.positions import kind_in_file, place_in_division, share_lengths
 from megatron.checkpoint.state import Sharded, TrainState, rank_file, share_file, writes
 from megatron.checkpoint.storage import FileRecord
-from megatron.checkpoint.torch_file_writer import Storage
+from megatron.checkpoint.torch_file_writer import Deferred, Storage, with_rows
 from megatron.distributed.state import Axis, ParallelState
-from megatron.errors import NonFiniteError
+from megatron.errors import CheckpointError, NonFiniteError
 from megatron.model.parameters import VOCABULARY_TABLES, WORD_TABLE, classic_path, layer_of
 from megatron.state.division import DEALT, Division, Members, dealt
 from megatron.state.shard import Shard
+from megatron.utils import durable
+from megatron.utils.typed import json_value, typed
 
+_Divided = tuple[Division, tuple[str, ...], Tensor]
+"""A rank's part of a divided tensor, and the key of the tensor."""
 Copy = Callable[[Tensor], Tensor]
 """A tensor -> its copy in host memory, contiguous and with a storage of its own: a view into a flat buffer would be
 saved with the whole buffer."""
@@ -39,6 +49,33 @@ def plain_copy(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu" and own and tensor.is_contiguous():
         return tensor
     return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+Records = dict[str, TensorRecord]
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's place among those that divide tensors: its file is one of the division's."""
+
+    file: str
+    number: int
+    of: int
+    starts: dict[str, int] = field(default_factory=dict)
+    """As of `DividedFiles` in the manifest, of the kinds that it has."""
+    order: str = ""
+    """A digest of the tensors that are divided, in their order: the same on all ranks."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank has written."""
+
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    model: Records = field(default_factory=dict)
+    optimizer: dict[str, Records] = field(default_factory=dict)
+    shares: dict[str, Share] = field(default_factory=dict)
+    """By the names of the divisions."""
 
 
 @dataclass
@@ -172,7 +209,7 @@ def _optimizer(
 ) -> None:
     """Each rank's share of the state: the pieces that it has, or those that it is dealt of what all replicas have."""
     shared = _dealt(state)
-    divided: dict[tuple[Members, str], list[tuple[Division, tuple[str, ...], Tensor]]] = {}
+    divided: dict[tuple[Members, str], list[_Divided]] = {}
     for name, kinds in (state.optimizer or {}).items():
         division, alone = shared.get(name) or _division(kinds), name in state.replicas
         if division is None and not (alone or writes(parallel)):
@@ -200,11 +237,11 @@ def _optimizer(
                 mine = saved[kind] = kept(f"{name} ({kind})", mine)
             if cut is not None:
                 divided.setdefault((cut.group, kind_in_file(kind, mine.dtype)), []).append((cut, key, mine))
-    content.divided = _storages(divided)
+    content.divided = _storages(divided, content.part.shares)
 
 
 def _storages(
-    divided: Mapping[tuple[Members, str], list[tuple[Division, tuple[str, ...], Tensor]]],
+    divided: Mapping[tuple[Members, str], list[_Divided]], shares: dict[str, Share]
 ) -> dict[tuple[str, str], Storage]:
     """By division and kind. A storage begins at the same byte in all files of its division: those before it are as long
     in each as in the fullest. The members of a smaller group are all in the same larger one, which comes first. Of what
@@ -216,7 +253,9 @@ def _storages(
     found: dict[tuple[str, str], Storage] = {}
     for group, kind in sorted(divided, key=order, reverse=True):
         parts = sorted(divided[group, kind], key=lambda part: place_in_division(*part[:2]))
-        tensors = [part[2] for part in parts if part[2].numel()]
+        tensors, share = [part[2] for part in parts if part[2].numel()], shares[group.name]
+        described = [(key, cut.elements, cut.share, cut.offset, cut.row) for cut, key, _ in parts]
+        shares[group.name] = replace(share, order=sha256(repr((share.order, kind, described)).encode()).hexdigest())
         length, is_dealt = sum(tensor.numel() for tensor in tensors), any(part[0].row == DEALT for part in parts)
         if length or found:
             if found and not (is_dealt and group.rank == 0):
@@ -268,3 +307,73 @@ def _pad_rows(tensor: Tensor, rows: int | None) -> Tensor:
 def _record(spec: Shard, tensor: Tensor, piece: Slice) -> TensorRecord:
     shape = tuple(spec.logical_shape)
     return TensorRecord(logical_shape=shape, dtype=str(tensor.dtype), dim=spec.dim, slices=(piece,), fold=spec.fold)
+
+
+# ---------------------------------------------------------------- notes of all ranks
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"written_by_rank_{rank}.json"
+
+
+def leave_note(folder: Path, rank: int, part: Part) -> None:
+    durable.write_synced(_path(folder, rank), [json.dumps(json_value(part)).encode()], sync=False)
+
+
+def collect_notes(folder: Path, ranks: Iterable[int]) -> list[Part]:
+    """What these ranks have left; it is removed."""
+    found = []
+    for rank in ranks:
+        path = _path(folder, rank)
+        try:
+            found.append(typed(Part, json.loads(path.read_bytes())))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} cannot be read ({error}); all ranks must run the same version") from None
+        path.unlink()
+    return found
+
+
+def join_notes(header: Manifest, parts: list[Part]) -> Manifest:
+    """The manifest of a step, from what all ranks have written of it."""
+    names = sorted({name for part in parts for name in part.optimizer})
+    return replace(
+        header,
+        files={name: record for part in parts for name, record in part.files.items()},
+        model=merge_records(part.model for part in parts),
+        optimizer={
+            name: merge_records(part.optimizer[name] for part in parts if name in part.optimizer) for name in names
+        },
+        divisions=divisions(parts),
+    )
+
+
+def divisions(parts: Iterable[Part]) -> dict[str, DividedFiles]:
+    shares: dict[str, dict[int, Share]] = {}
+    for part in parts:
+        for name, share in part.shares.items():
+            shares.setdefault(name, {})[share.number] = share
+    found = {}
+    for name, by_number in shares.items():
+        size = next(iter(by_number.values())).of
+        assert sorted(by_number) == list(range(size)), f"{name}: shares {sorted(by_number)} of {size}"
+        in_order = [by_number[number] for number in range(size)]
+        assert len({share.order for share in in_order}) == 1, f"{name}: ranks divide other tensors, or in other orders"
+        starts = {kind: start for share in in_order for kind, start in share.starts.items()}
+        for share in in_order[1:]:  # a file has no start of a kind that it has nothing of
+            assert share.starts.items() <= starts.items(), f"{name}: {share.file} has {share.starts}, others {starts}"
+        first = in_order[0].starts
+        less = {} if first.items() <= starts.items() else first
+        found[name] = DividedFiles(tuple(share.file for share in in_order), starts, less)
+    return found
+
+
+def merge_records(parts: Iterable[Records]) -> Records:
+    """Merges the records of all ranks: one per logical tensor, with each of its slices once."""
+    whole: Records = {}
+    slices: dict[str, dict] = {}
+    for part in parts:
+        for name, record in part.items():
+            first = whole.setdefault(name, record)
+            assert replace(first, slices=()) == replace(record, slices=()), name
+            slices.setdefault(name, {}).update(dict.fromkeys(record.slices))
+    return {name: replace(record, slices=tuple(slices[name])) for name, record in whole.items()}

@@ -201,10 +201,9 @@ class _Places:
 
     def of_state(self, params: Mapping[str, Sharded], own: Own, held: Held | None) -> dict[str, dict[str, Tensor]]:
         found: dict[str, dict[str, Tensor]] = {}
-        for name, kinds in own.items():
-            spec, param = params[name]
-            mine = None if held is None else held(name)
-            for kind, tensor in kinds.items():
+        for name, (spec, param) in params.items():
+            mine = None if held is None or name not in own else held(name)
+            for kind, tensor in own.get(name, {}).items():
                 record = self._manifest.optimizer.get(name, {}).get(kind)
                 if record is not None and self._has(spec, param.shape, tensor, record, mine):
                     found.setdefault(name, {})[kind] = tensor

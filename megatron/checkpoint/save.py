@@ -21,10 +21,19 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint import classic, manifest, parts, paths, retention, storage
+from megatron.checkpoint import classic, manifest, paths, retention, storage
 from megatron.checkpoint.all_ranks import do_on_first, run_on_all, run_on_first
 from megatron.checkpoint.besides_tensors import encode_values, values_file, values_of_file
-from megatron.checkpoint.content import Copy, RankContent, classic_arguments, plain_copy, rank_content
+from megatron.checkpoint.content import (
+    Copy,
+    RankContent,
+    classic_arguments,
+    collect_notes,
+    join_notes,
+    leave_note,
+    plain_copy,
+    rank_content,
+)
 from megatron.checkpoint.lineage import Line
 from megatron.checkpoint.lock import DirectoryLock
 from megatron.checkpoint.manifest import Manifest
@@ -245,7 +254,7 @@ class Save:
             with storage.storage_errors("writing a checkpoint", self.temporary / file):
                 self._write_file(content, file, stop)
         with storage.storage_errors("writing a checkpoint", self.temporary):
-            parts.leave(self.temporary, self.parallel.world.rank, content.part)
+            leave_note(self.temporary, self.parallel.world.rank, content.part)
 
     def _write_file(self, content: RankContent, file: str, stop: Event | None) -> None:
         path, tree, starts = self.temporary / file, content.files[file], {}
@@ -277,8 +286,8 @@ class Save:
         """Commits what all ranks have written as a step. Runs on the first rank only."""
         try:
             with storage.storage_errors("completing a checkpoint", self.temporary):
-                written = parts.collect(self.temporary, range(self.parallel.world.size))
-                record = parts.joined(self.header(), written)
+                written = collect_notes(self.temporary, range(self.parallel.world.size))
+                record = join_notes(self.header(), written)
                 storage.write_durable(self.temporary / paths.MANIFEST, lambda file: file.write(manifest.encode(record)))
                 durable.fsync_directory(self.temporary)
             with storage.storage_errors("committing a checkpoint", self.target):

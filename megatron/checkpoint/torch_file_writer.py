@@ -8,14 +8,13 @@ import struct
 import zipfile
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.deferred import values_of
 from megatron.checkpoint.torch_files import STORAGES
 
 _ALIGNMENT = 64  # of a tensor in the file, as torch has it
@@ -34,6 +33,35 @@ class Stream(Protocol):
     def write(self, data: bytes | memoryview, /) -> int: ...
 
     def flush(self) -> None: ...
+
+
+class Deferred(Tensor):
+    """Its shape and dtype are known, its values come from `read`."""
+
+    read: Callable[[], Tensor]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain
+
+    @staticmethod
+    def of(shape: Iterable[int], dtype: torch.dtype, read: Callable[[], Tensor]) -> Deferred:
+        made: Deferred = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(Deferred)
+        made.read = read
+        return made
+
+    def with_rows(self, rows: int) -> Deferred:
+        """Followed by rows of zeros, up to so many."""
+        return Deferred.of((rows, *self.shape[1:]), self.dtype, lambda: with_rows(self.read(), rows))
+
+
+def with_rows(tensor: Tensor, rows: int) -> Tensor:
+    return torch.nn.functional.pad(tensor, (0, 0, 0, rows - tensor.shape[0]))
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, Deferred):
+        return tensor
+    found = tensor.read()
+    assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype), (found.shape, found.dtype, tensor)
+    return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -12,9 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from megatron.checkpoint import Background, found_step, load, save
-from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.storage import Places
+from megatron.checkpoint import Background, found_step, reader, save
 from megatron.data_parallel import BucketStore, fully_sharded
 from megatron.data_parallel.buckets import Bucket
 from megatron.distributed import collectives, state
@@ -180,16 +177,13 @@ def test_planted_a_rank_that_does_not_ask_how_far_a_save_is(monkeypatch: pytest.
 
 
 def test_planted_a_rank_that_verifies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    together = found_step.verify_together
+    share = found_step.share
 
-    def alone(directory: Path, record: Manifest, world: Axis, into: Mapping[str, Places] | None = None) -> None:
-        if world.rank == 1:
-            found_step.verify_share(directory, record, 0, 1, into)
-        else:
-            together(directory, record, world, into)
+    def alone(identify: Callable[[], str], world: Axis) -> tuple[int, int]:
+        return (0, 1) if world.rank == 1 else share(identify, world)
 
-    for room in (found_step, load):
-        monkeypatch.setattr(room, "verify_together", alone)
+    for room in (found_step, reader):
+        monkeypatch.setattr(room, "share", alone)
     found = findings(8, **SETTINGS)
     assert len(found) == 1 and found[0].startswith("a resumed run: operation ") and "rank 1" in found[0], found
 

@@ -7,13 +7,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint import manifest, parts, paths
+from megatron.checkpoint import manifest, paths
 from megatron.checkpoint.all_ranks import run_on_all
+from megatron.checkpoint.content import join_notes
 from megatron.checkpoint.lineage import Line
 from megatron.checkpoint.local import share
 from megatron.checkpoint.local.replica_folder import ReplicaFolder
 from megatron.checkpoint.local.share import ShareRecord
 from megatron.checkpoint.local.transfer import LocalStep
+from megatron.checkpoint.positions import Positions
 from megatron.checkpoint.verify import DamagedCheckpointError
 from megatron.distributed.messages import all_gather_json
 from megatron.distributed.state import Axis
@@ -139,8 +141,9 @@ class Search:
     def _joined(records: Iterable[ShareRecord]) -> manifest.Manifest:
         shares = list(records)
         try:
-            whole = parts.joined(shares[0].header, [record.part for record in shares])
+            whole = join_notes(shares[0].header, [record.part for record in shares])
             manifest.check_numbers(whole)
+            Positions(whole).check()
         except (AssertionError, ValueError) as error:
             raise DamagedCheckpointError(f"its shares do not fit together ({error})") from error
         return whole

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint import parts, paths, retention, storage
+from megatron.checkpoint import paths, retention, storage
 from megatron.checkpoint.all_ranks import run_on_all
+from megatron.checkpoint.content import collect_notes
 from megatron.checkpoint.local import share
 from megatron.checkpoint.local.replica_folder import ReplicaFolder
 from megatron.checkpoint.local.share import ShareRecord
@@ -58,7 +59,7 @@ class LocalSave(Save):
         try:
             with storage.storage_errors("completing a checkpoint", self.temporary):
                 world = self.parallel.world
-                (part,) = parts.collect(self.temporary, [world.rank])
+                (part,) = collect_notes(self.temporary, [world.rank])
                 record = ShareRecord(self.number, world.rank, world.size, self.header(), part)
                 _publish(self.temporary, self.target, share.encode(record))
         except Exception:

@@ -11,8 +11,8 @@ from pathlib import Path
 from torch import get_num_threads
 
 from megatron.checkpoint import manifest, paths, storage
+from megatron.checkpoint.content import Part
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.parts import Part
 from megatron.checkpoint.verify import DamagedCheckpointError
 from megatron.errors import CheckpointError
 from megatron.utils.typed import json_value, typed

@@ -11,17 +11,16 @@ from pathlib import Path
 from threading import Event
 from unittest.mock import patch
 
-from megatron.checkpoint import found_step, parts, storage
+from megatron.checkpoint import found_step, save, storage
 from megatron.checkpoint.background import Task
-from megatron.checkpoint.content import RankContent
-from megatron.checkpoint.save import Save
+from megatron.checkpoint.content import Part, RankContent
 from megatron.data_parallel import BucketStore
 from megatron.engine import Engine
 from megatron.engine import assembly as build
 
 _BUCKET = 4096
 """Elements: several buckets of gradients, as a large model has."""
-_collect, _write_files = parts.collect, Save.write
+_collect, _write_files = save.collect_notes, save.Save.write
 
 
 @contextmanager
@@ -35,22 +34,22 @@ def as_large_on_accelerators() -> Iterator[None]:
         patch.object(Engine, "asynchronous", True),
         patch.object(build, "BucketStore", partial(BucketStore, bucket_size=_BUCKET)),
         patch.object(storage, "free_bytes", lambda path: sys.maxsize),
-        patch.object(parts, "collect", _of_the_first),
-        patch.object(Save, "write", _write),
+        patch.object(save, "collect_notes", _of_the_first),
+        patch.object(save.Save, "write", _write),
         patch.object(Task, "ended", property(_ended)),
         patch.object(found_step, "verified_manifest", manifest),
     ):
         yield
 
 
-def _of_the_first(folder: Path, ranks: Iterable[int]) -> list[parts.Part]:
+def _of_the_first(folder: Path, ranks: Iterable[int]) -> list[Part]:
     """What the first of the ranks has written, without shares: the others have written nothing here."""
     return [replace(part, shares={}) for part in _collect(folder, [min(ranks)])]
 
 
-def _write(save: Save, content: RankContent, stop: Event | None = None) -> None:
-    save.temporary.mkdir(parents=True, exist_ok=True)
-    _write_files(save, content, stop)
+def _write(one: save.Save, content: RankContent, stop: Event | None = None) -> None:
+    one.temporary.mkdir(parents=True, exist_ok=True)
+    _write_files(one, content, stop)
 
 
 def _ended(task: Task) -> bool:

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import lineage, paths, storage
+from megatron.checkpoint.content import Part
 from megatron.checkpoint.local import share
 from megatron.checkpoint.local.replica_folder import Copies
 from megatron.checkpoint.local.share import ShareRecord
 from megatron.checkpoint.local.transfer import ReceivedFiles, blocks_of
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.parts import Part
 from megatron.checkpoint.storage import FileRecord
 from megatron.checkpoint.verify import DamagedCheckpointError
 from megatron.cli import convert_checkpoint as convert_cli

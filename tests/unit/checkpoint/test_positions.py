@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import DamagedCheckpointError, RunHistory, inspect_step, manifest, parts, storage
+from megatron.checkpoint import DamagedCheckpointError, RunHistory, inspect_step, manifest, storage
 from megatron.checkpoint.besides_tensors import encode_values, read_values
-from megatron.checkpoint.content import RankContent, rank_content
+from megatron.checkpoint.content import RankContent, collect_notes, join_notes, rank_content
 from megatron.checkpoint.manifest import Manifest, Slice
 from megatron.checkpoint.positions import Positions, share_lengths
 from megatron.checkpoint.reader import StepReader
@@ -62,7 +62,7 @@ def save_all(folder: Path, ranks: int) -> Manifest:
     saves[0].temporary.mkdir(parents=True)
     for save in saves:
         save.write(save.content())
-    record = parts.joined(saves[0].header(), parts.collect(saves[0].temporary, range(ranks)))
+    record = join_notes(saves[0].header(), collect_notes(saves[0].temporary, range(ranks)))
     (saves[0].temporary / "manifest.json").write_bytes(manifest.encode(record))
     saves[0].temporary.rename(folder / STEP)
     return record

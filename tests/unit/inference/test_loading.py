@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint import placed, storage
+from megatron.checkpoint import reader, storage
 from megatron.model.parameters import WORD_TABLE
 from tests.helpers.runs import generate_here
 from tests.unit.cli.test_evaluate import load  # noqa: F401  (a fixture)
@@ -25,9 +25,9 @@ def test_every_byte_is_read_once(load: Path, monkeypatch: pytest.MonkeyPatch) ->
             yield memory
 
     monkeypatch.setattr(storage, "_memory_for", counted)
-    elements, copied = placed.StepReader.elements, []
+    elements, copied = reader.StepReader.elements, []
     monkeypatch.setattr(
-        placed.StepReader, "elements", lambda self, spec, *rest: copied.append(spec.name) or elements(self, spec, *rest)
+        reader.StepReader, "elements", lambda self, spec, *rest: copied.append(spec.name) or elements(self, spec, *rest)
     )
     assert generate_here("--load", load, "--prompt", "x", "--max-new-tokens", "1") == 0
     (step,) = load.glob("iter_*")

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from megatron.checkpoint import classic, safe_load
-from megatron.checkpoint.deferred import Deferred
 from megatron.checkpoint.lock import DirectoryLock
-from megatron.checkpoint.torch_file_writer import write_torch_file
+from megatron.checkpoint.torch_file_writer import Deferred, write_torch_file
 from megatron.checkpoint.torch_files import TorchFile
 from megatron.cli.convert_checkpoint import main as convert
 from megatron.errors import CheckpointError, NonFiniteError
