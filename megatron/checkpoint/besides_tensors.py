@@ -36,7 +36,7 @@ def encode_values(values: Mapping[str, Any]) -> bytes:
 
     def plain(value: Any, key: tuple[str | int, ...]) -> Any:
         if isinstance(value, Tensor):
-            data = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            data = value.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             tensors.append({"key": key, "dtype": str(value.dtype), "shape": list(value.shape), "hex": data.hex()})
             return None
         if isinstance(value, Mapping):

@@ -75,7 +75,7 @@ class Storage:
 
     def pieces(self) -> Iterator[memoryview]:
         for tensor in self.tensors:
-            values = values_of(tensor).detach().contiguous()
+            values = values_of(tensor).detach().resolve_conj().resolve_neg().contiguous()
             yield from _pieces(values.view(-1).view(torch.uint8).numpy().data)
             del values  # before the next one is read
         unused = (self.length - sum(tensor.numel() for tensor in self.tensors)) * self.dtype.itemsize
