@@ -86,7 +86,7 @@ def contenders(size: int, device: Any) -> dict[str, tuple[Run, Run, float]]:
     import torch.distributed as dist
 
     from megatron.distributed import collectives
-    from megatron.distributed.state import Axis
+    from megatron.distributed.parallel_state import Axis
 
     ranks = dist.get_world_size()
     world = Axis("world", dist.get_rank(), ranks, tuple(range(ranks)), dist.group.WORLD)

@@ -52,7 +52,7 @@ from megatron.checkpoint import (
     save_checkpoint,
     storage,
 )
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.layout import Layout
 from megatron.state.shard import Shard
 

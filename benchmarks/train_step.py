@@ -48,7 +48,7 @@ from benchmarks.parts.peers import (
 from benchmarks.parts.turns import Contenders, Turn, rotated, speed_over
 from megatron.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from megatron.data_parallel import BucketStore
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.model import GPT, initialise
 from megatron.ops import resolve
 from megatron.optimizer import Optimizer

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
 
 from megatron.distributed.launch import LaunchInfo, shutdown
+from megatron.distributed.parallel_state import Axis, ParallelState
 from megatron.distributed.rendezvous import init_process_group
-from megatron.distributed.state import Axis, ParallelState
 from megatron.layout import Layout
 from megatron.pipeline_parallel.pipeline import Pipeline
 from megatron.pipeline_parallel.sequential import cut_sequential, sequential_step

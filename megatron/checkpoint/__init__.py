@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from megatron.checkpoint.non_persistent import NonPersistent
     from megatron.checkpoint.reader import StepReader
     from megatron.checkpoint.retention import warning_before_training
+    from megatron.checkpoint.run_state import LoadedState, Retention, RunHistory, SavedInfo, Sharded, TrainState, writes
     from megatron.checkpoint.save import Save, hold_directory, save_checkpoint, save_now
-    from megatron.checkpoint.state import LoadedState, Retention, RunHistory, SavedInfo, Sharded, TrainState, writes
     from megatron.checkpoint.verify import DamagedCheckpointError, inspect_step
 
 _OFFERS = {
@@ -35,8 +35,8 @@ _OFFERS = {
     "non_persistent": ("NonPersistent",),
     "reader": ("StepReader",),
     "retention": ("warning_before_training",),
+    "run_state": ("LoadedState", "Retention", "RunHistory", "SavedInfo", "Sharded", "TrainState", "writes"),
     "save": ("Save", "hold_directory", "save_checkpoint", "save_now"),
-    "state": ("LoadedState", "Retention", "RunHistory", "SavedInfo", "Sharded", "TrainState", "writes"),
     "verify": ("DamagedCheckpointError", "inspect_step"),
 }
 

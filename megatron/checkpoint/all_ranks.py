@@ -9,7 +9,7 @@ from typing import TypeVar
 from megatron import errors
 from megatron.checkpoint.verify import DamagedCheckpointError
 from megatron.distributed.messages import all_gather_json, broadcast_json
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.errors import CheckpointError, MegatronError
 
 T = TypeVar("T")

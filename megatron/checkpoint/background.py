@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Event, Thread
 from typing import Any
@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.all_ranks import run_on_all, run_on_first
+from megatron.checkpoint.all_ranks import run_on_all
 from megatron.checkpoint.content import RankContent
+from megatron.checkpoint.run_state import Retention, SavedInfo, Sharded
 from megatron.checkpoint.save import Committed, Save
-from megatron.checkpoint.state import Retention, SavedInfo
 from megatron.distributed.collectives import all_reduce
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.utils.device import ToHost
 
 _STOPS_WITHIN = 10.0
@@ -78,7 +78,7 @@ class _Flight:
     """Seconds that the training waited for the copy."""
     task: Task
     writes: bool = True
-    """Else the first rank commits."""
+    """Else it is committed."""
     exchanged: ToHost | None = None
     """After the last iteration: [1 if a rank failed, 1 if one has not ended]."""
     stop: Event = field(default_factory=Event)
@@ -102,16 +102,16 @@ class Background:
         saved already."""
         assert self._flight is None, "finish() first"
         started = time.monotonic()
-        if run_on_first(save.is_done, self._parallel.world, bool):
-            return save.already_there()
-        save.begin()
+        there = save.begin()
+        if there is not None:
+            return there
         stop = Event()
         try:
             content = run_on_all(lambda: self._copied(save), self._parallel.world)
         except Exception:
             save.give_up()
             raise
-        save = save.without_tensors()
+        save = _without_tensors(save)
         commit = partial(save.commit, retention)
         task = Task(lambda: save.write(content, stop))
         self._flight = _Flight(save, commit, started, time.monotonic() - started, task, stop=stop)
@@ -158,10 +158,10 @@ class Background:
                 flight.save.give_up()
                 raise
             flight.writes = False
-            flight.task = Task(flight.commit if flight.save.commits else _nothing)
+            flight.task = Task(flight.commit)
             return None
         self._flight = None
-        return flight.save.finished(flight.save.concluded(flight.task.result), flight.started, flight.blocked)
+        return flight.save.conclude(flight.task.result, flight.started, flight.blocked)
 
     def close(self) -> None:
         """Where a run ends by an error, which other ranks may not have: nothing is committed any more."""
@@ -170,8 +170,12 @@ class Background:
             self._flight.task.wait(_STOPS_WITHIN)
 
 
-def _nothing() -> None:
-    """What the other ranks do while the first one commits."""
+def _without_tensors(save: Save) -> Save:
+    """What is needed of it after the content was copied."""
+    nothing, held = torch.empty(0), save.state.optimizer
+    params = {name: (shard, nothing) for name, (shard, _) in save.state.params.items()}
+    optimizer: dict[str, dict[str, Sharded]] | None = None if held is None else {name: {} for name in held}
+    return replace(save, state=replace(save.state, params=params, optimizer=optimizer))
 
 
 _BLOCK = 64 * 2**20

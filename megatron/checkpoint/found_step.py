@@ -14,10 +14,10 @@ from megatron.checkpoint.all_ranks import run_on_all, run_on_first, share
 from megatron.checkpoint.find import Candidates, find_candidates
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.reader import StepReader
-from megatron.checkpoint.state import RunHistory
+from megatron.checkpoint.run_state import RunHistory
 from megatron.checkpoint.step_source import OWN_STEPS, ForeignStep, StepSource
 from megatron.checkpoint.verify import DamagedCheckpointError, identity, unlisted, verified_manifest, verify_share
-from megatron.distributed.state import Axis, ParallelState
+from megatron.distributed.parallel_state import Axis, ParallelState
 from megatron.errors import CheckpointError
 from megatron.model.parameters import WORD_TABLE
 from megatron.tokenizer.for_transformers import TokenizerFiles

@@ -17,7 +17,7 @@ from megatron.checkpoint.besides_tensors import saved_values
 from megatron.checkpoint.found_step import FoundStep, Log, say_nothing
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.reader import Own, StepReader, read_and_verify
-from megatron.checkpoint.state import (
+from megatron.checkpoint.run_state import (
     Held,
     LoadedState,
     RunHistory,
@@ -30,7 +30,7 @@ from megatron.checkpoint.state import (
     writes,
 )
 from megatron.config import ModelConfig, MoEConfig
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import CheckpointError
 from megatron.model.parameters import WORD_TABLE
 

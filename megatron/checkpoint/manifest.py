@@ -75,8 +75,10 @@ class DividedFiles:
         return (self.first if self.first and rank == 0 else self.starts).get(kind)
 
 
-@dataclass(frozen=True)
-class Manifest:
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """The run that saved a step, and how far it was."""
+
     step: int
     consumed_train_samples: int
     consumed_valid_samples: int
@@ -87,13 +89,19 @@ class Manifest:
     data: Mapping[str, Any]
     config: Mapping[str, Any]
     args: Mapping[str, Any]
+    origin: Mapping[str, Any] = field(default_factory=dict)  # hf/origin.py; empty for a run started here
+    holds: tuple[str, ...] = ()  # which of optimizer, scheduler and rng were saved
+    line: Line | None = None  # of a non-persistent step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(RunRecord):
+    """A step: its run, its files, and where in them the tensors are."""
+
     files: Mapping[str, FileRecord]
     model: Mapping[str, TensorRecord]
     optimizer: Mapping[str, Mapping[str, TensorRecord]] = field(default_factory=dict)
-    origin: Mapping[str, Any] = field(default_factory=dict)  # hf/origin.py; empty for a run started here
     divisions: Mapping[str, DividedFiles] = field(default_factory=dict)  # of divided slices
-    holds: tuple[str, ...] = ()  # which of optimizer, scheduler and rng were saved
-    line: Line | None = None  # of a non-persistent step
     hash: str = storage.HASH  # of the files' blocks
     schema: int = SCHEMA
 

@@ -16,11 +16,11 @@ from megatron.checkpoint import manifest, paths, retention
 from megatron.checkpoint.all_ranks import do_on_first, run_on_all, run_on_first
 from megatron.checkpoint.found_step import FoundStep, Log, verify_together, warn_of_unlisted
 from megatron.checkpoint.lineage import Line, name_of, named
+from megatron.checkpoint.run_state import RunHistory, TrainState
 from megatron.checkpoint.save import Save, held_lock, hold_directory
-from megatron.checkpoint.state import RunHistory, TrainState
 from megatron.checkpoint.storage import storage_errors, storage_message
 from megatron.checkpoint.verify import DamagedCheckpointError, verified_manifest
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import CheckpointError, ConfigError
 
 

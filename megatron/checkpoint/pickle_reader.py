@@ -122,9 +122,88 @@ def _run(interpreter: _Interpreter, instructions: Iterable[Instruction]) -> Any:
 
 
 @dataclass
-class _Interpreter:
-    stack: list[_Cell] = field(default_factory=list)
+class _Stack:
+    cells: list[_Cell] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
+
+    def push(self, value: Any) -> None:
+        self.cells.append(_Cell(value))
+
+    def push_integer(self, value: int) -> None:
+        if value.bit_length() > 8 * _MAX_INTEGER_BYTES:
+            raise PickleRefused(f"it has an integer of more than {_MAX_INTEGER_BYTES} bytes")
+        self.push(value)
+
+    def pop(self, count: int = 1) -> list[_Cell]:
+        if not 0 <= count <= len(self.cells) - (self.marks[-1] if self.marks else 0):
+            raise PickleRefused("its pickle is malformed (a value is missing)")
+        popped = self.cells[len(self.cells) - count :]
+        del self.cells[len(self.cells) - count :]
+        return popped
+
+    def pop_mark(self) -> list[_Cell]:
+        mark = self.marks.pop()
+        popped = self.cells[mark:]
+        del self.cells[mark:]
+        return popped
+
+    def hold(self, value: Any, cells: list[_Cell]) -> None:
+        self.cells.append(_held(_Cell(value), cells))
+
+    def put(self, cells: list[_Cell]) -> Any:
+        """The value on top of the stack, into which `cells` go."""
+        top = self.cells[-1]
+        if top.finished:
+            raise PickleRefused("it has a value that contains itself, or that changes after its use")
+        _held(top, cells)
+        return top.value
+
+    def mark(self, _: Any) -> None:
+        self.marks.append(len(self.cells))
+
+
+def _set_items(stack: _Stack, cells: list[_Cell]) -> None:
+    if len(cells) % 2:
+        raise PickleRefused("its pickle is malformed (a key without a value)")
+    top = container(stack.put(cells), dict)
+    if not isinstance(top, dict):
+        raise PickleRefused("its pickle is malformed (items of what is no dictionary)")
+    for key, value in zip(cells[::2], cells[1::2], strict=True):
+        check_key(key.value)
+        top[key.value] = value.value
+
+
+def _append_all(stack: _Stack, cells: list[_Cell]) -> None:
+    top = container(stack.put(cells), list)
+    if not isinstance(top, list):
+        raise PickleRefused("its pickle is malformed (elements of what is no list)")
+    top.extend(cell.value for cell in cells)
+
+
+def _add_all(stack: _Stack, cells: list[_Cell]) -> None:
+    top = stack.put(cells)
+    if not isinstance(top, set):
+        raise PickleRefused("its pickle is malformed (elements of what is no set)")
+    for cell in cells:
+        check_key(cell.value)
+        top.add(cell.value)
+
+
+def _make_frozenset(stack: _Stack) -> None:
+    cells = stack.pop_mark()
+    for cell in cells:
+        check_key(cell.value)
+    stack.hold(frozenset(cell.value for cell in cells), cells)
+
+
+def _make_tuple(stack: _Stack, cells: list[_Cell]) -> None:
+    stack.hold(tuple(cell.value for cell in cells), cells)
+
+
+@dataclass
+class _Interpreter(_Stack):
+    """The stack, what was memorized, and the names that occurred."""
+
     memo: dict[int, _Cell] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
     repeated: int = 0
@@ -135,45 +214,9 @@ class _Interpreter:
             if act is None:
                 raise PickleRefused(f"it has the pickle instruction {name[:40]}, which is not known here")
             act(self, argument)
-        if len(self.stack) != 1 or self.marks:
+        if len(self.cells) != 1 or self.marks:
             raise PickleRefused("its pickle is malformed (it does not end in one value)")
-        return self.stack[0].value
-
-    # ---------------------------------------------------------------- values
-
-    def push(self, value: Any) -> None:
-        self.stack.append(_Cell(value))
-
-    def push_integer(self, value: int) -> None:
-        if value.bit_length() > 8 * _MAX_INTEGER_BYTES:
-            raise PickleRefused(f"it has an integer of more than {_MAX_INTEGER_BYTES} bytes")
-        self.push(value)
-
-    def pop(self, count: int = 1) -> list[_Cell]:
-        if not 0 <= count <= len(self.stack) - (self.marks[-1] if self.marks else 0):
-            raise PickleRefused("its pickle is malformed (a value is missing)")
-        popped = self.stack[len(self.stack) - count :]
-        del self.stack[len(self.stack) - count :]
-        return popped
-
-    def pop_mark(self) -> list[_Cell]:
-        mark = self.marks.pop()
-        popped = self.stack[mark:]
-        del self.stack[mark:]
-        return popped
-
-    def hold(self, value: Any, cells: list[_Cell]) -> None:
-        self.stack.append(_held(_Cell(value), cells))
-
-    def put(self, cells: list[_Cell]) -> Any:
-        """The value on top of the stack, into which `cells` go."""
-        top = self.stack[-1]
-        if top.finished:
-            raise PickleRefused("it has a value that contains itself, or that changes after its use")
-        _held(top, cells)
-        return top.value
-
-    # ---------------------------------------------------------------- names and objects
+        return self.cells[0].value
 
     def name(self, argument: str) -> None:
         module, _, name = argument.partition(" ")
@@ -206,48 +249,11 @@ class _Interpreter:
         elif not isinstance(top, dict):  # attributes beside the items of an OrderedDict have no meaning here
             raise PickleRefused("its pickle is malformed (a state of a plain value)")
 
-    # ---------------------------------------------------------------- containers
-
-    def set_items(self, cells: list[_Cell]) -> None:
-        if len(cells) % 2:
-            raise PickleRefused("its pickle is malformed (a key without a value)")
-        top = container(self.put(cells), dict)
-        if not isinstance(top, dict):
-            raise PickleRefused("its pickle is malformed (items of what is no dictionary)")
-        for key, value in zip(cells[::2], cells[1::2], strict=True):
-            check_key(key.value)
-            top[key.value] = value.value
-
-    def append(self, cells: list[_Cell]) -> None:
-        top = container(self.put(cells), list)
-        if not isinstance(top, list):
-            raise PickleRefused("its pickle is malformed (elements of what is no list)")
-        top.extend(cell.value for cell in cells)
-
-    def add(self, cells: list[_Cell]) -> None:
-        top = self.put(cells)
-        if not isinstance(top, set):
-            raise PickleRefused("its pickle is malformed (elements of what is no set)")
-        for cell in cells:
-            check_key(cell.value)
-            top.add(cell.value)
-
-    def frozen(self) -> None:
-        cells = self.pop_mark()
-        for cell in cells:
-            check_key(cell.value)
-        self.hold(frozenset(cell.value for cell in cells), cells)
-
-    def tuple_of(self, cells: list[_Cell]) -> None:
-        self.hold(tuple(cell.value for cell in cells), cells)
-
-    # ---------------------------------------------------------------- memory
-
     def memoize(self, _: Any) -> None:
-        self.memo[len(self.memo)] = self.stack[-1]
+        self.memo[len(self.memo)] = self.cells[-1]
 
     def store(self, index: int) -> None:
-        self.memo[index] = self.stack[-1]
+        self.memo[index] = self.cells[-1]
 
     def fetch(self, index: int) -> None:
         cell = self.memo[index]
@@ -255,10 +261,7 @@ class _Interpreter:
         self.repeated += cell.parts - 1
         if self.repeated > _MAX_REPEATED:
             raise PickleRefused("it repeats values within values too often")
-        self.stack.append(cell)
-
-    def mark(self, _: Any) -> None:
-        self.marks.append(len(self.stack))
+        self.cells.append(cell)
 
 
 Action = Callable[[_Interpreter, Any], None]
@@ -272,13 +275,13 @@ _ACTIONS: dict[str, Action] = {
     "EMPTY_LIST": lambda run, _: run.push([]),
     "EMPTY_DICT": lambda run, _: run.push({}),
     "EMPTY_SET": lambda run, _: run.push(set()),
-    "TUPLE": lambda run, _: run.tuple_of(run.pop_mark()),
-    "APPEND": lambda run, _: run.append(run.pop()),
-    "APPENDS": lambda run, _: run.append(run.pop_mark()),
-    "SETITEM": lambda run, _: run.set_items(run.pop(2)),
-    "SETITEMS": lambda run, _: run.set_items(run.pop_mark()),
-    "ADDITEMS": lambda run, _: run.add(run.pop_mark()),
-    "FROZENSET": lambda run, _: run.frozen(),
+    "TUPLE": lambda run, _: _make_tuple(run, run.pop_mark()),
+    "APPEND": lambda run, _: _append_all(run, run.pop()),
+    "APPENDS": lambda run, _: _append_all(run, run.pop_mark()),
+    "SETITEM": lambda run, _: _set_items(run, run.pop(2)),
+    "SETITEMS": lambda run, _: _set_items(run, run.pop_mark()),
+    "ADDITEMS": lambda run, _: _add_all(run, run.pop_mark()),
+    "FROZENSET": lambda run, _: _make_frozenset(run),
     "BINPERSID": lambda run, _: _persistent(run),
     "GLOBAL": _Interpreter.name,
     "STACK_GLOBAL": _Interpreter.stack_name,
@@ -298,9 +301,9 @@ _ACTIONS: dict[str, Action] = {
         ),
         _Interpreter.push,
     ),
-    "TUPLE1": lambda run, _: run.tuple_of(run.pop(1)),
-    "TUPLE2": lambda run, _: run.tuple_of(run.pop(2)),
-    "TUPLE3": lambda run, _: run.tuple_of(run.pop(3)),
+    "TUPLE1": lambda run, _: _make_tuple(run, run.pop(1)),
+    "TUPLE2": lambda run, _: _make_tuple(run, run.pop(2)),
+    "TUPLE3": lambda run, _: _make_tuple(run, run.pop(3)),
 }
 
 

@@ -19,10 +19,10 @@ from megatron.checkpoint.besides_tensors import read_values, values_file
 from megatron.checkpoint.manifest import Manifest, Slice, TensorRecord
 from megatron.checkpoint.mapped_bytes import Bytes
 from megatron.checkpoint.positions import Positions, Stretch
-from megatron.checkpoint.state import Held, Sharded
+from megatron.checkpoint.run_state import Held, Sharded
 from megatron.checkpoint.torch_files import dtype_named
 from megatron.checkpoint.verify import DamagedCheckpointError, identity, stored_problem, verify_share
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.errors import CheckpointError
 from megatron.state.division import Range, common
 from megatron.state.shard import Shard
@@ -46,7 +46,7 @@ class StepReader:
         self._values: dict[str, dict[str, Any]] = {}
 
     @cached_property
-    def positions(self) -> Positions:
+    def _positions(self) -> Positions:
         return Positions(self.manifest)
 
     def file(self, name: str) -> Any:
@@ -68,7 +68,7 @@ class StepReader:
     def elements(self, spec: Shard, record: TensorRecord, piece: Slice, held: Range) -> Tensor:
         """Some consecutive elements of a slice, in one dimension: of its files, those that hold them are opened."""
         parts = []
-        for stretch in self.positions.stretches(record, piece, held):
+        for stretch in self._positions.stretches(record, piece, held):
             found, first = self._stored(spec, record, piece, stretch), stretch.elements[0]
             low, high = common(held, stretch.elements)
             parts.append(found[low - first : high - first])
@@ -109,9 +109,6 @@ class StepReader:
         full = torch.empty(slices.whole_stored_shape(record), dtype=dtype_named(record.dtype))
         self.fill(spec, full, record)
         return full
-
-    def model_tensors(self) -> dict[str, Tensor]:
-        return {name: self.logical(name, record) for name, record in self.manifest.model.items()}
 
     def model_dtype(self) -> torch.dtype:
         """The dtype that the parameters were trained in."""
@@ -164,7 +161,7 @@ class StepReader:
         if slices.same_slice(spec, shape, record) is None:
             held = None
         pieces = slices.wanted_slices(spec, shape, record)
-        return {each.file for piece in pieces for each in self.positions.stretches(record, piece, held)}
+        return {each.file for piece in pieces for each in self._positions.stretches(record, piece, held)}
 
 
 # ---------------------------------------------------------------- reading while hashing

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from megatron.checkpoint import paths
-from megatron.checkpoint.state import Retention, RunHistory
+from megatron.checkpoint.run_state import Retention, RunHistory
 from megatron.utils import durable
 
 

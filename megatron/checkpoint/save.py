@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -37,11 +37,11 @@ from megatron.checkpoint.content import (
 from megatron.checkpoint.lineage import Line
 from megatron.checkpoint.lock import DirectoryLock
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.state import Retention, RunHistory, SavedInfo, Sharded, TrainState, axis_sizes, writes
+from megatron.checkpoint.run_state import Retention, RunHistory, SavedInfo, TrainState, axis_sizes, writes
 from megatron.checkpoint.storage import FileRecord
 from megatron.checkpoint.torch_file_writer import write_torch_file
 from megatron.distributed.messages import all_gather_json
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import ConfigError, StorageError
 from megatron.utils import durable
 from megatron.version import __version__
@@ -76,15 +76,15 @@ def save_checkpoint(
 def save_now(save: Save, retention: Retention) -> SavedInfo:
     """Writes and commits it. All ranks call it, at a step boundary."""
     started, world = time.monotonic(), save.parallel.world
-    if run_on_first(save.is_done, world, bool):
-        return save.already_there()
-    save.begin()
+    there = save.begin()
+    if there is not None:
+        return there
     try:
         run_on_all(lambda: save.write(save.content()), world)
     except Exception:
         save.give_up()
         raise
-    return save.finished(save.concluded(lambda: save.commit(retention)), started)
+    return save.conclude(lambda: save.commit(retention), started)
 
 
 def hold_directory(directory: Path, *, parallel: ParallelState, history: RunHistory, flag: str = "--save") -> None:
@@ -146,64 +146,37 @@ class Save:
     known_as: Path | None = None
 
     @property
-    def name(self) -> str:
+    def _name(self) -> str:
         return paths.RELEASE if self.release else paths.step_name(self.state.iteration)
 
     @property
-    def target(self) -> Path:
-        return self.directory / self.name
+    def _target(self) -> Path:
+        return self.directory / self._name
 
     @property
-    def temporary(self) -> Path:
-        return paths.unfinished(self.directory, self.name, self.history.run_id)
+    def _temporary(self) -> Path:
+        return paths.unfinished(self.directory, self._name, self.history.run_id)
 
     @property
-    def given(self) -> str:
+    def _given(self) -> str:
         """The setting that names the directory."""
         flag = "--save" if self.line is None else "--non-persistent-global-ckpt-dir"
         return f"{flag} {self.directory}"
 
-    def without_tensors(self) -> Save:
-        """The save without its tensors: what is needed after the content was copied."""
-        nothing = torch.empty(0)
-        params = {name: (spec, nothing) for name, (spec, _) in self.state.params.items()}
-        held = self.state.optimizer
-        optimizer: dict[str, dict[str, Sharded]] | None = None if held is None else {name: {} for name in held}
-        return replace(self, state=replace(self.state, params=params, optimizer=optimizer))
+    def begin(self) -> SavedInfo | None:
+        """Locks, sweeps and makes the temporary directory. A step that this run has loaded or committed is on disk
+        already: then that is returned. All ranks call it."""
+        world, step = self.parallel.world, self.state.iteration
+        if run_on_first(self._is_done, world, bool):
+            return SavedInfo(self._target, step, 0, 0.0, already_there=True)
+        need = sum(all_gather_json(self._bytes_to_write(), world, int))
+        do_on_first(lambda: self._prepare(need), world)
+        return None
 
-    def is_done(self) -> bool:
-        """Whether this run loaded or committed the step, which is then on disk already."""
+    def _is_done(self) -> bool:
         step = self.state.iteration
         known = step == self.history.loaded_step(self.directory) or step in self.history.committed_steps(self.directory)
-        return known and not self.release and paths.is_plain_file(self.target / paths.MANIFEST)
-
-    def already_there(self) -> SavedInfo:
-        return SavedInfo(self.target, self.state.iteration, 0, 0.0, already_there=True)
-
-    def finished(self, done: Committed, started: float, blocked: float | None = None) -> SavedInfo:
-        """Notes the committed step and describes the save. Called on all ranks, after the commit."""
-        self.history.committed_steps(self.directory).add(self.state.iteration)
-        seconds = time.monotonic() - started
-        step = self.state.iteration
-        return SavedInfo(self.target, step, done.size, seconds, blocked=blocked, line=self.line, messages=done.messages)
-
-    @property
-    def commits(self) -> bool:
-        """Whether this rank commits: the first rank does, for all."""
-        return self.parallel.world.rank == 0
-
-    def concluded(self, commit: Callable[[], Committed]) -> Committed:
-        """Runs `commit` on the first rank and returns its result on all. All ranks call it."""
-        return run_on_first(commit, self.parallel.world, Committed)
-
-    def give_up(self) -> None:
-        """Discards what was written. All ranks call it."""
-        do_on_first(self.discard, self.parallel.world)
-
-    def begin(self) -> None:
-        """Locks, sweeps and makes the temporary directory. All ranks call it."""
-        need = sum(all_gather_json(self._bytes_to_write(), self.parallel.world, int))
-        do_on_first(lambda: self.prepare(need), self.parallel.world)
+        return known and not self.release and paths.is_plain_file(self._target / paths.MANIFEST)
 
     def _bytes_to_write(self) -> int:
         """An estimate: weights once, and this rank's part of the optimizer's state."""
@@ -217,22 +190,22 @@ class Save:
                 size += sum(tensor.numel() * tensor.element_size() for _, tensor in kinds.values()) // parts
         return size
 
-    def prepare(self, need: int) -> None:
-        lock = held_lock(self.given, self.directory, self.history, self.state.iteration)
+    def _prepare(self, need: int) -> None:
+        lock = held_lock(self._given, self.directory, self.history, self.state.iteration)
         with storage.storage_errors("preparing a checkpoint", self.directory):
             retention.sweep(self.directory, self.history.run_id, exclusive=lock.exclusive)
-            self.check_space(need)
+            self._check_space(need)
             try:
-                durable.make_directory(self.temporary)
+                durable.make_directory(self._temporary)
             except OSError:
-                self.discard()
+                self._discard()
                 raise
 
-    def check_space(self, need: int) -> None:
+    def _check_space(self, need: int) -> None:
         free = storage.free_bytes(self.directory)
         if free < _SPACE_FACTOR * need:
             raise StorageError(
-                f"{self.given}: {free} bytes are free, a checkpoint of {need} bytes needs "
+                f"{self._given}: {free} bytes are free, a checkpoint of {need} bytes needs "
                 f"{_SPACE_FACTOR} times its size; free space there or give another directory"
             )
 
@@ -240,7 +213,7 @@ class Save:
         """What this rank writes, copied."""
         arguments = classic_arguments(self.state, self.parallel.tp.size)
         if self.save_tokenizer is not None:
-            folder = ((self.known_as or self.directory) / self.name / paths.TOKENIZER).resolve()
+            folder = ((self.known_as or self.directory) / self._name / paths.TOKENIZER).resolve()
             arguments |= {"tokenizer_type": "PretrainedFromHF", "tokenizer_name_or_path": str(folder)}
         return rank_content(self.state, self.parallel, arguments, copy)
 
@@ -251,13 +224,13 @@ class Save:
         if self.parallel.world.rank == 0 and self.save_tokenizer is not None:
             content.part.files.update(self._write_tokenizer(self.save_tokenizer))
         for file in content.files:
-            with storage.storage_errors("writing a checkpoint", self.temporary / file):
+            with storage.storage_errors("writing a checkpoint", self._temporary / file):
                 self._write_file(content, file, stop)
-        with storage.storage_errors("writing a checkpoint", self.temporary):
-            leave_note(self.temporary, self.parallel.world.rank, content.part)
+        with storage.storage_errors("writing a checkpoint", self._temporary):
+            leave_note(self._temporary, self.parallel.world.rank, content.part)
 
     def _write_file(self, content: RankContent, file: str, stop: Event | None) -> None:
-        path, tree, starts = self.temporary / file, content.files[file], {}
+        path, tree, starts = self._temporary / file, content.files[file], {}
 
         def write(stream: storage.HashingFile) -> None:
             starts.update(write_torch_file(tree, stream, content.storages(file)))
@@ -265,38 +238,58 @@ class Save:
         path.parent.mkdir(exist_ok=True)
         content.written(file, storage.write_durable(path, write, stop=stop), starts)
         values, encoded = values_file(file), encode_values(values_of_file(tree))
-        content.part.files[values] = storage.write_durable(self.temporary / values, lambda out: out.write(encoded))
+        content.part.files[values] = storage.write_durable(self._temporary / values, lambda out: out.write(encoded))
         durable.fsync_directory(path.parent)
 
     def _write_tokenizer(self, save_tokenizer: SaveTokenizer) -> dict[str, FileRecord]:
-        folder = self.temporary / paths.TOKENIZER
+        folder = self._temporary / paths.TOKENIZER
         with storage.storage_errors("writing the tokenizer", folder):
             folder.mkdir()
             save_tokenizer(folder)
             durable.fsync_tree(folder)
             written = sorted(path for path in folder.rglob("*") if path.is_file())
-            return {path.relative_to(self.temporary).as_posix(): storage.hash_file(path) for path in written}
+            return {path.relative_to(self._temporary).as_posix(): storage.hash_file(path) for path in written}
 
-    def discard(self) -> None:
+    def give_up(self) -> None:
+        """Discards what was written. All ranks call it."""
+        do_on_first(self._discard, self.parallel.world)
+
+    def _discard(self) -> None:
         """Best effort: what cannot be removed now is never read, and removed by the next save."""
         with suppress(OSError):
-            shutil.rmtree(self.temporary)
+            shutil.rmtree(self._temporary)
 
     def commit(self, retention: Retention) -> Committed:
-        """Commits what all ranks have written as a step. Runs on the first rank only."""
+        """Commits what all ranks have written as a step: the first rank does, and the others nothing. No collective."""
+        if self.parallel.world.rank != 0:
+            return Committed(0, ())
         try:
-            with storage.storage_errors("completing a checkpoint", self.temporary):
-                written = collect_notes(self.temporary, range(self.parallel.world.size))
-                record = join_notes(self.header(), written)
-                storage.write_durable(self.temporary / paths.MANIFEST, lambda file: file.write(manifest.encode(record)))
-                durable.fsync_directory(self.temporary)
-            with storage.storage_errors("committing a checkpoint", self.target):
+            with storage.storage_errors("completing a checkpoint", self._temporary):
+                written = collect_notes(self._temporary, range(self.parallel.world.size))
+                record = join_notes(self._header(), written)
+                storage.write_durable(
+                    self._temporary / paths.MANIFEST, lambda file: file.write(manifest.encode(record))
+                )
+                durable.fsync_directory(self._temporary)
+            with storage.storage_errors("committing a checkpoint", self._target):
                 messages = self._publish()
         except Exception:
-            self.discard()  # which does nothing once it has been renamed
+            self._discard()  # which does nothing once it has been renamed
             raise
         messages += self._retain(retention)
         return Committed(sum(file.size for file in record.files.values()), tuple(messages))
+
+    def conclude(self, commit: Callable[[], Committed], started: float, blocked: float | None = None) -> SavedInfo:
+        """Runs `commit`, notes the step on all ranks and describes the save. All ranks call it."""
+        done, step = self._committed(commit), self.state.iteration
+        self.history.committed_steps(self.directory).add(step)
+        seconds = time.monotonic() - started
+        return SavedInfo(
+            self._target, step, done.size, seconds, blocked=blocked, line=self.line, messages=done.messages
+        )
+
+    def _committed(self, commit: Callable[[], Committed]) -> Committed:
+        return run_on_first(commit, self.parallel.world, Committed)
 
     def _retain(self, kept: Retention) -> list[str]:
         """The new step is committed already, so failing to delete an old one is only a warning."""
@@ -312,15 +305,15 @@ class Save:
     def _publish(self) -> list[str]:
         messages: list[str] = []
         if self.line is not None:
-            if self.target.exists():  # of another run, or rewound past
+            if self._target.exists():  # of another run, or rewound past
                 retention.delete(self.directory, self.state.iteration)
         elif not self.release:
             messages = retention.set_aside_newer(self.directory, self.state.iteration, self.history)
-        durable.rename(self.temporary, self.target)
+        durable.rename(self._temporary, self._target)
         paths.write_tracker(self.directory, paths.RELEASE if self.release else str(self.state.iteration))
         return messages
 
-    def header(self) -> Manifest:
+    def _header(self) -> Manifest:
         """The manifest, without what ranks have written."""
         holds = {"optimizer": self.state.optimizer, "scheduler": self.state.scheduler, "rng": self.state.rng}
         return Manifest(

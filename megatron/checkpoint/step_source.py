@@ -11,9 +11,9 @@ from megatron.errors import ConfigError
 if TYPE_CHECKING:  # the settings are read without torch
     from megatron.checkpoint.manifest import Manifest
     from megatron.checkpoint.reader import StepReader
-    from megatron.checkpoint.state import LoadedState, Sharded, Take
+    from megatron.checkpoint.run_state import LoadedState, Sharded, Take
     from megatron.config import ModelConfig, MoEConfig
-    from megatron.distributed.state import ParallelState
+    from megatron.distributed.parallel_state import ParallelState
 
 Say = Callable[[str], object]
 

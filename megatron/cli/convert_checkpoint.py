@@ -218,7 +218,7 @@ def _ours(arguments: argparse.Namespace, target: TargetLayout) -> Iterator[Found
 
 def _step_in(directory: Path, step: int | None) -> FoundStep:
     from megatron.checkpoint import find_checkpoint
-    from megatron.distributed.state import ParallelState
+    from megatron.distributed.parallel_state import ParallelState
     from megatron.interop.source import OTHER_PROGRAMS
     from megatron.layout import Layout
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron.compat.arrivals import Arrivals
 from megatron.data_parallel.broadcast import broadcast_parameters
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.errors import ConfigError
 
 

@@ -19,8 +19,8 @@ from megatron.context_parallel import blocks
 from megatron.context_parallel.blocks import Finished, Pair, Softmax
 from megatron.context_parallel.sequence import chunks_of
 from megatron.distributed import collectives
+from megatron.distributed.parallel_state import Axis
 from megatron.distributed.rng import default_generator, next_seed
-from megatron.distributed.state import Axis
 from megatron.model.attention import CoreAttention
 from megatron.model.attention_mask import Window
 

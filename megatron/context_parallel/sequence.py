@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.errors import ConfigError
 from megatron.layout import CP_FLAG, nearest_multiples
 from megatron.model.attention import SequenceView

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.context_parallel.sequence import by_rank, in_sequence
 from megatron.distributed import collectives
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.model.attention import CoreAttention
 from megatron.model.attention_mask import Window, attention_mask
 

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron.data_parallel.buckets import GradientSlot, make_buckets
 from megatron.data_parallel.late_gather import LateGather
 from megatron.data_parallel.training_store import TrainingStore
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.model.wgrads import AddToParameter
 from megatron.ops.wgrad import Accumulate
 from megatron.state.store import FlatRun

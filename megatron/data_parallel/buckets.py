@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.distributed import collectives
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.state.division import Division
 from megatron.state.store import Buffer
 

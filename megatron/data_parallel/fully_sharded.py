@@ -26,7 +26,7 @@ from megatron.data_parallel.shard_grads import InOneBuffer, OnHost, local
 from megatron.data_parallel.sharding_units import Unit, divide, make_memory, refuse_hooks, sharded
 from megatron.data_parallel.training_store import TrainingStore
 from megatron.distributed import collectives
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.errors import ConfigError
 from megatron.state.division import Division
 from megatron.state.store import FlatRun, run_alone

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.distributed import collectives
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.distributed import collectives
+from megatron.distributed.parallel_state import Axis
 from megatron.distributed.rendezvous import open_group_of_one
-from megatron.distributed.state import Axis
 from megatron.errors import ConfigError
 from megatron.utils.dtype import HALF
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.state.store import Store
 
 

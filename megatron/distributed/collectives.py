@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 
 ReduceName = Literal["sum", "max", "min"]
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.layout import Coordinates
 
 CPU = torch.device("cpu")

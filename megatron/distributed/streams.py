@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.distributed.comm_log import CommOp
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 
 BLOCK_BYTES = 16 * 2**20
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron.config import RunConfig
 from megatron.data_parallel import DEFAULT_BUCKET_SIZE, BucketStore, TrainingStore
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.engine.engine import Engine
 from megatron.engine.graphs import GraphedPasses
 from megatron.engine.groups import Groups, check_marked

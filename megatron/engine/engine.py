@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.data_parallel import TrainingStore, broadcast_parameters
 from megatron.distributed.messages import all_gather_json
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.engine.evaluation import Evaluation, EvaluationResult, check_counted, sum_over_ranks, totals_of
 from megatron.engine.nonfinite import first_nonfinite, overflows_at_the_bottom
 from megatron.engine.reports import StepReports

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron.data_parallel import FullySharded
 from megatron.distributed.collectives import all_reduce
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.engine.to_device import ToDevice
 from megatron.errors import DataError
 from megatron.model.passes import Batch, Passes

@@ -9,7 +9,7 @@ from math import prod
 from torch import nn
 
 from megatron.config.sections.optimizer import OptimizerConfig
-from megatron.distributed.state import Axis, ParallelState
+from megatron.distributed.parallel_state import Axis, ParallelState
 from megatron.errors import ConfigError
 from megatron.model.parameters import QKV, VOCABULARY_TABLES, Row
 from megatron.optimizer import GroupRule, Matrix, megatron_rule

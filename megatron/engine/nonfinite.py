@@ -9,7 +9,7 @@ import torch
 from megatron.data_parallel import TrainingStore
 from megatron.distributed.meeting import spans
 from megatron.distributed.messages import all_gather_json
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.optimizer import DynamicLossScaler, Optimizer
 
 _FORGIVEN_OVERFLOWS = 2

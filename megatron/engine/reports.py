@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.distributed.collectives import all_reduce
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 
 Reduce = Literal["same", "sum", "mean", "max"]
 """How the values of all ranks become one; "same": they are equal already."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.distributed.collectives import all_reduce
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.model.gpt import GPT
 from megatron.model.moe import Router
 from megatron.model.passes import shape_of

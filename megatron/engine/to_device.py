@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel import slice_batch
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.model.passes import Batch
 from megatron.utils.cuda import CopyStream
 from megatron.utils.device_kind import kind_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.distributed.collectives import all_reduce
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.engine.to_device import ToDevice
 from megatron.errors import NonFiniteError
 from megatron.evaluation.sequences import Scored

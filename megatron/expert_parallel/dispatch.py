@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megatron.distributed import collectives
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 
 Mapping = Callable[[Tensor, Axis], Tensor]
 Run = Callable[[Tensor, list[int]], Tensor]

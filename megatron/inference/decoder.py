@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.distributed.collectives import broadcast
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import ConfigError, MegatronError, NonFiniteError
 from megatron.layout import CP_FLAG, Layout
 from megatron.model import GPT

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.checkpoint.found_step import FoundStep, find_checkpoint
 from megatron.checkpoint.manifest import TensorRecord
 from megatron.checkpoint.paths import MANIFEST, step_of
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.interop.source import OTHER_PROGRAMS
 from megatron.layout import Layout
 from megatron.model.parameters import WORD_TABLE

@@ -16,10 +16,10 @@ from torch import Tensor
 from megatron.checkpoint import paths, storage
 from megatron.checkpoint.content import check_finite
 from megatron.checkpoint.lock import DirectoryLock
+from megatron.checkpoint.run_state import RunHistory, SavedInfo, TrainState
 from megatron.checkpoint.save import save_checkpoint
-from megatron.checkpoint.state import RunHistory, SavedInfo, TrainState
 from megatron.checkpoint.torch_file_writer import Deferred
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import ConfigError
 from megatron.layout import Layout
 from megatron.utils import durable

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.data_parallel import TrainingStore
 from megatron.distributed import collectives
 from megatron.distributed.messages import all_gather_json
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.state.division import Range
 from megatron.state.shard import Shard
 

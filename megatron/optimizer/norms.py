@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.data_parallel import TrainingStore
 from megatron.distributed import collectives
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.ops import Kernels
 from megatron.state.shard import Shard, copied_parts, counted_parts
 from megatron.utils.device_kind import kind_of

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron.data_parallel import FullySharded, Unit
-from megatron.distributed.state import Axis, ParallelState
+from megatron.distributed.parallel_state import Axis, ParallelState
 from megatron.model.gpt import GPT
 from megatron.model.moe import Experts
 from megatron.parallelize.parallel import Parallel

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from megatron.config import ParallelConfig
 from megatron.context_parallel import GatheredAttention, RingAttention, SharedSequence, UlyssesAttention
 from megatron.distributed import collectives
+from megatron.distributed.parallel_state import ParallelState
 from megatron.distributed.rng import SplitRandom
-from megatron.distributed.state import ParallelState
 from megatron.expert_parallel import ExpertDispatcher
 from megatron.model.attention import CoreAttention, SequenceView
 from megatron.model.factory import Dispatcher, ModuleFactory

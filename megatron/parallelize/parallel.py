@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron.config import MoEConfig, ParallelConfig
 from megatron.config.stages import StageLayers, stage_layers
 from megatron.data_parallel import FullySharded
-from megatron.distributed.state import Axis, ParallelState
+from megatron.distributed.parallel_state import Axis, ParallelState
 from megatron.errors import ConfigError
 from megatron.model.factory import ModuleFactory
 from megatron.model.gpt import GPT, Stage

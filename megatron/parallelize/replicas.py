@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.data_parallel import TrainingStore
 from megatron.distributed import collectives
-from megatron.distributed.state import Axis, ParallelState
+from megatron.distributed.parallel_state import Axis, ParallelState
 from megatron.state.shard import Shard, split_shape
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from megatron.distributed.state import Axis, ParallelState
+from megatron.distributed.parallel_state import Axis, ParallelState
 from megatron.errors import ConfigError
 from megatron.model.init import initial_elements
 from megatron.model.parameters import WORD_TABLE, Parameter, Row, Shape, stored_shape

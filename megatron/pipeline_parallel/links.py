@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.distributed.comm_log import CommOp
-from megatron.distributed.state import Axis, LinkEnd
+from megatron.distributed.parallel_state import Axis, LinkEnd
 
 Content = Literal["activation", "gradient"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megatron.pipeline_schedules import Action
 
 if TYPE_CHECKING:  # drawing loads no torch
-    from megatron.distributed.state import Axis
+    from megatron.distributed.parallel_state import Axis
 
 _KEPT_STEPS = 16
 """Enough for a median, few enough that the files of a long run stay small."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.model.passes import Batch, ForwardStep
 from megatron.model.wgrads import WgradQueue
 from megatron.pipeline_parallel.links import Links, Message

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.config.stages import split_layers
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 
 
 class SequentialStage(nn.Module):

@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megatron.distributed import collectives
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.model.linear import Linear, Put, flat
 from megatron.model.wgrads import WgradRoute
 from megatron.ops.linear import linear

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from megatron.distributed import collectives
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 
 SEQUENCE = 1
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import ModelConfig
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.model.norm import Norm
 from megatron.ops import Kernels
 from megatron.tensor_parallel import mappings

@@ -17,7 +17,7 @@ from megatron.config.stages import stage_layers
 from megatron.data.split_datasets import sources_of
 from megatron.data.splits import sample_counts
 from megatron.data.validation import sizes_of_sets
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import printable
 from megatron.layout import Layout
 from megatron.model.gpt import GPT

@@ -20,10 +20,10 @@ from megatron.distributed.device import resolve_backend, resolve_device
 from megatron.distributed.launch import LaunchInfo, die_with_parent
 from megatron.distributed.limits import allow_open_files
 from megatron.distributed.messages import broadcast_json
+from megatron.distributed.parallel_state import ParallelState
 from megatron.distributed.rendezvous import init_process_group, open_to_other_machines
 from megatron.distributed.rng import seed_rank
 from megatron.distributed.start_watch import watched_start
-from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError, printable
 from megatron.layout import padded_vocab_size
 from megatron.ops.library import Library, library

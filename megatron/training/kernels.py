@@ -9,7 +9,7 @@ import torch
 
 from megatron.config import KernelsConfig
 from megatron.distributed.messages import all_gather_json
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import ConfigError
 from megatron.ops.library import Library
 from megatron.ops.select import Kernels, resolve

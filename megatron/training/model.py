@@ -10,7 +10,7 @@ from torch import nn
 from megatron.config import MoEConfig
 from megatron.config.stages import stage_layers
 from megatron.data_parallel import broadcast_parameters
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import ConfigError
 from megatron.model.flops import flops_per_token
 from megatron.model.gpt import GPT

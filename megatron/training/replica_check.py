@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.distributed.collectives import all_reduce
 from megatron.distributed.messages import all_gather_json
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.engine import Engine
 from megatron.errors import ReplicaError
 from megatron.parallelize import persistent_buffers

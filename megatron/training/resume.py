@@ -20,7 +20,7 @@ from megatron.checkpoint import (
     find_checkpoint,
     saved_values,
 )
-from megatron.checkpoint.local.non_persistent import LocalNonPersistent
+from megatron.checkpoint.local.steps import LocalNonPersistent
 from megatron.checkpoint.paths import NON_PERSISTENT
 from megatron.config import BatchPlan, RunConfig, to_dict
 from megatron.config.split import parse_split

@@ -88,7 +88,7 @@ def wandb_missing(project: str) -> ConfigError:
 
 def _with_checkpoint_args(config: RunConfig, source: StepSource) -> RunConfig:
     from megatron.checkpoint.found_step import find_checkpoint
-    from megatron.distributed.state import ParallelState
+    from megatron.distributed.parallel_state import ParallelState
     from megatron.layout import Layout
 
     if config.checkpoint.load is None:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron.config import parse_args
 from megatron.distributed import messages
 from megatron.distributed.launch import LaunchInfo
-from megatron.distributed.state import Axis, ParallelState
+from megatron.distributed.parallel_state import Axis, ParallelState
 from megatron.model.passes import Batch
 from megatron.ops import select
 from megatron.training import assemble as assembling

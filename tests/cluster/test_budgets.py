@@ -19,7 +19,7 @@ from megatron.distributed.identity import Identity
 from megatron.distributed.launch import LaunchInfo
 from megatron.distributed.limits import OWN_FILES, allow_open_files, gloo_sockets
 from megatron.distributed.meeting import Patience, wait_for_all
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import ConfigError
 from megatron.layout import Layout
 from megatron.prove.order.recorder import recorded

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from megatron.checkpoint import Background, found_step, reader, save
 from megatron.data_parallel import BucketStore, fully_sharded
 from megatron.data_parallel.buckets import Bucket
-from megatron.distributed import collectives, state
-from megatron.distributed.state import Axis
+from megatron.distributed import collectives, parallel_state
+from megatron.distributed.parallel_state import Axis
 from megatron.engine import Engine, evaluation
 from megatron.layout import AXES, Layout
 from megatron.optimizer import matrices
@@ -87,15 +87,15 @@ def test_planted_a_gather_of_weights_nobody_waits_for(monkeypatch: pytest.Monkey
 
 
 def test_planted_groups_made_in_another_order_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    build = state.ParallelState.build
+    build = parallel_state.ParallelState.build
 
-    def reordered(*given: Any, **more: Any) -> state.ParallelState:
+    def reordered(*given: Any, **more: Any) -> parallel_state.ParallelState:
         with monkeypatch.context() as planted:
             if dist.get_rank() == 1:
-                planted.setattr(state, "AXES", AXES[::-1])
+                planted.setattr(parallel_state, "AXES", AXES[::-1])
             return build(*given, **more)
 
-    monkeypatch.setattr(state.ParallelState, "build", staticmethod(reordered))
+    monkeypatch.setattr(parallel_state.ParallelState, "build", staticmethod(reordered))
     first = recorded(8, **SETTINGS).findings()[0]
     by_count = first.startswith("groups are made in another order: ") and "rank 1" in first
     assert by_count or first.endswith("was made by rank 0 and not by rank 1"), first
@@ -205,7 +205,7 @@ def test_planted_two_ranks_that_ask_two_communicators_in_turn(monkeypatch: pytes
 def test_foreign_callers_are_seen() -> None:
     """torch's fully_shard knows nothing of ours; it asks the same process groups."""
     with recorder.recorded(1, 4) as tape:
-        parallel = state.ParallelState.build(Layout(4, tp=2), 1)
+        parallel = parallel_state.ParallelState.build(Layout(4, tp=2), 1)
         mesh = DeviceMesh.from_group(parallel.dp.group, "cpu")
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
         fully_shard(model, mesh=mesh)
@@ -218,7 +218,7 @@ def test_foreign_callers_are_seen() -> None:
 def test_planted_tensors_that_nccl_does_not_take() -> None:
     """gloo takes the first, and sends the numbers of the second in the order that they have in memory."""
     with recorder.recorded(1, 4):
-        dp = state.ParallelState.build(Layout(4), 1).dp
+        dp = parallel_state.ParallelState.build(Layout(4), 1).dp
         with pytest.raises(AssertionError, match=r"all_reduce over world: nccl does not take .* of torch\.int16"):
             collectives.all_reduce(torch.ones(4, dtype=torch.int16), dp)
         with pytest.raises(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron.data_parallel.buckets import Bucket
 from megatron.distributed import collectives
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.layout import AXES
 from megatron.pipeline_parallel.links import Links, Message
 from megatron.pipeline_schedules import SCHEDULES

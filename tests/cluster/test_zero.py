@@ -10,7 +10,7 @@ import torch
 
 from megatron.config import parse_args
 from megatron.data_parallel import FullySharded, Unit
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.layout import Layout
 from megatron.prove.order.cluster import record_clusters
 from megatron.prove.order.events import Mark, Op, Recording

@@ -16,8 +16,8 @@ import torch
 from megatron.distributed import collectives
 from megatron.distributed.cores import set_threads
 from megatron.distributed.launch import LaunchInfo, die_with_parent, shutdown
+from megatron.distributed.parallel_state import ParallelState
 from megatron.distributed.rendezvous import init_process_group
-from megatron.distributed.state import ParallelState
 from megatron.errors import MegatronError
 from megatron.layout import Layout
 

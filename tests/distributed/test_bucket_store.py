@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from megatron.data_parallel import BucketStore, broadcast_parameters, buckets
-from megatron.distributed.state import Axis, ParallelState
+from megatron.distributed.parallel_state import Axis, ParallelState
 from megatron.layout import Layout
 from tests.helpers.distributed import run_ranks
 

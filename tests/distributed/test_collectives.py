@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.distributed import collectives, launch
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import PeerLostError
 from megatron.layout import Layout
 from tests.helpers.distributed import RankFailed, run_ranks

@@ -17,7 +17,7 @@ from megatron.checkpoint.manifest import Slice, TensorRecord
 from megatron.checkpoint.reader import _Places
 from megatron.checkpoint.storage import HashingFile
 from megatron.distributed import collectives, messages
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.layout import Layout
 from megatron.state.division import Division
 from tests.helpers.distributed import RankFailed, run_ranks

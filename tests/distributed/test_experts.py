@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.data_parallel import BucketStore
-from megatron.distributed.state import Axis, ParallelState
+from megatron.distributed.parallel_state import Axis, ParallelState
 from megatron.expert_parallel import ExpertDispatcher, exchanged, permuted
 from megatron.layout import Layout
 from megatron.model.factory import run_here

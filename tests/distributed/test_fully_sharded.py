@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.data_parallel import FullySharded
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import ConfigError, NonFiniteError
 from megatron.layout import Layout
 from megatron.parallelize.divide import units_of

@@ -13,7 +13,7 @@ from megatron.config.sections.precision import PrecisionConfig
 from megatron.data_parallel import BucketStore
 from megatron.data_parallel.late_gather import LateGather, repeated_units
 from megatron.distributed import collectives
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.layout import Layout
 from megatron.optimizer import Optimizer
 from tests.helpers.distributed import run_ranks

@@ -19,7 +19,7 @@ from megatron.checkpoint.all_ranks import run_on_all
 from megatron.checkpoint.verify import DamagedCheckpointError
 from megatron.distributed.launch import shutdown
 from megatron.distributed.messages import LARGEST_MESSAGE, all_gather_json, broadcast_json
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import CheckpointError, MegatronError, PeerLostError, StorageError
 from megatron.layout import Layout
 from tests.helpers.distributed import run_ranks

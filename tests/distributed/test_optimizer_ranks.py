@@ -12,7 +12,7 @@ from torch import nn
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.data_parallel import BucketStore
-from megatron.distributed.state import Axis, ParallelState
+from megatron.distributed.parallel_state import Axis, ParallelState
 from megatron.engine.nonfinite import nonfinite_grads
 from megatron.layout import Layout
 from megatron.optimizer import Optimizer

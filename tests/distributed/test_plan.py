@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron.config import parse_args
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import ConfigError
 from megatron.model.flops import flops_per_token
 from megatron.parallelize import check_can_be_split, held_parameters

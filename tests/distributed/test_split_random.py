@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.distributed import rng
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.layout import Layout
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import whole_tensors

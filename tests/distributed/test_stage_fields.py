@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.data.indexed.dataset import IndexedDataset
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.model.gpt import GPT
 from megatron.parallelize import parallel as build
 from megatron.training.assemble import Parts

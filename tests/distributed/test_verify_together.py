@@ -19,7 +19,7 @@ from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.positions import Positions, Stretch
 from megatron.checkpoint.storage import FileRecord
 from megatron.checkpoint.verify import identity
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.layout import Layout
 from tests.helpers.distributed import RankFailed, run_ranks
 from tests.helpers.runs import flags, make_parts

@@ -14,6 +14,7 @@ from megatron.checkpoint import StepReader, manifest
 from megatron.compat.any_model import ModelEngine, initialize
 from tests.helpers.any_model import batch_of, make_model
 from tests.helpers.distributed import run_ranks
+from tests.helpers.step_tensors import model_tensors
 
 SAMPLES = 4
 
@@ -111,7 +112,7 @@ def state_in(folder: Path) -> dict[str, Any]:
         name: {kind: reader.logical(name, one) for kind, one in kinds.items()}
         for name, kinds in record.optimizer.items()
     }
-    return {"model": reader.model_tensors(), "optimizer": state, "extra": reader.main_file()["optimizer"]["extra"]}
+    return {"model": model_tensors(reader), "optimizer": state, "extra": reader.main_file()["optimizer"]["extra"]}
 
 
 def same(a: Any, b: Any) -> bool:

@@ -22,6 +22,7 @@ from megatron.checkpoint.storage import HashingFile
 from megatron.training.hooks import Hook
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import Recorder, flags, make_parts, pretrain_here
+from tests.helpers.step_tensors import model_tensors
 
 SETTINGS: dict[str, Any] = {
     "bf16": True,
@@ -76,7 +77,7 @@ def run(rank: int, ranks: int, argv: list[str], late: bool = False) -> list[str]
 
 def tensors_of(step: Path) -> dict[str, Tensor]:
     reader = StepReader(step, manifest.read(step))
-    found = reader.model_tensors()
+    found = model_tensors(reader)
     for name, kinds in reader.manifest.optimizer.items():
         found |= {f"{name} {kind}": reader.logical(name, record) for kind, record in kinds.items()}
     return found

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.context_parallel import RingAttention, blocks, gathered, ulysses
 from megatron.context_parallel.ring import _Ringed
 from megatron.distributed import collectives
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.engine import to_device as evaluation_module
 from megatron.training.assemble import Parts
 from tests.helpers.distributed import RankFailed, run_ranks

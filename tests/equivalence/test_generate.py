@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.build import restore_model
+from megatron.checkpoint.restore import restore_model
 from megatron.errors import ConfigError, MegatronError
 from megatron.inference import decoder as decoders
 from megatron.inference import packed

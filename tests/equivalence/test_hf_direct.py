@@ -16,7 +16,7 @@ from megatron.checkpoint import paths
 from megatron.checkpoint.manifest import read as read_manifest
 from megatron.checkpoint.reader import StepReader
 from megatron.cli.convert_checkpoint import main as convert
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import ConfigError
 from megatron.interop.hf import direct
 from megatron.interop.hf.importer import open_folder

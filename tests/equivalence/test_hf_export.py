@@ -22,7 +22,7 @@ from megatron.checkpoint import RunHistory, TrainState, save_checkpoint
 from megatron.checkpoint.reader import StepReader
 from megatron.cli.convert_checkpoint import main as convert_main
 from megatron.config import ModelConfig
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import CheckpointError, ConfigError
 from megatron.interop.hf.check import check_export, compare_logits, compare_weights, our_logits
 from megatron.interop.hf.exchange import Exchange

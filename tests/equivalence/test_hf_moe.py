@@ -14,7 +14,7 @@ import torch
 
 from megatron.checkpoint import RunHistory, TrainState, save_checkpoint
 from megatron.config import ModelConfig, MoEConfig
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import CheckpointError, ConfigError
 from megatron.interop.hf.check import check_export, compare_logits
 from megatron.interop.hf.export import Export, plan_export, write_export

@@ -23,8 +23,8 @@ from megatron.checkpoint.local.replica_folder import ReplicaFolder
 from megatron.checkpoint.local.save import LocalSave
 from megatron.checkpoint.local.share import ShareRecord
 from megatron.checkpoint.local.transfer import LocalStep
+from megatron.checkpoint.run_state import Retention
 from megatron.checkpoint.save import Committed
-from megatron.checkpoint.state import Retention
 from megatron.errors import MegatronError
 from tests.helpers.distributed import RankFailed, run_ranks
 from tests.helpers.runs import Recorder, flags, make_parts

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.distributed import collectives
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.tensor_parallel import SplitNorm, mappings
 from megatron.training.assemble import Parts
 from tests.helpers.distributed import RankFailed

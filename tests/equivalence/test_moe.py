@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.model.moe import MoE
 from megatron.training.assemble import Parts
 from tests.helpers.distributed import RankFailed, run_ranks

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.optimizer import matrices
 from megatron.optimizer.matrices import WholeMatrices
 from megatron.optimizer.rules.adafactor import Adafactor

@@ -52,7 +52,7 @@ class Case:
 def named_before_it_is_written() -> None:
     rename = durable.rename
     durable.rename = lambda source, target: None if source == target else rename(source, target)
-    Save.temporary = Save.target  # type: ignore[method-assign]
+    Save._temporary = Save._target  # type: ignore[method-assign]
 
 
 def nothing_is_synced() -> None:

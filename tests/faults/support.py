@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron.checkpoint import Background, Retention, RunHistory, Save, inspect_step
 from megatron.checkpoint.save import save_now
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.layout import Layout
 from tests.unit.checkpoint.support import load, loaded_equals, make_params, make_state, save, write_tokenizer
 

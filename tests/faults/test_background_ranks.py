@@ -75,13 +75,13 @@ def test_whichever_rank_dies_wherever(ranks: int, tmp_path: Path, request: pytes
 
 
 def test_planted_bug_room_is_made_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare = Save.prepare
+    prepare = Save._prepare
 
     def prepare_and_delete(self: Save, need: int) -> None:
         prepare(self, need)
         retention.keep_only(self.directory, None)
 
-    monkeypatch.setattr(Save, "prepare", prepare_and_delete)
+    monkeypatch.setattr(Save, "_prepare", prepare_and_delete)
     save(tmp_path / "template", OLD)
     with pytest.raises(CheckpointError, match="no valid checkpoint"):
         crash_at([(1, 1)], 2, tmp_path / "template", tmp_path)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.checkpoint import Background, Retention, RunHistory, Save, SavedInfo, TrainState, inspect_step
 from megatron.checkpoint.background import HostMemory
 from megatron.checkpoint.content import RankContent
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import NonFiniteError, StorageError
 from megatron.layout import Layout
 from tests.faults.support import FEW, NEW, OLD, outcome

@@ -20,7 +20,7 @@ import pytest
 
 from megatron.checkpoint import RunHistory, inspect_step, save_checkpoint
 from megatron.checkpoint.storage import HashingFile
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import CheckpointError, StorageError
 from megatron.layout import Layout
 from tests.faults.support import (

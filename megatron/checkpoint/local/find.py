@@ -18,7 +18,7 @@ from megatron.checkpoint.local.transfer import LocalStep
 from megatron.checkpoint.positions import Positions
 from megatron.checkpoint.verify import DamagedCheckpointError
 from megatron.distributed.messages import all_gather_json
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.errors import CheckpointError
 
 

@@ -15,8 +15,8 @@ from megatron.checkpoint.local import share
 from megatron.checkpoint.local.replica_folder import ReplicaFolder
 from megatron.checkpoint.local.share import ShareRecord
 from megatron.checkpoint.local.transfer import ReceivedFiles, blocks_of, swap
+from megatron.checkpoint.run_state import Retention
 from megatron.checkpoint.save import Committed, Save
-from megatron.checkpoint.state import Retention
 from megatron.distributed.messages import all_gather_json
 from megatron.distributed.streams import stream
 from megatron.utils import durable
@@ -31,45 +31,39 @@ class LocalSave(Save):
     """Of this save: the same on all ranks, and in no other save."""
 
     @property
-    def given(self) -> str:
+    def _given(self) -> str:
         return f"--non-persistent-local-ckpt-dir {self.store.root.parent}"
 
-    @property
-    def commits(self) -> bool:
-        return True
-
-    def is_done(self) -> bool:
-        return False
-
     def begin(self) -> None:
+        """Of a local step no run knows whether all its shares are there still."""
         sizes = all_gather_json(self._bytes_to_write(), self.parallel.world, int)
         need = sum(sizes[rank] for rank in self.store.kept_here)
-        run_on_all(lambda: self.prepare(need), self.parallel.world)
+        run_on_all(lambda: self._prepare(need), self.parallel.world)
 
-    def prepare(self, need: int) -> None:
+    def _prepare(self, need: int) -> None:
         with storage.storage_errors("preparing a checkpoint", self.directory):
             for rank in self.store.duties:
                 directory = share.rank_directory(self.store.root, rank)
                 directory.mkdir(parents=True, exist_ok=True)
                 retention.sweep(directory, self.history.run_id, exclusive=True)
-            self.check_space(need)
-            self.temporary.mkdir()
+            self._check_space(need)
+            self._temporary.mkdir()
 
     def commit(self, _: Retention) -> Committed:
         try:
-            with storage.storage_errors("completing a checkpoint", self.temporary):
+            with storage.storage_errors("completing a checkpoint", self._temporary):
                 world = self.parallel.world
-                (part,) = collect_notes(self.temporary, [world.rank])
-                record = ShareRecord(self.number, world.rank, world.size, self.header(), part)
-                _publish(self.temporary, self.target, share.encode(record))
+                (part,) = collect_notes(self._temporary, [world.rank])
+                record = ShareRecord(self.number, world.rank, world.size, self._header(), part)
+                _publish(self._temporary, self._target, share.encode(record))
         except Exception:
-            self.discard()
+            self._discard()
             raise
         return Committed(sum(file.size for file in part.files.values()), ())
 
-    def concluded(self, commit: Callable[[], Committed]) -> Committed:
+    def _committed(self, commit: Callable[[], Committed]) -> Committed:
         own = run_on_all(commit, self.parallel.world)
-        mine = run_on_all(lambda: (self.target / paths.SHARE).read_bytes(), self.parallel.world)
+        mine = run_on_all(lambda: (self._target / paths.SHARE).read_bytes(), self.parallel.world)
         for to, source in self.store.copies.exchanges(self.parallel.world.rank):
             self._exchange(mine, to, source)
         messages = self.store.keep_only(self.state.iteration)
@@ -79,19 +73,19 @@ class LocalSave(Save):
         """Sends this rank's share to one rank, and receives that of another. All ranks call it."""
         world = self.parallel.world
         received = swap(world, mine, to, source)
-        theirs = run_on_all(lambda: share.decode(received, self.target), world)
+        theirs = run_on_all(lambda: share.decode(received, self._target), world)
         assert theirs.rank == source, f"rank {source} sent the share of rank {theirs.rank}"
         directory = share.rank_directory(self.store.root, source)
-        temporary = paths.unfinished(directory, self.name, self.history.run_id)
+        temporary = paths.unfinished(directory, self._name, self.history.run_id)
         arrivals = ReceivedFiles(temporary, theirs.part.files)
-        sent = blocks_of(self.target, share.decode(mine, self.target).part.files)
+        sent = blocks_of(self._target, share.decode(mine, self._target).part.files)
         stream(world, send=sent, to=to, sizes=arrivals.sizes, source=source, take=arrivals.take)
 
         def finish() -> None:
             arrivals.finish()
             with storage.storage_errors("completing a copy", temporary):
                 durable.fsync_tree(temporary)
-                _publish(temporary, directory / self.name, share.encode(theirs))
+                _publish(temporary, directory / self._name, share.encode(theirs))
 
         run_on_all(finish, world)
 

@@ -19,7 +19,7 @@ from megatron.checkpoint.local.replica_folder import ReplicaFolder
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.storage import HASH, FileHasher, FileRecord, storage_message
 from megatron.distributed.messages import all_gather_json
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.distributed.streams import block_sizes, stream
 from megatron.errors import CheckpointError, StorageError
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron.data_parallel import BucketStore, TrainingStore
 from megatron.data_parallel.sharding_units import HOOKS_OF_GRADIENTS, taken_over
 from megatron.distributed.messages import all_gather_json
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.errors import ConfigError
 
 _BEFORE, _AFTER = HOOKS_OF_GRADIENTS

@@ -16,7 +16,7 @@ from megatron.data_parallel import BucketStore, FullySharded, Unit
 from megatron.data_parallel.buckets import GradientSlot
 from megatron.data_parallel.shard_grads import as_dtensor, local
 from megatron.data_parallel.sharding_units import refuse_hooks, sharded
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.errors import ConfigError
 
 

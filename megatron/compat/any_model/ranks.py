@@ -15,8 +15,8 @@ from torch import nn
 
 from megatron.distributed.device import accelerator_type, activate, resolve_backend, resolve_device
 from megatron.distributed.launch import LaunchInfo, shutdown
+from megatron.distributed.parallel_state import ParallelState
 from megatron.distributed.rendezvous import init_process_group, open_group_of_one
-from megatron.distributed.state import ParallelState
 from megatron.errors import ConfigError, PeerLostError
 from megatron.layout import Layout
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from megatron.distributed import collectives
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.errors import ConfigError
 
 _PASSES = 16

@@ -11,7 +11,7 @@ import torch
 
 from megatron.config.sections.deepspeed_scheduler import DeepSpeedSchedulerConfig
 from megatron.distributed.messages import all_gather_json
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.errors import ConfigError
 from megatron.optimizer import DeepSpeedCurve
 

@@ -11,7 +11,7 @@ from megatron.compat.any_model.gathered_writes import refuse_new_parameters
 from megatron.compat.any_model.kept_gradients import GuardedWeights, KeptGradients
 from megatron.data_parallel.broadcast import share_buffers
 from megatron.distributed import collectives
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 
 
 class Usage:

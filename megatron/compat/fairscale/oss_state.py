@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.distributed import collectives
 from megatron.distributed.messages import all_gather_json
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 
 
 @dataclass(frozen=True)

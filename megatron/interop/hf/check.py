@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.build import restore_model
+from megatron.checkpoint.restore import restore_model
 from megatron.errors import CheckpointError, ConfigError
 from megatron.interop.conversion import Show, no_progress
 from megatron.interop.hf.export import Export, exported_tensor, our_tensors

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.state import SavedInfo, Sharded, TrainState
+from megatron.checkpoint.run_state import SavedInfo, Sharded, TrainState
 from megatron.errors import StorageError
 from megatron.interop.conversion import Reading, Show, save_native
 from megatron.interop.hf.exchange import Exchange

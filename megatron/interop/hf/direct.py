@@ -16,10 +16,10 @@ from megatron.checkpoint.architecture import check_architecture
 from megatron.checkpoint.found_step import Log
 from megatron.checkpoint.manifest import Slice, TensorRecord
 from megatron.checkpoint.member_checks import MemberChecks
-from megatron.checkpoint.state import LoadedState, Sharded, Take, in_memory
+from megatron.checkpoint.run_state import LoadedState, Sharded, Take, in_memory
 from megatron.checkpoint.verify import identity_of
 from megatron.config import ModelConfig, MoEConfig
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import CheckpointError
 from megatron.interop.hf.exchange import Exchange
 from megatron.interop.hf.importer import HuggingFaceFolder, open_folder, shapes_of_config

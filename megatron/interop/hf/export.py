@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.architecture import model_config, moe_config
-from megatron.checkpoint.build import saved_tokenizer
 from megatron.checkpoint.found_step import FoundStep
 from megatron.checkpoint.reader import StepReader
+from megatron.checkpoint.restore import saved_tokenizer
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.interop.conversion import Show, no_progress, written_aside

@@ -10,7 +10,7 @@ import torch
 from megatron.checkpoint import slices
 from megatron.checkpoint.found_step import FoundStep
 from megatron.checkpoint.manifest import TensorRecord
-from megatron.checkpoint.state import SavedInfo, Sharded, TrainState
+from megatron.checkpoint.run_state import SavedInfo, Sharded, TrainState
 from megatron.errors import ConfigError
 from megatron.interop.conversion import Reading, Show, save_native
 from megatron.model.parameters import WORD_TABLE

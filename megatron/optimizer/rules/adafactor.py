@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.data_parallel import TrainingStore
 from megatron.distributed import collectives
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.optimizer.matrices import Matrix
 from megatron.optimizer.norms import sum_of_wide_squares, widest
 from megatron.optimizer.rules.base import COLUMNS, ROWS, Gated, LiveState, Slot

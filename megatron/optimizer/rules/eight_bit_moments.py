@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.distributed import collectives
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.optimizer.rules.base import Slot
 from megatron.optimizer.rules.eight_bits import NEAREST, Section, dequantise, dither, quantise
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.context_parallel import RingAttention, SharedSequence
 from megatron.distributed import collectives
 from megatron.distributed.messages import all_gather_json
-from megatron.distributed.state import Axis, ParallelState
+from megatron.distributed.parallel_state import Axis, ParallelState
 from megatron.errors import ConfigError
 from megatron.model.attention_mask import Window
 from megatron.model.block import Layer

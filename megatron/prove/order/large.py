@@ -48,7 +48,7 @@ def _of_the_first(folder: Path, ranks: Iterable[int]) -> list[Part]:
 
 
 def _write(one: save.Save, content: RankContent, stop: Event | None = None) -> None:
-    one.temporary.mkdir(parents=True, exist_ok=True)
+    one._temporary.mkdir(parents=True, exist_ok=True)
     _write_files(one, content, stop)
 
 

@@ -21,7 +21,7 @@ from megatron.checkpoint import (
     paths,
     save_checkpoint,
 )
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import CheckpointError
 from megatron.layout import Layout
 from megatron.state.shard import Shard

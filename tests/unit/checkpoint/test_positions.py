@@ -18,10 +18,10 @@ from megatron.checkpoint.content import RankContent, collect_notes, join_notes, 
 from megatron.checkpoint.manifest import Manifest, Slice
 from megatron.checkpoint.positions import Positions, share_lengths
 from megatron.checkpoint.reader import StepReader
+from megatron.checkpoint.run_state import TrainState
 from megatron.checkpoint.save import Save
-from megatron.checkpoint.state import TrainState
 from megatron.checkpoint.verify import verified_manifest
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.layout import Layout
 from megatron.state.division import Division, Members
 from tests.unit.checkpoint.support import make_state
@@ -59,12 +59,12 @@ def save_all(folder: Path, ranks: int) -> Manifest:
     for rank in range(ranks):
         state, parallel = state_of(rank, ranks)
         saves.append(Save(folder, state, parallel, RunHistory("test"), None, {}))
-    saves[0].temporary.mkdir(parents=True)
+    saves[0]._temporary.mkdir(parents=True)
     for save in saves:
         save.write(save.content())
-    record = join_notes(saves[0].header(), collect_notes(saves[0].temporary, range(ranks)))
-    (saves[0].temporary / "manifest.json").write_bytes(manifest.encode(record))
-    saves[0].temporary.rename(folder / STEP)
+    record = join_notes(saves[0]._header(), collect_notes(saves[0]._temporary, range(ranks)))
+    (saves[0]._temporary / "manifest.json").write_bytes(manifest.encode(record))
+    saves[0]._temporary.rename(folder / STEP)
     return record
 
 

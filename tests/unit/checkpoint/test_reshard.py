@@ -11,12 +11,13 @@ import torch
 
 from megatron.checkpoint import RunHistory, Sharded, StepReader, inspect_step, manifest, save_checkpoint, slices
 from megatron.checkpoint.manifest import Slice, TensorRecord
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import CheckpointError
 from megatron.layout import Layout
 from megatron.state.division import even_ranges
 from megatron.state.shard import Shard, split_size
 from tests.helpers.distributed import run_ranks
+from tests.helpers.step_tensors import model_tensors
 from tests.unit.checkpoint.support import PADDED, SHAPES, load, make_params, make_state
 
 COLUMNS = {"layers.0.self_attention.dense.weight", "layers.0.mlp.dense_4h_to_h.weight"}
@@ -95,7 +96,7 @@ def test_whole_tensors_come_back_from_a_split_save(tmp_path: Path) -> None:
     reader = StepReader(tmp_path / "iter_0000010", manifest.read(tmp_path / "iter_0000010"))
     for name, (_, tensor) in make_params().items():
         expected = tensor.detach()[: SHAPES[name][0][0]] if name == WORDS else tensor.detach()
-        assert torch.equal(reader.model_tensors()[name], expected), name
+        assert torch.equal(model_tensors(reader)[name], expected), name
 
 
 def test_load_on_another_layout_says_that_random_states_do_not_apply(tmp_path: Path) -> None:

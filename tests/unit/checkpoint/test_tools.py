@@ -16,7 +16,7 @@ from megatron.checkpoint import RunHistory, TrainState, save_checkpoint
 from megatron.cli.convert_checkpoint import main as convert
 from megatron.cli.verify_checkpoint import main as verify
 from megatron.config import ModelConfig
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.layout import Layout
 from megatron.model.parameters import parameters
 from megatron.state.shard import Shard

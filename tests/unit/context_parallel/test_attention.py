@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.config import ModelConfig
 from megatron.context_parallel import GatheredAttention, RingAttention, SharedSequence, UlyssesAttention
 from megatron.context_parallel.sequence import in_sequence, own_part
-from megatron.distributed.state import Axis, ParallelState
+from megatron.distributed.parallel_state import Axis, ParallelState
 from megatron.errors import ConfigError
 from megatron.layout import Layout
 from megatron.model.attention import CoreAttention

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.context_parallel.sequence import by_rank, chunks_of, in_sequence, own_part, own_positions, slice_batch
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.errors import ConfigError
 
 

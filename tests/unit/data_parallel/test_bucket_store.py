@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron.data_parallel import BucketStore
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 
 ALONE = Axis.single("dp")
 

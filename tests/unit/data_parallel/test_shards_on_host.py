@@ -8,7 +8,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from megatron.data_parallel import FullySharded
 from megatron.distributed.launch import shutdown
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.parallelize import units_of
 from tests.distributed.test_fully_sharded import Foreign, plain_sgd
 

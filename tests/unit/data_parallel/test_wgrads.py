@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.data_parallel import BucketStore
 from megatron.data_parallel import bucket_store as module
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.model.linear import Linear
 from megatron.model.wgrads import AddToParameter, WgradQueue, WgradRoute
 from megatron.ops import resolve, wgrad

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatron.config import parse_args
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.engine import build_engine
 from megatron.engine.groups import Groups, check_marked
 from megatron.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.distributed.state import Axis, ParallelState
+from megatron.distributed.parallel_state import Axis, ParallelState
 from megatron.engine import Engine
 from megatron.engine.reports import StepReports
 from megatron.errors import NonFiniteError

@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def our_model(directory: Path, case: str, **changes: Any) -> GPT:
-    from megatron.checkpoint.build import restore_model
+    from megatron.checkpoint.restore import restore_model
 
     save_random(directory, model(**CASES[case][1] | changes))
     return restore_model(plan(directory).reader, dtype=torch.float64, device=torch.device("cpu"))
@@ -45,7 +45,7 @@ def test_greedy_equals_transformers_token_for_token(tmp_path: Path, case: str) -
 
 
 def _found(directory: Path) -> Any:
-    from megatron.distributed.state import ParallelState
+    from megatron.distributed.parallel_state import ParallelState
     from megatron.layout import Layout
     from tests.helpers.other_programs import find_checkpoint
 

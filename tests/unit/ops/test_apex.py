@@ -18,7 +18,7 @@ from torch.optim.adamw import adamw
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.data_parallel import BucketStore
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.ops import resolve
 from megatron.ops.library import Library
 from megatron.optimizer import Optimizer

@@ -21,7 +21,7 @@ import torch
 
 from megatron.distributed.device import activate, resolve_device
 from megatron.distributed.messages import all_gather_json
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.layout import Layout
 from megatron.ops import resolve, select, verification
 from megatron.ops.library import PATH, UNVERIFIED, Gpu, Library

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.data_parallel import BucketStore
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.engine.nonfinite import nonfinite_grads
 from megatron.errors import ConfigError
 from megatron.ops import Kernels, resolve
@@ -25,9 +25,9 @@ from megatron.optimizer import GroupRule, Optimizer, megatron_rule
 from megatron.optimizer.adam_flat import FlatAdam
 from megatron.optimizer.norms import side_by_side, square_sum_for
 from megatron.optimizer.update_rules import TorchUpdate
-from tests.helpers.in_place import read_into
 from tests.helpers.kernels import backend, kernel
 from tests.helpers.runs import flags, make_parts, read_metrics
+from tests.helpers.step_tensors import read_into
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SIZES = [3, 50257, 1, 4096, 5]

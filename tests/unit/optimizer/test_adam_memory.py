@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.data_parallel import BucketStore
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.ops.optim import adamw_in_place
 from megatron.optimizer import Optimizer
 from megatron.optimizer import build_update as module

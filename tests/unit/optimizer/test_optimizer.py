@@ -15,14 +15,14 @@ from torch.optim.adam import adam
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.data_parallel import BucketStore
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.engine.nonfinite import nonfinite_grads
 from megatron.errors import CheckpointError
 from megatron.optimizer import GroupRule, Optimizer, update_rules
 from megatron.optimizer import optimizer as module
 from megatron.optimizer.rules import adam as rule_of_adam
-from tests.helpers.in_place import read_into
 from tests.helpers.runs import flags, make_parts
+from tests.helpers.step_tensors import read_into
 
 HALF = (torch.bfloat16, torch.float16)
 STEPS = [(1e-2 / (1 + i), 0.1 + 0.01 * i) for i in range(8)]  # (lr, weight decay), both moving

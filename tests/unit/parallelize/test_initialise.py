@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.config import parse_args
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.model.gpt import GPT
 from megatron.model.init import initial_elements, initial_value
 from megatron.model.random_values import normal_values

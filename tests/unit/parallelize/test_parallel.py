@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig, parse_args
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import ConfigError
 from megatron.model.factory import ModuleFactory
 from megatron.model.gpt import GPT

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron.config import ModelConfig, parse_args
-from megatron.distributed.state import Axis, ParallelState
+from megatron.distributed.parallel_state import Axis, ParallelState
 from megatron.errors import ConfigError
 from megatron.layout import Layout
 from megatron.model.gpt import GPT

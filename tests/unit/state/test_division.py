@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.state.division import Division, Members, dealt
 
 

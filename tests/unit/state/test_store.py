@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.data_parallel.buckets import Bucket, GradientSlot, make_buckets
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.state.store import FlatRun, are_masters
 
 ALIGNED = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import ConfigError
 from megatron.layout import Layout
 from megatron.ops import resolve

@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron.compat import initialize
 from megatron.compat.any_model import ModelEngine, schedule
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.errors import ConfigError
 
 Plateau = torch.optim.lr_scheduler.ReduceLROnPlateau

@@ -15,7 +15,7 @@ import torch
 
 from megatron.cli.convert_checkpoint import main as convert
 from megatron.config import ModelConfig, MoEConfig
-from megatron.distributed.state import ParallelState
+from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import CheckpointError
 from megatron.interop.compare import open_step
 from megatron.interop.hf.export import plan_export, write_export

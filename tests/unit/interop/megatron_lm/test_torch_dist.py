@@ -18,6 +18,7 @@ from megatron.cli import convert_checkpoint as convert_cli
 from megatron.errors import CheckpointError, MegatronError
 from megatron.interop.megatron_lm import open_foreign
 from tests.helpers.megatron_lm import with_moments
+from tests.helpers.step_tensors import model_tensors
 from tests.helpers.torch_dist import write
 from tests.unit.interop.megatron_lm.test_step import GPT2, LLAMA, MIXTRAL, MOE, check_weights, load, make, params_of
 
@@ -149,7 +150,7 @@ def test_changed_bytes_are_refused_in_one_line_or_read_the_same(tmp_path: Path, 
         try:
             step = open_foreign(folder)
             assert step is not None
-            step.reader.model_tensors()
+            model_tensors(step.reader)
         except MegatronError as error:
             refused += 1
             assert "\n" not in str(error) and len(str(error)) < 1000

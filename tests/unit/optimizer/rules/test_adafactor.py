@@ -13,7 +13,7 @@ from transformers.optimization import Adafactor as Transformers
 
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.data_parallel import BucketStore
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.optimizer import GroupRule, Matrix
 from megatron.optimizer.rules.adafactor import Adafactor, rectangles, rows_and_columns
 from megatron.optimizer.rules.choose import choose_rules

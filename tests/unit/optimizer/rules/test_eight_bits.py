@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.data_parallel import BucketStore
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.optimizer import Optimizer
 from megatron.optimizer.rules import eight_bits
 from megatron.optimizer.rules.choose import uncut_dim

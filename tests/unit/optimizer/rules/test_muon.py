@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.data_parallel import BucketStore
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.optimizer import GroupRule, Matrix, Optimizer, matrices
 from megatron.optimizer.rules import muon as module
 from megatron.optimizer.rules.muon import COEFFICIENTS, orthogonalised, steps_of

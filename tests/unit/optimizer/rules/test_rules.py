@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.data_parallel import BucketStore
-from megatron.distributed.state import Axis
+from megatron.distributed.parallel_state import Axis
 from megatron.optimizer import GroupRule, Matrix
 from megatron.optimizer.rules import Slot, UpdateRule, adam, lion
 from megatron.optimizer.rules.base import WHOLE_KINDS

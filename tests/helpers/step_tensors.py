@@ -1,9 +1,10 @@
-"""What a load that reads into an optimizer's own memory hands back to it."""
+"""Tensors of a step for tests: whole, and as a load that reads into an optimizer's own memory hands them back."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from megatron.checkpoint import StepReader
 from megatron.optimizer import Optimizer
 
 
@@ -17,3 +18,7 @@ def read_into(optimizer: Optimizer, state: dict[str, dict[str, Tensor]]) -> int:
             tensor.copy_(state[name][kind])
             state[name][kind] = tensor
     return sum(map(len, places.values()))
+
+
+def model_tensors(reader: StepReader) -> dict[str, Tensor]:
+    return {name: reader.logical(name, record) for name, record in reader.manifest.model.items()}

@@ -17,8 +17,8 @@ from megatron.checkpoint.local.find import Search
 from megatron.checkpoint.local.replica_folder import Copies, ReplicaFolder, place_of
 from megatron.checkpoint.local.save import LocalSave
 from megatron.checkpoint.non_persistent import NonPersistent
+from megatron.checkpoint.run_state import RunHistory, TrainState
 from megatron.checkpoint.save import Save
-from megatron.checkpoint.state import RunHistory, TrainState
 from megatron.distributed.messages import all_gather_json
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.checkpoint.lineage import Line
 from megatron.checkpoint.lock import DirectoryLock
 from megatron.checkpoint.paths import MODEL_FILE
-from megatron.distributed.state import Axis, ParallelState
+from megatron.distributed.parallel_state import Axis, ParallelState
 from megatron.state.division import Range
 from megatron.state.shard import Shard
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron.distributed import collectives, messages
-from megatron.distributed import state as state_module
-from megatron.distributed.state import Axis, ParallelState
+from megatron.distributed import parallel_state as state_module
+from megatron.distributed.parallel_state import Axis, ParallelState
 from megatron.layout import AXES, Layout
 
 
