@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,11 +11,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megatron.model.wgrads import WgradRoute
+from megatron.model.wgrads import Put, WgradRoute, flat
 from megatron.ops.linear import linear
 from megatron.ops.packed import PackedWeight
-
-Put = Callable[[Tensor, Tensor], None]
 
 
 class Linear(nn.Module):
@@ -57,8 +54,3 @@ class _LinearHandingOver(Function):
         rows = flat(grad)
         ctx.put(rows, flat(x))
         return grad @ weight, None, rows.sum(0) if ctx.needs_input_grad[2] else None, None
-
-
-def flat(x: Tensor) -> Tensor:
-    """[..., features] -> [tokens, features]."""
-    return x.reshape(-1, x.shape[-1])

@@ -7,6 +7,7 @@ or, in a zero-bubble pipeline, later than the backward pass that they belong to.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,14 @@ from megatron.ops.wgrad import Wgrads
 
 Product = tuple[nn.Parameter, Tensor, Tensor]
 """(parameter, grad, x): the gradient of the parameter is grad.t() @ x of grad [tokens, out] and x [tokens, in]."""
+
+Put = Callable[[Tensor, Tensor], None]
+"""Takes the factors (grad, x) of one parameter."""
+
+
+def flat(x: Tensor) -> Tensor:
+    """[..., features] -> [tokens, features]."""
+    return x.reshape(-1, x.shape[-1])
 
 
 class AddToParameter:

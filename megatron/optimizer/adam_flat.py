@@ -1,23 +1,70 @@
 """AdamW over flat tensors: weights, moments and gradients of many parameters in one launch.
 
-The state is where `adam_memory.py` keeps it. By name it is the same tensors as with torch's update.
+The state is beside the weights (`Resident`) or on the host (`adam_offload.py`). By name it is the same tensors as with
+torch's update.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.data_parallel import TrainingStore
 from megatron.ops.optim import join_fp32, split_fp32
-from megatron.optimizer.adam_memory import AdamMemory
 from megatron.optimizer.decision import Decision
 from megatron.optimizer.groups import GroupRule, Rates
 from megatron.optimizer.update_rules import OptimizerState
 from megatron.state.store import FlatRun, are_masters
+from megatron.utils.dtype import HALF
+
+
+class AdamMemory(Protocol):
+    runs: Sequence[FlatRun]
+    """Those of the store whose state is here."""
+    device: torch.device
+    """Where they are updated."""
+    loads_in_place: bool
+    """Whether a checkpoint's file may be read straight into the state."""
+
+    def start(self, decision: Decision) -> Decision | None:
+        """Begins an update. Returns the decision where the update is made, None if there is none to make."""
+        ...
+
+    def sweep(self, *, changes: bool = True, refreshed: bool = False) -> Iterator[FlatRun]:
+        """Yields each run where it is updated, with its state in `kinds`. What is changed is kept and the model gets
+        the weights, unless `changes` is False. `refreshed`: the weights are first those of the model."""
+        ...
+
+
+class Resident:
+    """The state is in the memory of the weights."""
+
+    loads_in_place = True
+
+    def __init__(self, runs: Sequence[FlatRun], *, remainders: bool = False) -> None:
+        """`remainders`: of the fp32 master of a bf16 parameter, keep only the 16 bits that the parameter lacks."""
+        self.runs = runs
+        self.device = next((run.weights.device for run in runs), torch.device("cpu"))
+        for run in runs:
+            wide = torch.promote_types(run.grads.dtype, torch.float32)
+            moments = torch.zeros((2, run.weights.numel()), dtype=wide, device=self.device)
+            run.kinds.clear()
+            run.kinds.update(exp_avg=moments[0], exp_avg_sq=moments[1])
+            if remainders and run.weights.dtype == torch.bfloat16:
+                run.kinds["remainder"] = torch.zeros_like(run.weights, dtype=torch.int16)
+            elif run.weights.dtype in HALF:
+                run.kinds["master"] = run.weights.float()
+
+    def start(self, decision: Decision) -> Decision | None:
+        return decision
+
+    def sweep(self, *, changes: bool = True, refreshed: bool = False) -> Iterator[FlatRun]:
+        del changes, refreshed
+        return iter(self.runs)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from megatron.data_parallel import TrainingStore
 from megatron.errors import ConfigError
 from megatron.ops import Kernels
 from megatron.ops.optim import adamw_in_place
-from megatron.optimizer.adam_flat import FlatAdam
-from megatron.optimizer.adam_memory import Offloaded, Resident, share_of
+from megatron.optimizer.adam_flat import FlatAdam, Resident
+from megatron.optimizer.adam_offload import Offloaded, share_of
 from megatron.optimizer.groups import GroupRule
 from megatron.optimizer.rules.choose import choose_rules
 from megatron.optimizer.update_rules import DecidedOnHost, TorchUpdate, Update

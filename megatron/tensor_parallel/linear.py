@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron.distributed import collectives
 from megatron.distributed.parallel_state import Axis
-from megatron.model.linear import Linear, Put, flat
-from megatron.model.wgrads import WgradRoute
+from megatron.model.linear import Linear
+from megatron.model.wgrads import Put, WgradRoute, flat
 from megatron.ops.linear import linear
 from megatron.tensor_parallel import mappings
 from megatron.tensor_parallel.mappings import SEQUENCE

@@ -15,8 +15,8 @@ from tests.equivalence.test_model_parallel import GPT2
 from tests.helpers.runs import flags
 
 DECISION = "megatron/optimizer/decision.py:on_host"
-START = "megatron/optimizer/adam_memory.py:start"
-ARRIVAL = "megatron/optimizer/adam_memory.py:_sweep"
+START = "megatron/optimizer/adam_offload.py:start"
+ARRIVAL = "megatron/optimizer/adam_offload.py:_sweep"
 NEEDED = (
     Known(DECISION, "the norm decides whether there is an update", lambda names, tensor: torch.ones(4)),
     Known(START, "whether there is an update, read from the host", lambda names, tensor: 1.0),

@@ -465,8 +465,8 @@ CASES = MODEL | EXPERTS | PARALLEL | TRAINING | OPTIMIZER | DEEPSPEED | ROOM | D
 ELSEWHERE = {
     "perform_initialization": "saves time, as --load replaces what it would draw; tests/unit/training/test_loop.py",
     "store_param_remainders": "saves memory; tests/unit/optimizer/test_adam_flat.py",
-    "optimizer_offload_directory": "where the state lies; tests/unit/optimizer/test_adam_memory.py",
-    "optimizer_offload_fraction": "where a share of the state lies; tests/unit/optimizer/test_adam_memory.py",
+    "optimizer_offload_directory": "where the state lies; tests/unit/optimizer/test_adam_offload.py",
+    "optimizer_offload_fraction": "where a share of the state lies; tests/unit/optimizer/test_adam_offload.py",
     "consecutive_hysteresis": "data must overflow, and then not; tests/unit/optimizer/test_loss_scaler.py",
     "remote_device": "where the shards are; tests/cluster/test_offload.py",
     "use_distributed_optimizer": "as zero_stage; tests/unit/config/test_parallel_checks.py",

@@ -19,8 +19,8 @@ from megatron.distributed.parallel_state import Axis
 from megatron.ops.optim import adamw_in_place
 from megatron.optimizer import Optimizer
 from megatron.optimizer import build_update as module
-from megatron.optimizer.adam_flat import FlatAdam
-from megatron.optimizer.adam_memory import Offloaded, Resident
+from megatron.optimizer.adam_flat import FlatAdam, Resident
+from megatron.optimizer.adam_offload import Offloaded
 from megatron.optimizer.build_update import build_offloaded
 from megatron.training import devices
 from megatron.training.settings import read_settings

@@ -1,7 +1,7 @@
-"""Where flat AdamW keeps moments and masters: beside the weights, in host memory, or in a file.
+"""The state of flat AdamW in host memory or in a file.
 
-On the host, gradients come from the device while it is still at other work, are used run by run, and the new weights go
-back while the next run is updated. A file's part of the state is read one run ahead and written behind.
+Gradients come from the device while it is still at other work and are used run by run; the new weights go back while
+the next run is updated. A file's part of the state is read one run ahead and written behind.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,53 +23,8 @@ from megatron.utils.dtype import HALF
 DIRECTORY_FLAG = "--optimizer-offload-directory"
 
 
-class AdamMemory(Protocol):
-    runs: Sequence[FlatRun]
-    """Those of the store whose state is here."""
-    device: torch.device
-    """Where they are updated."""
-    loads_in_place: bool
-    """Whether a checkpoint's file may be read straight into the state."""
-
-    def start(self, decision: Decision) -> Decision | None:
-        """Begins an update. Returns the decision where the update is made, None if there is none to make."""
-        ...
-
-    def sweep(self, *, changes: bool = True, refreshed: bool = False) -> Iterator[FlatRun]:
-        """Yields each run where it is updated, with its state in `kinds`. What is changed is kept and the model gets
-        the weights, unless `changes` is False. `refreshed`: the weights are first those of the model."""
-        ...
-
-
-class Resident:
-    """The state is in the memory of the weights."""
-
-    loads_in_place = True
-
-    def __init__(self, runs: Sequence[FlatRun], *, remainders: bool = False) -> None:
-        """`remainders`: of the fp32 master of a bf16 parameter, keep only the 16 bits that the parameter lacks."""
-        self.runs = runs
-        self.device = next((run.weights.device for run in runs), torch.device("cpu"))
-        for run in runs:
-            wide = torch.promote_types(run.grads.dtype, torch.float32)
-            moments = torch.zeros((2, run.weights.numel()), dtype=wide, device=self.device)
-            run.kinds.clear()
-            run.kinds.update(exp_avg=moments[0], exp_avg_sq=moments[1])
-            if remainders and run.weights.dtype == torch.bfloat16:
-                run.kinds["remainder"] = torch.zeros_like(run.weights, dtype=torch.int16)
-            elif run.weights.dtype in HALF:
-                run.kinds["master"] = run.weights.float()
-
-    def start(self, decision: Decision) -> Decision | None:
-        return decision
-
-    def sweep(self, *, changes: bool = True, refreshed: bool = False) -> Iterator[FlatRun]:
-        del changes, refreshed
-        return iter(self.runs)
-
-
 class Offloaded:
-    """The state is in host memory, or in a file."""
+    """An `AdamMemory` on the host."""
 
     loads_in_place = False  # a file has another form, and no file is read into memory for an accelerator
     device = torch.device("cpu")
