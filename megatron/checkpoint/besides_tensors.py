@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.torch_files import dtype_named
 from megatron.errors import CheckpointError, MegatronError
+from megatron.torch_files.torch_file import dtype_named
 
 
 def values_file(file: str) -> str:

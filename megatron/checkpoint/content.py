@@ -24,12 +24,12 @@ from megatron.checkpoint.manifest import DividedFiles, Manifest, Slice, TensorRe
 from megatron.checkpoint.positions import kind_in_file, place_in_division, share_lengths
 from megatron.checkpoint.run_state import Sharded, TrainState, rank_file, share_file, writes
 from megatron.checkpoint.storage import FileRecord
-from megatron.checkpoint.torch_file_writer import Deferred, Storage, with_rows
 from megatron.distributed.parallel_state import Axis, ParallelState
 from megatron.errors import CheckpointError, NonFiniteError
 from megatron.model.parameters import VOCABULARY_TABLES, WORD_TABLE, classic_path, layer_of
 from megatron.state.division import DEALT, Division, Members, dealt
 from megatron.state.shard import Shard
+from megatron.torch_files.writer import Deferred, Storage, with_rows
 from megatron.utils import durable
 from megatron.utils.typed import json_value, typed
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy
 
 from megatron.checkpoint.manifest import Manifest, Slice, TensorRecord, all_tensors
-from megatron.checkpoint.torch_files import dtype_named
 from megatron.state.division import Division, Members, Range
+from megatron.torch_files.torch_file import dtype_named
 
 
 @dataclass(frozen=True)

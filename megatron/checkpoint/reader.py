@@ -13,19 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint import classic, paths, safe_load, slices
+from megatron.checkpoint import classic, paths, slices
 from megatron.checkpoint.all_ranks import run_on_all, share
 from megatron.checkpoint.besides_tensors import read_values, values_file
 from megatron.checkpoint.manifest import Manifest, Slice, TensorRecord
-from megatron.checkpoint.mapped_bytes import Bytes
 from megatron.checkpoint.positions import Positions, Stretch
 from megatron.checkpoint.run_state import Held, Sharded
-from megatron.checkpoint.torch_files import dtype_named
 from megatron.checkpoint.verify import DamagedCheckpointError, identity, stored_problem, verify_share
 from megatron.distributed.parallel_state import Axis
 from megatron.errors import CheckpointError
 from megatron.state.division import Range, common
 from megatron.state.shard import Shard
+from megatron.torch_files import safe_load
+from megatron.torch_files.mapped_bytes import Bytes
+from megatron.torch_files.torch_file import dtype_named
 
 Own = Mapping[str, Mapping[str, Tensor]]
 """Tensors of the optimizer, by parameter and kind."""

@@ -39,10 +39,10 @@ from megatron.checkpoint.lock import DirectoryLock
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.run_state import Retention, RunHistory, SavedInfo, TrainState, axis_sizes, writes
 from megatron.checkpoint.storage import FileRecord
-from megatron.checkpoint.torch_file_writer import write_torch_file
 from megatron.distributed.messages import all_gather_json
 from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import ConfigError, StorageError
+from megatron.torch_files.writer import write_torch_file
 from megatron.utils import durable
 from megatron.version import __version__
 

@@ -14,16 +14,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron.checkpoint import classic, manifest, paths, safe_load, slices, storage
+from megatron.checkpoint import classic, manifest, paths, slices, storage
 from megatron.checkpoint.architecture import model_config, moe_config
 from megatron.checkpoint.besides_tensors import encode_values, values_file, values_of_file
 from megatron.checkpoint.manifest import Manifest, Slice, TensorRecord
 from megatron.checkpoint.positions import Positions, Stretch
 from megatron.checkpoint.storage import FileRecord, Places
-from megatron.checkpoint.torch_files import TorchFile
 from megatron.errors import CheckpointError, MegatronError
 from megatron.model.parameters import VOCABULARY_TABLES, WORD_TABLE, parameters
 from megatron.state.division import Range
+from megatron.torch_files import safe_load
+from megatron.torch_files.torch_file import TorchFile
 
 Kind = Literal["corrupt", "unsafe", "incomplete", "extra"]
 """extra: files that no manifest lists; such a step loads, with a warning."""

@@ -51,11 +51,11 @@ def verify(arguments: argparse.Namespace) -> int:
     if not directory.is_dir():
         what = "is a file" if directory.exists() else "no such directory"
         raise ConfigError(f"{directory}: {what}; give the directory that a run's --save names, or an iter_* in it")
-    from megatron.checkpoint import summary
     from megatron.checkpoint.find import refuse_shares
-    from megatron.checkpoint.member_checks import DamagedMemberError
     from megatron.checkpoint.verify import inspect_step
     from megatron.interop.megatron_lm import open_foreign
+    from megatron.report import step_summary
+    from megatron.torch_files.member_checks import DamagedMemberError
 
     refuse_shares(directory, str(directory))
     chosen, codes = _steps(directory, everything=arguments.all)
@@ -77,9 +77,9 @@ def verify(arguments: argparse.Namespace) -> int:
         for problem in problems:
             print_line(f"{step.name}: {problem.kind}: {printable(problem.text)}")
         if record is not None and not problems:
-            print_lines([f"{step.name}: good", *(f"  {line}" for line in summary.lines(record))])
+            print_lines([f"{step.name}: good", *(f"  {line}" for line in step_summary.lines(record))])
         codes += [EXIT[problem.kind] for problem in problems]
-    for line in summary.set_aside(directory):
+    for line in step_summary.set_aside(directory):
         print_line(line)
     # The most severe problem decides: unsafe, then corrupt, then incomplete.
     return next((code for code in (3, 1, 4) if code in codes), 0)
@@ -87,7 +87,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
 def _kind(error: CheckpointError) -> str:
     from megatron.checkpoint.paths import UnsafePathError
-    from megatron.checkpoint.safe_load import MissingPartError, UnsafeFileError
+    from megatron.torch_files.safe_load import MissingPartError, UnsafeFileError
 
     if isinstance(error, (UnsafeFileError, UnsafePathError)):
         return "unsafe"
@@ -97,9 +97,9 @@ def _kind(error: CheckpointError) -> str:
 def _tell_foreign(step: Path, foreign: ForeignStep, *, deep: bool) -> list[int]:
     """Every file was opened, and every tensor has its shape; `deep` reads all tensors, which compares them with the
     checksums of their files. Exit codes of what is wrong."""
-    from megatron.checkpoint import summary
     from megatron.checkpoint.manifest import all_tensors
-    from megatron.checkpoint.member_checks import DamagedMemberError
+    from megatron.report import step_summary
+    from megatron.torch_files.member_checks import DamagedMemberError
 
     try:
         for name, record in all_tensors(foreign.manifest) if deep else ():
@@ -108,7 +108,7 @@ def _tell_foreign(step: Path, foreign: ForeignStep, *, deep: bool) -> list[int]:
         print_line(f"{step.name}: corrupt: {printable(str(error))}")
         return [EXIT["corrupt"]]
     told = "all its tensors were read" if deep else "the bytes of its tensors were not read (--deep reads them)"
-    lines = (f"  {line}" for line in summary.lines(foreign.manifest))
+    lines = (f"  {line}" for line in step_summary.lines(foreign.manifest))
     print_lines([f"{step.name}: complete, written by Megatron-LM; {told}", *lines])
     if foreign.optimizer_problem is not None:
         print_line(f"  note: {foreign.optimizer_problem}")
@@ -131,9 +131,10 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 def _steps(directory: Path, *, everything: bool) -> tuple[list[Path], list[int]]:
     """The step directories to look at, and the exit codes of what the save directory itself has wrong."""
-    from megatron.checkpoint import paths, summary
+    from megatron.checkpoint import paths
+    from megatron.report import step_summary
 
-    if why := summary.meaning(directory.name):
+    if why := step_summary.meaning(directory.name):
         print_line(f"{directory.name}: incomplete: {why}")
         return [], [EXIT["incomplete"]]
     if (directory / paths.MANIFEST).exists() or paths.step_of(directory.name) is not None:

@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from megatron.checkpoint import DamagedCheckpointError, RunHistory, find_checkpoint
-from megatron.checkpoint.restore import saved_tokenizer
 from megatron.checkpoint.step_source import OWN_STEPS, StepSource
 from megatron.config import RunConfig, TokenizerConfig
 from megatron.distributed.parallel_state import ParallelState
 from megatron.engine import Evaluation
 from megatron.errors import CheckpointError, ConfigError
+from megatron.inference.restore import saved_tokenizer
 from megatron.layout import Layout
 from megatron.model.gpt import GPT
 from megatron.model.parameters import WORD_TABLE

@@ -18,10 +18,10 @@ from megatron.checkpoint.content import check_finite
 from megatron.checkpoint.lock import DirectoryLock
 from megatron.checkpoint.run_state import RunHistory, SavedInfo, TrainState
 from megatron.checkpoint.save import save_checkpoint
-from megatron.checkpoint.torch_file_writer import Deferred
 from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import ConfigError
 from megatron.layout import Layout
+from megatron.torch_files.writer import Deferred
 from megatron.utils import durable
 
 Show = Callable[[int, int], object]

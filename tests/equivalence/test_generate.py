@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.restore import restore_model
 from megatron.errors import ConfigError, MegatronError
 from megatron.inference import decoder as decoders
 from megatron.inference import packed
@@ -23,6 +22,7 @@ from megatron.inference.beams import beam_search
 from megatron.inference.decoder import Decoder
 from megatron.inference.generate import generate
 from megatron.inference.model import ModelOptions
+from megatron.inference.restore import restore_model
 from megatron.inference.sampling import Sampling
 from megatron.interop.hf.export import write_export
 from megatron.model import GPT

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LEVELS = {
     **dict.fromkeys(["errors", "version"], -1),
     **dict.fromkeys(["layout", "pipeline_schedules", "tokenizer_types", "utils"], 0),
-    **dict.fromkeys(["config", "ops", "state"], 1),
+    **dict.fromkeys(["config", "ops", "state", "torch_files"], 1),
     **dict.fromkeys(["distributed", "model", "tokenizer", "data"], 2),
     **dict.fromkeys(
         ["preprocess", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "data_parallel"],

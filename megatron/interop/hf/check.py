@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.restore import restore_model
 from megatron.errors import CheckpointError, ConfigError
+from megatron.inference.restore import restore_model
 from megatron.interop.conversion import Show, no_progress
 from megatron.interop.hf.export import Export, exported_tensor, our_tensors
 from megatron.interop.hf.importer import open_folder, read_tensors

@@ -15,7 +15,6 @@ from megatron.checkpoint.all_ranks import run_on_all, share
 from megatron.checkpoint.architecture import check_architecture
 from megatron.checkpoint.found_step import Log
 from megatron.checkpoint.manifest import Slice, TensorRecord
-from megatron.checkpoint.member_checks import MemberChecks
 from megatron.checkpoint.run_state import LoadedState, Sharded, Take, in_memory
 from megatron.checkpoint.verify import identity_of
 from megatron.config import ModelConfig, MoEConfig
@@ -26,6 +25,7 @@ from megatron.interop.hf.importer import HuggingFaceFolder, open_folder, shapes_
 from megatron.interop.hf.weights import compare_share, weights_files
 from megatron.state.division import Range
 from megatron.state.shard import Shard
+from megatron.torch_files.member_checks import MemberChecks
 
 
 def load_hugging_face(

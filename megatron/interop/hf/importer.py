@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.member_checks import MemberChecks, Say
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.interop.hf.exchange import Exchange
@@ -20,6 +19,7 @@ from megatron.interop.hf.family import Family
 from megatron.interop.hf.weights import BIN, BIN_INDEX, INDEX, WEIGHTS, WeightsFile, weights_files
 from megatron.model.parameters import HEAD_TABLE, WORD_TABLE
 from megatron.tokenizer.huggingface import kept_files
+from megatron.torch_files.member_checks import MemberChecks, Say
 from megatron.utils.dtype import DTYPES
 from megatron.utils.foreign import ADAPTER, is_not_a_directory, read_finite_json
 

@@ -14,12 +14,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron.checkpoint.member_checks import MemberChecks
-from megatron.checkpoint.pickle_reader import Made
-from megatron.checkpoint.safe_load import UnsafeFileError
-from megatron.checkpoint.torch_files import TorchFile
 from megatron.errors import CheckpointError, ConfigError
 from megatron.tokenizer.huggingface import refuse_outside
+from megatron.torch_files.member_checks import MemberChecks
+from megatron.torch_files.pickle_reader import Made
+from megatron.torch_files.safe_load import UnsafeFileError
+from megatron.torch_files.torch_file import TorchFile
 from megatron.utils.foreign import read_finite_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

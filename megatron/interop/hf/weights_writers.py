@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.torch_file_writer import Deferred, write_torch_file
+from megatron.torch_files.writer import Deferred, write_torch_file
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _ALIGNMENT = 8  # of the first tensor's bytes

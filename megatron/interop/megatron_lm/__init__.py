@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.checkpoint.member_checks import MemberChecks, Say
 from megatron.interop.megatron_lm.step import MegatronStep, is_classic, open_classic
 from megatron.interop.megatron_lm.torch_dist import is_torch_dist, open_torch_dist
+from megatron.torch_files.member_checks import MemberChecks, Say
 
 __all__ = ["MegatronStep", "open_foreign"]
 

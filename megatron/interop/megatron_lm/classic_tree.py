@@ -1,5 +1,5 @@
 """The tree `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt` of Megatron-LM: which rank's file holds which slice of which of
-our parameters. Files are opened by `torch_files.py`: nothing in them runs."""
+our parameters. Files are opened by `torch_files/torch_file.py`: nothing in them runs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from megatron.checkpoint import paths
 from megatron.checkpoint.manifest import Slice, TensorRecord
-from megatron.checkpoint.member_checks import MemberChecks
-from megatron.checkpoint.safe_load import MissingPartError
-from megatron.checkpoint.torch_files import TorchFile, plain_values
 from megatron.errors import CheckpointError
 from megatron.interop.megatron_lm.names import HEAD_COPY, candidates, flat_names
 from megatron.model.parameters import HEAD_TABLE, QKV, VOCABULARY_TABLES, WORD_TABLE, Parameter, layer_of
 from megatron.state.division import even_ranges
 from megatron.state.shard import Shard, splits_columns
+from megatron.torch_files.member_checks import MemberChecks
+from megatron.torch_files.safe_load import MissingPartError
+from megatron.torch_files.torch_file import TorchFile, plain_values
 
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _OF_LAYER = re.compile(r"layers\.(\d+)\.")

@@ -8,9 +8,9 @@ from math import prod
 from typing import Any
 
 from megatron.checkpoint import paths
-from megatron.checkpoint.torch_files import TorchFile
 from megatron.errors import CheckpointError
 from megatron.interop.megatron_lm.dcp import METADATA, DistDirectory
+from megatron.torch_files.torch_file import TorchFile
 
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg_sq|exp_avg|fp32_param|param)\.(.+)")
 """The keys of the optimizer's tensors: (kind, key of the parameter)."""

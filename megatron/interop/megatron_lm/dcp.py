@@ -1,7 +1,8 @@
 """A directory of torch's distributed format: which chunk of which tensor lies in which bytes of which file.
 
-`.metadata` is a pickle. It is read as a description (`pickle_reader.py`): nothing in it is imported or called. What it
-says is checked before a byte is read: names of files, positions, and that the chunks cover each tensor exactly once.
+`.metadata` is a pickle. It is read as a description (`torch_files/pickle_reader.py`): nothing in it is imported or
+called. What it says is checked before a byte is read: names of files, positions, and that the chunks cover each tensor
+exactly once.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint import paths
-from megatron.checkpoint.mapped_bytes import Bytes
-from megatron.checkpoint.member_checks import MemberChecks
-from megatron.checkpoint.pickle_reader import Made, Name, read_pickle
-from megatron.checkpoint.pickle_scan import PickleRefused
-from megatron.checkpoint.safe_load import MissingPartError, UnsafeFileError
-from megatron.checkpoint.torch_files import TorchFile
 from megatron.errors import CheckpointError
+from megatron.torch_files.mapped_bytes import Bytes
+from megatron.torch_files.member_checks import MemberChecks
+from megatron.torch_files.pickle_reader import Made, Name, read_pickle
+from megatron.torch_files.pickle_scan import PickleRefused
+from megatron.torch_files.safe_load import MissingPartError, UnsafeFileError
+from megatron.torch_files.torch_file import TorchFile
 
 METADATA = ".metadata"
 _ALWAYS_READ = 4 * 2**20  # bytes; larger metadata is read if the files that it describes are larger still

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint import paths
-from megatron.checkpoint.torch_files import TorchFile, plain_values
 from megatron.errors import CheckpointError
 from megatron.interop.megatron_lm.classic_tree import ClassicTree, ModelChunk, ModelRank
+from megatron.torch_files.torch_file import TorchFile, plain_values
 
 KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 _VECTORS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}

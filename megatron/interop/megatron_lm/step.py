@@ -14,9 +14,7 @@ from torch import Tensor
 from megatron.checkpoint import paths
 from megatron.checkpoint.architecture import model_config, moe_config
 from megatron.checkpoint.manifest import Manifest, Slice, TensorRecord
-from megatron.checkpoint.member_checks import MemberChecks
 from megatron.checkpoint.reader import StepReader
-from megatron.checkpoint.torch_files import TorchFile, plain_values
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError
 from megatron.interop.megatron_lm import classic_tree, optimizer_state
@@ -26,6 +24,8 @@ from megatron.interop.megatron_lm.optimizer_state import UnknownOptimizerError
 from megatron.model.parameters import VOCABULARY_TABLES, WORD_TABLE, Parameter, parameters
 from megatron.state.division import Range
 from megatron.state.shard import Shard
+from megatron.torch_files.member_checks import MemberChecks
+from megatron.torch_files.torch_file import TorchFile, plain_values
 
 Sources = dict[tuple[str, tuple[str, ...]], Callable[[], Tensor]]
 """What reads a slice, by its file and key."""

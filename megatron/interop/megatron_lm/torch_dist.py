@@ -20,8 +20,6 @@ from torch import Tensor
 
 from megatron.checkpoint import paths
 from megatron.checkpoint.manifest import Slice, TensorRecord
-from megatron.checkpoint.member_checks import MemberChecks
-from megatron.checkpoint.torch_files import plain_values
 from megatron.errors import CheckpointError
 from megatron.interop.megatron_lm.common import STATE, common_content
 from megatron.interop.megatron_lm.dcp import METADATA, DistDirectory, open_directory
@@ -35,6 +33,8 @@ from megatron.interop.megatron_lm.step import (
     refuse_unknown_tensors,
 )
 from megatron.model.parameters import FINAL_NORM, VOCABULARY_TABLES, WORD_TABLE, Parameter
+from megatron.torch_files.member_checks import MemberChecks
+from megatron.torch_files.torch_file import plain_values
 
 BACKEND = "metadata.json"
 _OF_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\..*|chained_\d+\..*")

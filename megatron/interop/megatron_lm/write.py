@@ -21,7 +21,6 @@ from megatron.checkpoint.architecture import model_config, moe_config
 from megatron.checkpoint.found_step import FoundStep
 from megatron.checkpoint.manifest import TensorRecord
 from megatron.checkpoint.reader import StepReader
-from megatron.checkpoint.torch_file_writer import write_torch_file
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import ConfigError
 from megatron.interop.conversion import Reading, Show, no_progress, written_aside
@@ -31,6 +30,7 @@ from megatron.layout import nearest_divisors, padded_vocab_size
 from megatron.model.parameters import HEAD_TABLE, VOCABULARY_TABLES, WORD_TABLE, Parameter, parameters
 from megatron.state.division import Range, even_ranges
 from megatron.state.shard import Shard, split_size, splits_columns
+from megatron.torch_files.writer import write_torch_file
 from megatron.utils import durable
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -21,11 +21,11 @@ from megatron.checkpoint import (
     load_checkpoint,
     manifest,
     reader,
-    safe_load,
     storage,
 )
 from megatron.checkpoint.verify import DamagedCheckpointError
 from megatron.state.shard import Shard
+from megatron.torch_files import safe_load
 from tests.unit.checkpoint.support import load as in_two_passes
 from tests.unit.checkpoint.support import make_params, make_state, one_process, save
 

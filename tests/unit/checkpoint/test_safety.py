@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import inspect_step, manifest, safe_load, storage
-from megatron.checkpoint.torch_files import TorchFile
+from megatron.checkpoint import inspect_step, manifest, storage
 from megatron.cli import verify_checkpoint as verify_cli
 from megatron.errors import CheckpointError
+from megatron.torch_files import safe_load
+from megatron.torch_files.torch_file import TorchFile
 from tests.unit.checkpoint.support import load, make_state, save
 
 EARLIER = Path(__file__).parents[2] / "golden" / "checkpoint"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.torch_files import TorchFile
+from megatron.torch_files.torch_file import TorchFile
 from tests.helpers.mutations import WRONG, only_our_errors
 
 STORAGE = ("storage", torch.FloatStorage, "0", "cpu", 6)

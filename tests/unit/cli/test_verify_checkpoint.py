@@ -15,8 +15,8 @@ import torch
 from megatron.checkpoint import classic, manifest, storage
 from megatron.checkpoint.besides_tensors import encode_values, values_file, values_of_file
 from megatron.checkpoint.manifest import Manifest, Slice, TensorRecord
-from megatron.checkpoint.torch_file_writer import write_torch_file
 from megatron.cli.verify_checkpoint import main as verify
+from megatron.torch_files.writer import write_torch_file
 from tests.helpers import torch_dist
 from tests.helpers.megatron_lm import Layout, with_moments, write
 from tests.unit.interop.megatron_lm.test_step import GPT2, LLAMA, make

@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def our_model(directory: Path, case: str, **changes: Any) -> GPT:
-    from megatron.checkpoint.restore import restore_model
+    from megatron.inference.restore import restore_model
 
     save_random(directory, model(**CASES[case][1] | changes))
     return restore_model(plan(directory).reader, dtype=torch.float64, device=torch.device("cpu"))

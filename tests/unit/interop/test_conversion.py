@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import classic, safe_load
+from megatron.checkpoint import classic
 from megatron.checkpoint.lock import DirectoryLock
-from megatron.checkpoint.torch_file_writer import Deferred, write_torch_file
-from megatron.checkpoint.torch_files import TorchFile
 from megatron.cli.convert_checkpoint import main as convert
 from megatron.errors import CheckpointError, NonFiniteError
 from megatron.interop.hf import export
+from megatron.torch_files import safe_load
+from megatron.torch_files.torch_file import TorchFile
+from megatron.torch_files.writer import Deferred, write_torch_file
 from megatron.utils import progress
 from tests.helpers.megatron_lm import Layout
 from tests.helpers.megatron_lm import write as write_megatron

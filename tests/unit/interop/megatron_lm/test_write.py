@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint import safe_load
 from megatron.checkpoint.architecture import model_config
 from megatron.cli import convert_checkpoint as convert_cli
 from megatron.config import ModelConfig, MoEConfig
@@ -23,6 +22,7 @@ from megatron.interop.megatron_lm import names as mapped
 from megatron.interop.megatron_lm.megatron_args import settings_from_args, their_args
 from megatron.interop.megatron_lm.write import TargetLayout, to_megatron
 from megatron.model import rope
+from megatron.torch_files import safe_load
 from tests.helpers.megatron_lm import Layout, Model, rank_content, with_moments, write
 from tests.helpers.other_programs import find_checkpoint
 from tests.unit.checkpoint.support import one_process

@@ -15,7 +15,7 @@ from typing import IO, Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.torch_files import STORAGES
+from megatron.torch_files.torch_file import STORAGES
 
 _ALIGNMENT = 64  # of a tensor in the file, as torch has it
 _BEFORE_DATA = 30 + 20  # bytes of a zip member's header, with the sizes of more than 4 GiB

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import safe_load
-from megatron.checkpoint.pickle_scan import PickleRefused, in_bytes, in_stream, scan
 from megatron.errors import CheckpointError
+from megatron.torch_files import safe_load
+from megatron.torch_files.pickle_scan import PickleRefused, in_bytes, in_stream, scan
 
 PROTO, STOP = b"\x80\x02", b"."
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from megatron.checkpoint.pickle_scan import Instruction, PickleRefused, in_bytes, in_stream
+from megatron.torch_files.pickle_scan import Instruction, PickleRefused, in_bytes, in_stream
 
 _MAX_REPEATED = 10_000_000  # parts of values that occur more than once
 _MAX_DEPTH = 100

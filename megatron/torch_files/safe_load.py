@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.pickle_scan import PickleRefused, scan
 from megatron.errors import CheckpointError
+from megatron.torch_files.pickle_scan import PickleRefused, scan
 
 _MAX_MEMBERS = 1_000_000
 

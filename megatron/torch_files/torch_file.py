@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.mapped_bytes import Bytes, Window
-from megatron.checkpoint.member_checks import MemberChecks
-from megatron.checkpoint.pickle_reader import Made, Name, Persistent, read_next, read_pickle
-from megatron.checkpoint.pickle_scan import PickleRefused
-from megatron.checkpoint.safe_load import UnsafeFileError, check_members
 from megatron.errors import CheckpointError
+from megatron.torch_files.mapped_bytes import Bytes, Window
+from megatron.torch_files.member_checks import MemberChecks
+from megatron.torch_files.pickle_reader import Made, Name, Persistent, read_next, read_pickle
+from megatron.torch_files.pickle_scan import PickleRefused
+from megatron.torch_files.safe_load import UnsafeFileError, check_members
 
 _BEFORE_ZIP = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The magic number that begins a file of torch before 1.6, as a pickle."""

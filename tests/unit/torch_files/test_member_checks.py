@@ -18,12 +18,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint import load_checkpoint, member_checks
+from megatron.checkpoint import load_checkpoint
 from megatron.cli import convert_checkpoint as convert_cli
 from megatron.cli import verify_checkpoint as verify_cli
 from megatron.errors import CheckpointError
 from megatron.interop.hf.importer import open_folder, read_tensors
 from megatron.interop.hf.weights import compare_share, weights_files
+from megatron.torch_files import member_checks
 from tests.helpers import torch_dist
 from tests.helpers.megatron_lm import Layout, with_moments, write
 from tests.helpers.other_programs import find_checkpoint

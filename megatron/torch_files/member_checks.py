@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.mapped_bytes import Bytes
 from megatron.errors import CheckpointError
+from megatron.torch_files.mapped_bytes import Bytes
 
 Say = Callable[[str], object]
 _PIECE = 16 * 2**20  # bytes of a thread's
