@@ -11,8 +11,6 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.compat.deepspeed_file.source import deepspeed_assignments
-from megatron.interop.source import OTHER_PROGRAMS
 from megatron.training.exit import StopReason
 from megatron.training.hooks import Hook
 from megatron.training.program import run_training
@@ -47,6 +45,9 @@ def pretrain(
     anything with `len` and `[i]` whose samples are dicts; `forward_step` gets them stacked, with their `sample_ids`,
     and casts what it feeds to a model in half precision. `hooks` are called at moments of the run: see `Hook`.
     """
+    from megatron.compat.deepspeed_file.source import deepspeed_assignments
+    from megatron.interop.source import OTHER_PROGRAMS
+
     return run_training(
         datasets_provider,
         model_provider,
@@ -64,7 +65,9 @@ def setup(argv: Sequence[str] | None = None, *, needs_data: bool = True) -> Run:
     usage come before any process waits for another. Such a script leaves with `megatron.distributed.launch.shutdown()`.
     """
     sleep_at_once()
+    from megatron.compat.deepspeed_file.source import deepspeed_assignments
     from megatron.config import describe
+    from megatron.interop.source import OTHER_PROGRAMS
     from megatron.training.initialize import start
     from megatron.training.settings import read_settings
 
