@@ -123,5 +123,5 @@ def _way_out(directory: Path) -> str:
 
 
 def _set_aside(directory: Path) -> str:
-    names = paths.list_set_aside(directory)
+    names = sorted(entry.name for entry in directory.iterdir() if entry.name.startswith(paths.SET_ASIDE))
     return f"; set aside earlier: {', '.join(names[:4])}" if names else ""

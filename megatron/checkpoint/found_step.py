@@ -122,8 +122,9 @@ def find_checkpoint(
         say(f"warning: {candidates.warning}")
     for candidate in candidates.directories:
         try:
-            warn = partial(_warn, say)
-            opened = partial(source.open_step, candidate, warn, check_hashes=check_hashes)
+            opened = partial(
+                source.open_step, candidate, lambda text: say(f"warning: {text}"), check_hashes=check_hashes
+            )
             foreign = run_on_all(opened, parallel.world)
             if foreign is not None:
                 say(f"{candidate} was written by Megatron-LM: {_checked(check_hashes)}")
@@ -146,10 +147,6 @@ def find_checkpoint(
             say(f"warning: --skip-hash: the checksums of {candidate} were not verified")
         return FoundStep(candidate, record, candidates.release, unhashed=check_hashes and hash_later)
     raise AssertionError("find_candidates gave no candidate and no fresh start")
-
-
-def _warn(say: Log, text: str) -> None:
-    say(f"warning: {text}")
 
 
 def warn_of_unlisted(directory: Path, record: Manifest, say: Log) -> None:

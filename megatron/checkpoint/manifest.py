@@ -220,11 +220,6 @@ def _indented(text: bytes) -> bytes:
     return text.removesuffix(b"\n").replace(b"\n", b"\n ")
 
 
-def _of_the_others(directory: Path) -> int:
-    """Bytes of the weight files, which a manifest of many slices grows with."""
-    return sum(path.lstat().st_size for path in directory.rglob("*.pt"))
-
-
 def read(directory: Path) -> Manifest:
     """The manifest of one step directory."""
     path = directory / paths.MANIFEST
@@ -234,7 +229,7 @@ def read(directory: Path) -> Manifest:
         raise MissingManifestError(f"{path} is missing: the checkpoint was never completed, or is not one of ours")
     try:
         size = path.stat().st_size
-        if size > _ALWAYS_READ and size > _of_the_others(directory):
+        if size > _ALWAYS_READ and size > sum(path.lstat().st_size for path in directory.rglob("*.pt")):
             raise BrokenManifestError(f"{path} has {size} bytes, more than the files that it describes")
         raw = path.read_bytes()
     except OSError as error:

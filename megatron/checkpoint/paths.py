@@ -22,7 +22,7 @@ MODEL_FILE = "model_optim_rng.pt"
 TOKENIZER = "tokenizer"
 TEMPORARY, TRASH = ".tmp-", ".trash-"
 BAD, ABANDONED = "bad-", "abandoned-"  # set aside, where `ls` shows them
-_HIDDEN = (".bad-", ".abandoned-")  # their names before
+SET_ASIDE = (BAD, ABANDONED, ".bad-", ".abandoned-")  # the last two are their names before
 
 _STEP = re.compile(r"iter_(\d{7,})")
 _TRACKER_BYTES = 64
@@ -55,11 +55,6 @@ def list_steps(directory: Path) -> list[int]:
         return []
     steps = (step_of(entry.name) for entry in directory.iterdir() if is_plain_directory(entry))
     return sorted((step for step in steps if step is not None), reverse=True)
-
-
-def list_set_aside(directory: Path) -> list[str]:
-    """The names of the steps that saves have set aside."""
-    return sorted(entry.name for entry in directory.iterdir() if entry.name.startswith((BAD, ABANDONED, *_HIDDEN)))
 
 
 def is_plain_directory(path: Path) -> bool:

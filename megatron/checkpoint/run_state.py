@@ -172,5 +172,4 @@ def share_file(parallel: ParallelState) -> str:
 
 
 def axis_sizes(parallel: ParallelState) -> dict[str, int]:
-    axes = {"tp": parallel.tp, "cp": parallel.cp, "ep": parallel.ep, "dp": parallel.dp, "pp": parallel.pp}
-    return {name: axis.size for name, axis in axes.items()}
+    return {name: parallel.axis(name).size for name in ("tp", "cp", "ep", "dp", "pp")}

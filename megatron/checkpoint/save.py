@@ -284,9 +284,7 @@ class Save:
         done, step = self._committed(commit), self.state.iteration
         self.history.committed_steps(self.directory).add(step)
         seconds = time.monotonic() - started
-        return SavedInfo(
-            self._target, step, done.size, seconds, blocked=blocked, line=self.line, messages=done.messages
-        )
+        return SavedInfo(self._target, step, done.size, seconds, False, blocked, self.line, done.messages)
 
     def _committed(self, commit: Callable[[], Committed]) -> Committed:
         return run_on_first(commit, self.parallel.world, Committed)

@@ -29,11 +29,8 @@ from megatron.torch_files.torch_file import TorchFile
 Kind = Literal["corrupt", "unsafe", "incomplete", "extra"]
 """extra: files that no manifest lists; such a step loads, with a warning."""
 
-
-_NAMED = 8
-"""Unlisted files that are named."""
-_IN_SHAPE = ("exp_avg", "exp_avg_sq", "master")
-"""Kinds of an optimizer's tensors that have the shape of their parameter, if they are in full precision."""
+_NAMED = 8  # of the files that are not listed
+_IN_SHAPE = ("exp_avg", "exp_avg_sq", "master")  # kinds in their parameter's shape, if in full precision
 _MOST_LAYERS = 100_000
 _SHOWN = 4
 

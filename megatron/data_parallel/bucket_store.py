@@ -294,11 +294,10 @@ class BucketStore(TrainingStore):
         slot.filled = True
         if self._armed and self.overlap:
             self._buckets[slot.bucket].arrived.add(slot.name)
-            while self._next_bucket < len(self._buckets) and self._is_complete(self._next_bucket):
+            for bucket in self._buckets[self._next_bucket :]:
+                if len(bucket.arrived) < len(bucket.places):
+                    break
                 self._launch_next()
-
-    def _is_complete(self, number: int) -> bool:
-        return len(self._buckets[number].arrived) == len(self._buckets[number].places)
 
     def _launch_next(self) -> None:
         """Reduces buckets in the same order on every rank, whatever the order of backward: collectives must match. The

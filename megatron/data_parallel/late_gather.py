@@ -57,7 +57,7 @@ class LateGather:
         def hook(*_: Any) -> None:
             for bucket in needed:
                 bucket.finish_gather()
-                self._order.waited_for(bucket)
+                self._order.due.pop(bucket.flatten_weights().untyped_storage()._cdata, None)
 
         return hook
 
@@ -67,11 +67,11 @@ class _Order(TorchDispatchMode):
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         super().__init__()
-        self._due = {bucket.flatten_weights().untyped_storage()._cdata: bucket for bucket in buckets}
+        self.due = {bucket.flatten_weights().untyped_storage()._cdata: bucket for bucket in buckets}
         self._within = 0
 
     def begin(self) -> None:
-        if self._due:
+        if self.due:
             self.__enter__()
             self._within += 1
 
@@ -80,13 +80,9 @@ class _Order(TorchDispatchMode):
             self._within -= 1
             self.__exit__(None, None, None)
 
-    def waited_for(self, bucket: Bucket) -> None:
-        assert bucket.weights is not None
-        self._due.pop(bucket.weights.untyped_storage()._cdata, None)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in tree_leaves((args, kwargs)):
-            bucket = self._due.get(tensor.untyped_storage()._cdata) if isinstance(tensor, Tensor) else None
+            bucket = self.due.get(tensor.untyped_storage()._cdata) if isinstance(tensor, Tensor) else None
             if bucket is not None:
                 raise ConfigError(
                     f"--overlap-param-gather: the model uses {bucket.name_at(tensor.storage_offset())} before the part "
@@ -98,11 +94,8 @@ class _Order(TorchDispatchMode):
 def repeated_units(model: nn.Module) -> Iterator[nn.Module]:
     """The repeated parts of a model, the outermost ones."""
     for child in model.children():
-        if isinstance(model, nn.ModuleList | nn.ModuleDict | nn.Sequential) and not _never_called(child):
+        listed = isinstance(model, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        if listed and not isinstance(child, nn.ModuleList | nn.ModuleDict):  # these are never called
             yield child
         else:
             yield from repeated_units(child)
-
-
-def _never_called(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList | nn.ModuleDict)

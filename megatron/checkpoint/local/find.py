@@ -138,8 +138,7 @@ class Search:
         return LocalStep(self.store, self.world, whole, holders, share_of)
 
     @staticmethod
-    def _joined(records: Iterable[ShareRecord]) -> manifest.Manifest:
-        shares = list(records)
+    def _joined(shares: list[ShareRecord]) -> manifest.Manifest:
         try:
             whole = join_notes(shares[0].header, [record.part for record in shares])
             manifest.check_numbers(whole)

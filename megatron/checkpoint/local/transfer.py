@@ -105,10 +105,10 @@ class LocalStep:
         for each in transfers:
             files = {each.file: self.manifest.files[each.file]}
             if self.world.rank == each.source:
-                send_files(self.world, self._share(each.file), files, each.to)
+                stream(self.world, send=blocks_of(self._share(each.file), files), to=each.to)
             elif self.world.rank == each.to:
                 arrived.append(ReceivedFiles(folder, files, self.manifest.hash))
-                receive_files(self.world, arrived[-1], each.source)
+                stream(self.world, sizes=arrived[-1].sizes, source=each.source, take=arrived[-1].take)
         return arrived
 
 
@@ -168,14 +168,6 @@ class ReceivedFiles:
                 raise StorageError(f"{self._folder / name} arrived with other bytes than were written; try again")
             if not expected.size:
                 (self._folder / name).touch()
-
-
-def send_files(axis: Axis, folder: Path, files: Files, to: int) -> None:
-    stream(axis, send=blocks_of(folder, files), to=to)
-
-
-def receive_files(axis: Axis, arrivals: ReceivedFiles, source: int) -> None:
-    stream(axis, sizes=arrivals.sizes, source=source, take=arrivals.take)
 
 
 def swap(axis: Axis, message: bytes, to: int, source: int) -> bytes:
