@@ -1,4 +1,4 @@
-"""Set before any test imports torch: tests own their processes, and two shared cores are enough."""
+"""Set before torch is imported: tests own their processes, and two shared cores are enough."""
 
 from __future__ import annotations
 
@@ -15,12 +15,6 @@ from tests.helpers.inherited import take_usual_values
 
 # One thread per process: gloo tests start several processes, and threads that fight for cores make tests slow.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Where a test has two threads, they sleep while they wait: one that spins takes the core from another process's test.
-# OpenMP reads that when torch loads it; what a test starts decides for itself.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    importlib.import_module("torch")
-    del os.environ["OMP_WAIT_POLICY"]
 # A launcher's variables in the shell would make single-process tests wait for peers that do not exist.
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
@@ -30,6 +24,12 @@ sys.dont_write_bytecode = False
 take_usual_values()
 # Nothing is fetched during tests, whatever a library would like to look up.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Where a test has two threads, they sleep while they wait: one that spins takes the core from another process's test.
+# OpenMP reads that when torch loads it; what a test starts decides for itself.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    importlib.import_module("torch")
+    del os.environ["OMP_WAIT_POLICY"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

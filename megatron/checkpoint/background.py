@@ -28,6 +28,7 @@ from megatron.checkpoint.save import Committed, Save
 from megatron.distributed.collectives import all_reduce
 from megatron.distributed.parallel_state import ParallelState
 from megatron.utils.device import ToHost
+from megatron.utils.dtype import resolved
 
 _STOPS_WITHIN = 10.0
 """Seconds that a run which ends by an error leaves to its thread; what it wrote is no checkpoint."""
@@ -201,7 +202,7 @@ class HostMemory:
     def copy(self, tensor: Tensor) -> Tensor:
         """A copy in host memory. If the tensor is on an accelerator, the copy is complete after
         `torch.accelerator.synchronize()`."""
-        tensor = tensor.detach()
+        tensor = resolved(tensor.detach())  # before the copy: torch would do it after one that is still under way
         if tensor.numel() == 0:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         copied = self._empty(tensor.shape, tensor.dtype)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.errors import CheckpointError, MegatronError
 from megatron.torch_files.torch_file import dtype_named
+from megatron.utils.dtype import resolved
 
 
 def values_file(file: str) -> str:
@@ -36,7 +37,7 @@ def encode_values(values: Mapping[str, Any]) -> bytes:
 
     def plain(value: Any, key: tuple[str | int, ...]) -> Any:
         if isinstance(value, Tensor):
-            data = value.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            data = resolved(value).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             tensors.append({"key": key, "dtype": str(value.dtype), "shape": list(value.shape), "hex": data.hex()})
             return None
         if isinstance(value, Mapping):

@@ -252,5 +252,6 @@ def _is_plain(target: Tensor, elements: int) -> bool:
         and type(target) in (Tensor, torch.nn.Parameter)
         and target.layout == torch.strided
         and target.is_contiguous()
+        and not (target.is_conj() or target.is_neg())
         and target.numel() == elements > 0
     )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megatron.distributed import collectives
 from megatron.distributed.parallel_state import Axis
+from megatron.utils.dtype import resolved
 
 
 @torch.no_grad()
@@ -18,7 +19,7 @@ def broadcast_parameters(tensors: Iterable[tuple[str, Tensor]], dp: Axis, throug
     if dp.size == 1:
         return
     for _, tensor in tensors:
-        whole = tensor.data.resolve_conj().contiguous().to(through or tensor.device)
+        whole = resolved(tensor.data).contiguous().to(through or tensor.device)
         collectives.broadcast(whole, dp)
         if whole.data_ptr() != tensor.data_ptr():
             tensor.data.copy_(whole)
@@ -32,7 +33,7 @@ def share_buffers(module: nn.Module, dp: Axis) -> None:
     buffers = sorted(module.buffers(), key=lambda one: -one.element_size())  # each begins where its type may
     if not buffers:
         return
-    message = torch.cat([collectives.as_bytes(one.resolve_conj().contiguous()) for one in buffers])
+    message = torch.cat([collectives.as_bytes(resolved(one).contiguous()) for one in buffers])
     collectives.broadcast(message, dp)
     for buffer, part in zip(buffers, message.split([one.nbytes for one in buffers]), strict=True):
         buffer.copy_(part.view(buffer.dtype).view(buffer.shape))

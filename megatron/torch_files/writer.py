@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.torch_files.torch_file import STORAGES
+from megatron.utils.dtype import resolved
 
 _ALIGNMENT = 64  # of a tensor in the file, as torch has it
 _BEFORE_DATA = 30 + 20  # bytes of a zip member's header, with the sizes of more than 4 GiB
@@ -75,7 +76,7 @@ class Storage:
 
     def pieces(self) -> Iterator[memoryview]:
         for tensor in self.tensors:
-            values = values_of(tensor).detach().resolve_conj().resolve_neg().contiguous()
+            values = resolved(values_of(tensor).detach()).contiguous()
             yield from _pieces(values.view(-1).view(torch.uint8).numpy().data)
             del values  # before the next one is read
         unused = (self.length - sum(tensor.numel() for tensor in self.tensors)) * self.dtype.itemsize

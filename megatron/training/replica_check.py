@@ -25,6 +25,7 @@ from megatron.parallelize import persistent_buffers
 from megatron.state.division import Range
 from megatron.state.shard import Shard, by_range
 from megatron.training.hooks import Hook
+from megatron.utils.dtype import resolved
 
 Key = tuple[str, int, Range]
 """(name of the tensor, dimension that is split, index range)."""
@@ -34,7 +35,8 @@ _BLOCK = 1 << 20
 """Elements that are mixed at a time: the scratch stays small whatever the parameter."""
 _MASK = (1 << 64) - 1
 _FACTOR = 0x9E3779B97F4A7C15
-_INTEGER_OF = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LOW = (1 << 32) - 1
+_INTEGER_OF = {1: torch.int8, 2: torch.int16}  # by bytes; four at a time of all others
 
 
 class ReplicaCheck(Hook):
@@ -84,14 +86,15 @@ class ReplicaCheck(Hook):
 
 
 def tensor_hash(tensor: Tensor) -> int:
-    """A 64-bit hash of the tensor's bits, in order, computed on its device. One changed element always changes it (its
-    factor is odd); any other change goes unseen with a probability of about 2**-60."""
-    bits = tensor.contiguous().view(-1).view(_INTEGER_OF[tensor.element_size()])
+    """A 64-bit hash of the tensor's bits, in order, computed on its device. One changed element of at most four bytes
+    always changes it (its factor is odd); any other change goes unseen with a probability of about 2**-60."""
+    bits = resolved(tensor).contiguous().view(-1).view(_INTEGER_OF.get(tensor.element_size(), torch.int32))
     whole = bits.numel()
     factors = _factors(min(_BLOCK, whole), bits.device)
     for block in bits.split(_BLOCK):
-        mixed = (block.to(torch.int64) * factors[: block.numel()]).sum()  # wraps around on purpose
-        whole = (whole * _FACTOR + int(mixed)) & _MASK
+        mixed = block.to(torch.int64) * factors[: block.numel()]  # wraps around on purpose
+        mixed ^= (mixed >> 32) & _LOW  # else two changed signs could cancel
+        whole = (whole * _FACTOR + int(mixed.sum())) & _MASK
     return whole
 
 

@@ -31,6 +31,11 @@ def widened(x: Tensor) -> Tensor:
     return x.float() if x.dtype in HALF else x
 
 
+def resolved(x: Tensor) -> Tensor:
+    """With its values in memory: torch only marks a conjugate, and a negative one (`x.conj()`, `x.conj().imag`)."""
+    return x.resolve_conj().resolve_neg()
+
+
 def cast_floats(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Casts the real floating-point tensors of a module in place, as `module.half()` does. (`module.to(dtype)` drops
     the imaginary part of complex ones.)"""

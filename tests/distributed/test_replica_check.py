@@ -163,6 +163,18 @@ def test_a_bit_anywhere_in_a_large_tensor_is_seen() -> None:
     assert tensor_hash(tensor) == before
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128])
+def test_signs_that_change_together_are_seen(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    tensor = torch.randn(300, generator=generator).to(dtype)
+    before = tensor_hash(tensor)
+    for count in (2, 4, 10, 300):
+        for _ in range(50):
+            changed = tensor.clone()
+            changed[torch.randperm(300, generator=generator)[:count]] *= -1
+            assert tensor_hash(changed) != before
+
+
 def test_elements_exchanged_or_changed_together_are_seen() -> None:
     generator = torch.Generator().manual_seed(1)
     tensor = torch.randn(5000, generator=generator)
