@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from megatron.state.division import DEALT, Division, Members, dealt
 from megatron.state.shard import Shard
 from megatron.torch_files.writer import Deferred, Storage, with_rows
 from megatron.utils import durable
+from megatron.utils.dtype import is_finite
 from megatron.utils.typed import json_value, typed
 
 _Divided = tuple[Division, tuple[str, ...], Tensor]
@@ -113,16 +113,8 @@ class RankContent:
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
-    if not _finite(tensor):
+    if not is_finite(tensor):
         raise NonFiniteError(f"{name} holds NaN or infinite values; no checkpoint is written")
-
-
-def _finite(tensor: Tensor) -> bool:
-    """In one pass, four times as fast as `isfinite(tensor).all()`: NaN is the least and the greatest of all."""
-    if not tensor.is_floating_point() or tensor.numel() == 0:
-        return True
-    comparable = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no order in torch
-    return all(isfinite(bound.item()) for bound in torch.aminmax(comparable.flatten()))
 
 
 @torch.no_grad()

@@ -46,7 +46,7 @@ class DirectoryLock:
             return False
         try:
             return os.path.samestat(os.fstat(self.descriptor), (directory / paths.LOCK).stat())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
 
     def release(self) -> None:

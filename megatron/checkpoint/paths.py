@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import stat
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ MODEL_FILE = "model_optim_rng.pt"
 TOKENIZER = "tokenizer"
 TEMPORARY, TRASH = ".tmp-", ".trash-"
 BAD, ABANDONED = "bad-", "abandoned-"  # set aside, where `ls` shows them
+_LONGEST_PATH, _LONGEST_NAME = 2000, 255  # characters below a step, and bytes of a name: what file systems take
 SET_ASIDE = (BAD, ABANDONED, ".bad-", ".abandoned-")  # the last two are their names before
 
 _STEP = re.compile(r"iter_(\d{7,})")
@@ -119,8 +121,9 @@ def member(root: Path, relative: str) -> Path:
     directory."""
     pure = PurePosixPath(relative)
     strange = pure.is_absolute() or not pure.parts or ".." in pure.parts or "\0" in relative
-    if strange or pure.as_posix() != relative:
-        raise UnsafePathError(f"{root / MANIFEST} names {relative!r}, which is outside of its directory")
+    too_long = len(relative) > _LONGEST_PATH or any(len(os.fsencode(part)) > _LONGEST_NAME for part in pure.parts)
+    if strange or too_long or pure.as_posix() != relative:
+        raise UnsafePathError(f"{root / MANIFEST} names {relative[:200]!r}, which is outside of its directory")
     path = root
     for part in pure.parts:
         path = path / part

@@ -109,7 +109,7 @@ class Positions:
         for (name, kind), tensors in self._divided.items():
             shared = self._manifest.divisions[name]
             lengths = share_lengths(division for _, division in tensors)
-            if not shared.starts or not lengths.any():
+            if not (shared.starts or shared.first) or not lengths.any():
                 continue  # of an earlier schema, or without elements
             itemsize = dtype_named(kind.rpartition(" ")[2]).itemsize
             _check_rows(kind, [division for _, division in tensors])

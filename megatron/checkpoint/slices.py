@@ -52,6 +52,8 @@ def covers_exactly(record: TensorRecord) -> bool:
     size = split_size(whole_spec("", record))
     whole = ((0, size),)
     held = {interval for piece in record.slices for interval in (whole if piece.ranges is None else piece.ranges)}
+    if any(piece.ranges is not None and len(set(piece.ranges)) < len(piece.ranges) for piece in record.slices):
+        return False
     position = 0
     for start, stop in sorted(held):
         if start == stop <= size:

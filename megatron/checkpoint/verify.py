@@ -25,6 +25,7 @@ from megatron.model.parameters import VOCABULARY_TABLES, WORD_TABLE, parameters
 from megatron.state.division import Range
 from megatron.torch_files import safe_load
 from megatron.torch_files.torch_file import TorchFile
+from megatron.utils.dtype import is_finite
 
 Kind = Literal["corrupt", "unsafe", "incomplete", "extra"]
 """extra: files that no manifest lists; such a step loads, with a warning."""
@@ -256,7 +257,10 @@ def _contents(directory: Path, record: Manifest) -> list[Problem]:
 def _beside(directory: Path, record: Manifest, file: str, content: Any) -> Iterator[str]:
     values = values_file(file)
     if values in record.files:
-        same = encode_values(values_of_file(content))
+        try:
+            same = encode_values(values_of_file(content))
+        except (AttributeError, KeyError, TypeError, ValueError):  # what no run has written
+            same = None
         if paths.member(directory, values).read_bytes() != same:
             yield f"its plain values are not those of {values}"
 
@@ -283,7 +287,7 @@ def _stored(record: TensorRecord, piece: Slice, stretch: Stretch, found: Any, de
     if problem is not None:
         yield problem
         return
-    if found.is_floating_point() and not bool(torch.isfinite(found).all()):
+    if not is_finite(found):
         yield "holds NaN or infinite values"
     if stretch.start is not None and found.numel():
         place = described.place(classic.lookup(described.content, piece.key))

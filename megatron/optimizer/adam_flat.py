@@ -121,7 +121,8 @@ class FlatAdam:
         """`memories` have the runs of the store among them."""
         self._betas, self._eps, self._kernel = betas, eps, kernel
         self._parts = [_Part(memory, store, rules) for memory in memories]
-        self._shapes = {name: store.weight(name).shape for name in store.names}
+        weights = {name: store.weight(name) for name in store.names}
+        self._layouts = {name: (weight.shape, weight.stride()) for name, weight in weights.items()}
 
     @torch.no_grad()
     def step(self, decision: Decision, rates: Rates) -> None:
@@ -177,8 +178,8 @@ class FlatAdam:
                     _set_masters(run, run.weights.float())
 
     def _views(self, run: FlatRun, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Views of a flat tensor: each part of it, in its shape."""
-        return ((name, flat[place].view(self._shapes[name])) for name, place in run.places())
+        """Views of a flat tensor: each part of it, in its shape and in its order in memory (channels_last, say)."""
+        return ((name, flat[place].as_strided(*self._layouts[name])) for name, place in run.places())
 
 
 def _weights(run: FlatRun) -> tuple[Tensor, Tensor]:

@@ -206,7 +206,7 @@ class Optimizer:
 
     def held(self, name: str) -> Range | None:
         """The elements of a parameter of which `state()` has a piece; None where it has all."""
-        division = self.store.divisions[name]
+        division = self.store.divisions.get(name)  # a step may have the state of a parameter that is frozen here
         return None if division is None else division.held
 
     def extra_state(self) -> ExtraState:

@@ -159,5 +159,5 @@ class DecidedOnHost:
 
 def _master(weight: Tensor) -> Tensor:
     if weight.dtype in (torch.float16, torch.bfloat16):
-        return weight.detach().float().clone(memory_format=torch.contiguous_format)
+        return torch.empty_like(weight, dtype=torch.float32).copy_(weight.detach())  # in the gradient's order in memory
     return weight

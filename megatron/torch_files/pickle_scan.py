@@ -26,7 +26,7 @@ _TEXT, _STOP = ord("X"), ord(".")
 
 _DTYPES = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16"),
-    *("float32", "float64", "complex64", "complex128"),
+    *("float32", "float64", "complex32", "complex64", "complex128"),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
 )
 _STORAGES = (
@@ -52,7 +52,8 @@ PLAIN = frozenset(
 
 _MAX_REPEATED = 1_000_000  # parts of values that occur more than once, such as the betas of all parameter groups
 _MAX_DEPTH = 100  # whoever walks a value may call itself for every level
-_MAX_INTEGER_BYTES = 8  # longer ones can all have one hash, and a table of them takes quadratic time
+_MAX_INTEGER_BYTES = 64
+_MAX_LONG_INTEGERS = 1000  # of more than 8 bytes: they can all have one hash, and a table of them takes quadratic time
 _LEAVES = {
     *("NONE", "NEWFALSE", "NEWTRUE", "BININT", "BININT1", "BININT2", "BINFLOAT", "LONG1", "BINUNICODE"),
     *("SHORT_BINUNICODE", "BINUNICODE8", "SHORT_BINSTRING", "BINSTRING"),
@@ -121,7 +122,7 @@ def _follow(data: bytes, allowed: Collection[str]) -> None:
     stack: list[_Value] = []
     marks: list[int] = []
     memo: dict[int, _Value] = {}
-    repeated = 0
+    repeated = long_integers = 0
     for name, argument in in_bytes(data):
         if name in ("BINPUT", "LONG_BINPUT"):
             memo[argument] = stack[-1]
@@ -132,8 +133,10 @@ def _follow(data: bytes, allowed: Collection[str]) -> None:
             if repeated > _MAX_REPEATED:
                 raise PickleRefused("it repeats values within values more than a million times")
         elif name in _LEAVES:
-            if name == "LONG1" and argument.bit_length() > 8 * _MAX_INTEGER_BYTES:
-                raise PickleRefused(f"it has an integer of more than {_MAX_INTEGER_BYTES} bytes")
+            if name == "LONG1" and argument.bit_length() > 64:
+                long_integers += 1
+                if argument.bit_length() > 8 * _MAX_INTEGER_BYTES or long_integers > _MAX_LONG_INTEGERS:
+                    raise PickleRefused(f"it has an integer of more than {_MAX_INTEGER_BYTES} bytes, or many long ones")
             stack.append(_Value())
         elif name == "GLOBAL":
             _check_name(argument, allowed)

@@ -36,7 +36,7 @@ STORAGES = {
     "UntypedStorage": torch.uint8,
 }
 _TYPES = (
-    *(*STORAGES.values(), torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128),
+    *(*STORAGES.values(), torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.complex64, torch.complex128),
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
     torch.float8_e8m0fnu,
 )

@@ -143,6 +143,6 @@ class Search:
             whole = join_notes(shares[0].header, [record.part for record in shares])
             manifest.check_numbers(whole)
             Positions(whole).check()
-        except (AssertionError, ValueError) as error:
+        except (AssertionError, KeyError, ValueError) as error:
             raise DamagedCheckpointError(f"its shares do not fit together ({error})") from error
         return whole

@@ -13,18 +13,30 @@ from torch import Tensor
 from megatron.errors import ConfigError
 
 _PAIRS, _TUPLE = "pairs of a dict", "items of a tuple"
+# Less than a file may have when it is read (torch_files/pickle_scan.py).
+_DEEPEST, _LONGEST = 80, 500  # levels, and bits of an integer
 
 
 def mark_types(value: Any, place: str) -> Any:
     """`value` with dicts of any keys and tuples marked as such; anything that a file cannot hold is refused by
     place."""
     try:
-        return _encoded(value, place)
+        encoded = _encoded(value, place)
+        if _depth(encoded) > _DEEPEST:
+            raise RecursionError
+        return encoded
     except RecursionError:
         raise ConfigError(f"{place}: holds itself, or is nested too deeply; a checkpoint holds plain values") from None
 
 
+def _depth(value: Any) -> int:
+    within = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, within), default=0)
+
+
 def _encoded(value: Any, place: str) -> Any:
+    if isinstance(value, int) and value.bit_length() > _LONGEST:
+        raise ConfigError(f"{place}: is an integer of {value.bit_length()} bits; give text, as in str(...)")
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Tensor):

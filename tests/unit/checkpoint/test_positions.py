@@ -194,6 +194,12 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda body: weight_of(body, QKV).update(start=weight_of(body, DENSE)["start"] + 4),
         "at byte .*, within",
     ),
+    "starts in the first file alone": (
+        lambda body: next(iter(body["divisions"].values())).update(
+            first={kind: start + 2 for kind, start in starts_of(body).items()}, starts={}
+        ),
+        "has no start|begins at byte",
+    ),
     "no start": (lambda body: starts_of(body).pop(SQUARE), "has no start"),
     "an offset shifted by one element": (
         lambda body: piece_of(body, "embedding.word_embeddings.weight").update(offset=1),

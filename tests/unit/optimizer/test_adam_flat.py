@@ -20,9 +20,9 @@ from megatron.distributed.parallel_state import Axis
 from megatron.engine.nonfinite import nonfinite_grads
 from megatron.errors import ConfigError
 from megatron.ops import Kernels, resolve
-from megatron.ops.optim import join_fp32, split_fp32
+from megatron.ops.optim import adamw_in_place, join_fp32, split_fp32
 from megatron.optimizer import GroupRule, Optimizer, megatron_rule
-from megatron.optimizer.adam_flat import FlatAdam
+from megatron.optimizer.adam_flat import FlatAdam, Resident
 from megatron.optimizer.norms import side_by_side, square_sum_for
 from megatron.optimizer.update_rules import TorchUpdate
 from tests.helpers.kernels import backend, kernel
@@ -354,3 +354,37 @@ def test_planted_bugs_are_seen(kernels: Kernels, plant: Callable[..., None]) -> 
     train(theirs, make(theirs, None, clip_grad=0.1), range(2))
     off = max(relative(p.detach(), theirs.get_parameter(name).detach()) for name, p in ours.named_parameters())
     assert off > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_in_another_order_in_memory_is_that_of_the_tensor(dtype: torch.dtype) -> None:
+    """A weight in channels_last lies in that order in the flat tensor; its state goes to other rules by its shape."""
+
+    def make(flat: bool) -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 4, 2).to(dtype).to(memory_format=torch.channels_last)
+        store = BucketStore(model.named_parameters(), Axis.single("dp"), flat=flat)
+        optimizer = Optimizer(store, OptimizerConfig(), PrecisionConfig(bf16=dtype == torch.bfloat16))
+        if flat:
+            rules = {name: megatron_rule(name, store.parameter(name)) for name in store.names}
+            update = FlatAdam(store, rules, (0.9, 0.999), 1e-8, adamw_in_place, [Resident(store.runs())])
+            optimizer._update = update
+        return model, optimizer
+
+    (one, flat), (other, by_tensor) = make(True), make(False)
+    x = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for model, optimizer in ((one, flat), (other, by_tensor)):
+        optimizer.store.zero()
+        model(x).float().square().mean().backward()
+        optimizer.store.reduce()
+        optimizer.step(0.01, 0.0)
+    state = flat.state()["weight"]
+    moments = by_tensor.state()["weight"]
+    assert torch.allclose(state["exp_avg"], moments["exp_avg"], atol=1e-8)
+    assert torch.equal(state.get("master", one.weight.detach()).to(dtype), one.weight)
+    by_tensor.load_state(flat.state(), flat.extra_state())
+    if dtype == torch.bfloat16:
+        assert torch.equal(one.weight, other.weight)
+    moments["exp_avg"].add_(1.0)
+    flat.load_state(by_tensor.state(), by_tensor.extra_state())
+    assert torch.equal(flat.state()["weight"]["exp_avg"], by_tensor.state()["weight"]["exp_avg"])

@@ -52,7 +52,11 @@ ATTACKS = {
     "a counter": (b"ccollections\nCounter\n)R", "asks for collections.Counter"),
     "a meta tensor": (b"ctorch._utils\n_rebuild_meta_tensor_no_storage\n)R", "_rebuild_meta_tensor_no_storage"),
     "code": (b"cos\nsystem\nX\x04\x00\x00\x00true\x85R", "asks for os.system"),
-    "integers of one hash": (b"\x8a\x09" + (2**70).to_bytes(9, "little"), "more than 8 bytes"),
+    "integers of one hash": (
+        b"(" + b"".join(b"\x8a\x0b" + ((2**61 - 1) * n << 8).to_bytes(11, "little") for n in range(1, 1100)) + b"t",
+        "many long ones",
+    ),
+    "a very long integer": (b"\x8a\x50" + (2**600).to_bytes(80, "little"), "more than 64 bytes"),
     "deep nesting": (b"]" * 200 + b"a" * 199, "more than 100 deep"),
     "an empty stack": (b"a", "malformed"),
     "a mark that is missing": (b"]e", "malformed"),
