@@ -117,8 +117,6 @@ class BucketStore(TrainingStore):
     def _slot(self, name: str) -> GradientSlot:
         return self._slots[self._names_of_tied.get(name, name)]
 
-    # by name, and as runs
-
     def parameter(self, name: str) -> nn.Parameter:
         return self._slot(name).parameter
 
@@ -160,8 +158,6 @@ class BucketStore(TrainingStore):
     def whole_of(self, name: str, part: Tensor) -> Tensor:
         slot = self._slot(name)
         return part if slot.division is None else self._buckets[slot.bucket].whole_of(slot.name, part)
-
-    # a step
 
     def zero(self) -> None:
         """Begins a step. No memory is touched: the first gradient overwrites what is in the buffer."""
@@ -245,8 +241,6 @@ class BucketStore(TrainingStore):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-
-    # as gradients arrive
 
     def _on_gradient(self, slot: GradientSlot, parameter: nn.Parameter) -> None:
         """Runs after backward has added to `parameter.grad`: moves it into the buffer."""
