@@ -79,7 +79,7 @@ class _Flight:
     """Seconds that the training waited for the copy."""
     task: Task
     writes: bool = True
-    """Else it is committed."""
+    """Whether the ranks still write their files; afterwards the step is committed."""
     exchanged: ToHost | None = None
     """After the last iteration: [1 if a rank failed, 1 if one has not ended]."""
     stop: Event = field(default_factory=Event)
@@ -103,8 +103,7 @@ class Background:
         saved already."""
         assert self._flight is None, "finish() first"
         started = time.monotonic()
-        there = save.begin()
-        if there is not None:
+        if (there := save.begin()) is not None:
             return there
         stop = Event()
         try:
@@ -172,7 +171,7 @@ class Background:
 
 
 def _without_tensors(save: Save) -> Save:
-    """What is needed of it after the content was copied."""
+    """Copies the save without its tensors, so that their memory is not kept while it is written."""
     nothing, held = torch.empty(0), save.state.optimizer
     params = {name: (shard, nothing) for name, (shard, _) in save.state.params.items()}
     optimizer: dict[str, dict[str, Sharded]] | None = None if held is None else {name: {} for name in held}

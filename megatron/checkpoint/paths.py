@@ -123,7 +123,8 @@ def member(root: Path, relative: str) -> Path:
     strange = pure.is_absolute() or not pure.parts or ".." in pure.parts or "\0" in relative
     too_long = len(relative) > _LONGEST_PATH or any(len(os.fsencode(part)) > _LONGEST_NAME for part in pure.parts)
     if strange or too_long or pure.as_posix() != relative:
-        raise UnsafePathError(f"{root / MANIFEST} names {relative[:200]!r}, which is outside of its directory")
+        why = "too long for a file" if too_long else "outside of its directory"
+        raise UnsafePathError(f"{root / MANIFEST} names {relative[:200]!r}, which is {why}")
     path = root
     for part in pure.parts:
         path = path / part

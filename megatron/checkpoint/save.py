@@ -76,8 +76,7 @@ def save_checkpoint(
 def save_now(save: Save, retention: Retention) -> SavedInfo:
     """Writes and commits it. All ranks call it, at a step boundary."""
     started, world = time.monotonic(), save.parallel.world
-    there = save.begin()
-    if there is not None:
+    if (there := save.begin()) is not None:
         return there
     try:
         run_on_all(lambda: save.write(save.content()), world)
@@ -164,8 +163,8 @@ class Save:
         return f"{flag} {self.directory}"
 
     def begin(self) -> SavedInfo | None:
-        """Locks, sweeps and makes the temporary directory. A step that this run has loaded or committed is on disk
-        already: then that is returned. All ranks call it."""
+        """Locks, sweeps and makes the temporary directory. Returns the step instead if this run has loaded or committed
+        it, since it is on disk then. All ranks call it."""
         world, step = self.parallel.world, self.state.iteration
         if run_on_first(self._is_done, world, bool):
             return SavedInfo(self._target, step, 0, 0.0, already_there=True)
@@ -260,7 +259,7 @@ class Save:
             shutil.rmtree(self._temporary)
 
     def commit(self, retention: Retention) -> Committed:
-        """Commits what all ranks have written as a step: the first rank does, and the others nothing. No collective."""
+        """Commits what all ranks have written as a step. Does nothing on ranks other than the first. No collective."""
         if self.parallel.world.rank != 0:
             return Committed(0, ())
         try:

@@ -35,7 +35,7 @@ class LocalSave(Save):
         return f"--non-persistent-local-ckpt-dir {self.store.root.parent}"
 
     def begin(self) -> None:
-        """Of a local step no run knows whether all its shares are there still."""
+        """As of any save, but it never returns a step: other ranks' shares of one may have been lost."""
         sizes = all_gather_json(self._bytes_to_write(), self.parallel.world, int)
         need = sum(sizes[rank] for rank in self.store.kept_here)
         run_on_all(lambda: self._prepare(need), self.parallel.world)

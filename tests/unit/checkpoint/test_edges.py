@@ -94,7 +94,10 @@ def test_a_frozen_parameter_has_no_state_here() -> None:
 
 
 CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
-    "indices twice": lambda body: body["model"]["x"]["slices"][0].update(ranges=[[0, 4], [0, 4]]),
+    "indices twice": lambda body: (
+        body["model"]["x"].update(logical_shape=[4, 4]),
+        body["model"]["x"]["slices"][0].update(ranges=[[0, 4], [0, 4]]),
+    ),
     "a name of 300 characters": lambda body: body["files"].update({"a" * 300: {"size": 1, "blocks": ["0"]}}),
     "a path of 6,000": lambda body: body["files"].update({"a/" * 3000 + "b": {"size": 1, "blocks": ["0"]}}),
 }
