@@ -1,17 +1,17 @@
-// Random values by index, a part of the result per thread. Words are made in scalar registers, values in vectors.
+// Random values by index, a part of the result per thread: first words, then the values of them.
 #include <algorithm>
 #include <cstring>
 #include <vector>
 
 #include "../common/parallel.h"
 #include "math.h"
+#include "philox.h"
 
 namespace mk::cpu::MK_TIER {
 namespace {
 
-using random::kPerBlock;
-
-constexpr int64_t kWords = 512;  // worked on at a time: words and values stay in the first cache
+constexpr int64_t kWords = 480;  // worked on at a time, whole groups: words and values stay in the first cache
+static_assert(kWords % (kGroup * kPerBlock) == 0);
 constexpr int64_t kValues = 2 * kWords;
 constexpr int64_t kWorthAThread = 1 << 15;  // values
 
@@ -19,7 +19,10 @@ constexpr int64_t kWorthAThread = 1 << 15;  // values
 void draw(const RandomValues& a, int64_t block, int64_t words, float* __restrict values) {
   alignas(64) uint64_t made[kWords];
   // numpy counts before it computes: word i is one of the four of counter i / 4 + 1.
-  for (int64_t at = 0; at < words; at += kPerBlock) random::philox(uint64_t(block + at / kPerBlock) + 1, a.key, made + at);
+  const auto counter = [&](int64_t word) { return uint64_t(block + word / kPerBlock) + 1; };
+  int64_t at = 0;
+  for (; at + kGroup * kPerBlock <= words; at += kGroup * kPerBlock) philox_group(counter(at), a.key, made + at);
+  for (; at < words; at += kPerBlock) philox_block(counter(at), a.key, made + at);
   const double scale = a.scale;
   if (a.normal) {
 #pragma omp simd

@@ -19,24 +19,6 @@ struct RandomValues {
 
 namespace random {
 
-constexpr int kPerBlock = 4;  // words that one counter of Philox4x64 gives
-
-// Philox4x64-10 (Salmon et al., 2011) of the counter (low, 0, 0, 0).
-inline void philox(uint64_t low, const uint64_t (&key)[2], uint64_t* words) {
-  uint64_t c0 = low, c1 = 0, c2 = 0, c3 = 0, k0 = key[0], k1 = key[1];
-  for (int round = 0; round < 10; ++round) {
-    const unsigned __int128 a = (unsigned __int128)c0 * 0xD2E7470EE14C6C93u;
-    const unsigned __int128 b = (unsigned __int128)c2 * 0xCA5A826395121157u;
-    c0 = uint64_t(b >> 64) ^ c1 ^ k0;
-    c2 = uint64_t(a >> 64) ^ c3 ^ k1;
-    c1 = uint64_t(b);
-    c3 = uint64_t(a);
-    k0 += 0x9E3779B97F4A7C15u;
-    k1 += 0xBB67AE8584CAA73Bu;
-  }
-  words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;
-}
-
 // Exact for integers below 2^52.
 inline double as_double(uint64_t integer) { return std::bit_cast<double>(integer | 0x4330000000000000u) - 0x1p52; }
 
