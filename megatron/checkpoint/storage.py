@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from megatron.utils.durable import BlockHasher, Hash
 
 BLOCK_BYTES = 16 * 2**20
 _READ_BYTES = _WRITE_BYTES = 2**20
-
+_SYNC_BYTES = 16 * 2**20
 
 HASHES: Mapping[str, Callable[[], Hash]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
 """By their names in the manifest. They find damage; against forgery there is no key that they could use."""
@@ -69,10 +69,13 @@ class FileHasher:
 
 
 class HashingFile:
-    """A file for `torch.save`. It hashes the bytes as they are handed to the disk, not from a later re-read."""
+    """A file that hashes the bytes as they are handed to the disk, not from a later re-read. A thread of `pool` has the
+    disk write what has come while more is coming."""
 
-    def __init__(self, file: IO[bytes], algorithm: str, stop: Event | None = None) -> None:
-        self._file, self._stop = file, stop
+    def __init__(self, file: IO[bytes], algorithm: str, pool: Executor, stop: Event | None = None) -> None:
+        self._file, self._stop, self._pool = file, stop, pool
+        self._sync: Future[None] | None = None
+        self._unsynced = 0
         self.hasher = FileHasher(algorithm)
 
     def write(self, data: bytes | memoryview) -> int:
@@ -86,21 +89,37 @@ class HashingFile:
             written = self._file.write(piece)
             if written != len(piece):
                 raise OSError(errno.ENOSPC, f"only {written} of {len(piece)} bytes written")
+            self._unsynced += written
+            if self._unsynced >= _SYNC_BYTES and (self._sync is None or self._sync.done()):
+                self._sync_beside()
         return len(view)
+
+    def _sync_beside(self) -> None:
+        self._raise_lost()
+        self._sync, self._unsynced = self._pool.submit(os.fsync, self._file.fileno()), 0
+
+    def _raise_lost(self) -> None:
+        """The system tells of a write that was lost once, to the next sync: that of the thread may have heard it."""
+        if self._sync is not None:
+            self._sync.result()
 
     def flush(self) -> None:
         self._file.flush()
+
+    def sync(self) -> None:
+        self._raise_lost()
+        self._file.flush()
+        os.fsync(self._file.fileno())
 
 
 def write_durable(
     path: Path, write: Callable[[HashingFile], object], algorithm: str = HASH, stop: Event | None = None
 ) -> FileRecord:
     """Creates `path`, lets `write` fill it and syncs it; the caller syncs the directory. Fails once `stop` is set."""
-    with open(path, "xb") as raw:
-        file = HashingFile(raw, algorithm, stop)
+    with open(path, "xb") as raw, ThreadPoolExecutor(1) as pool:
+        file = HashingFile(raw, algorithm, pool, stop)
         write(file)
-        raw.flush()
-        os.fsync(raw.fileno())
+        file.sync()
     return file.hasher.record()
 
 
