@@ -173,9 +173,14 @@ class Save:
         return None
 
     def _is_done(self) -> bool:
-        step = self.state.iteration
-        known = step == self.history.loaded_step(self.directory) or step in self.history.committed_steps(self.directory)
-        return known and not self.release and paths.is_plain_file(self._target / paths.MANIFEST)
+        """Also has the tracker name what was committed when the tracker could not be written."""
+        step, committed = self.state.iteration, self.history.committed_steps(self.directory)
+        known = step == self.history.loaded_step(self.directory) or step in committed
+        done = known and not self.release and paths.is_plain_file(self._target / paths.MANIFEST)
+        if done and step in committed and paths.read_tracker(self.directory).step != step:
+            with storage.storage_errors("committing a checkpoint", self.directory):
+                paths.write_tracker(self.directory, str(step))
+        return done
 
     def _bytes_to_write(self) -> int:
         """An estimate: weights once, and this rank's part of the optimizer's state."""
@@ -307,6 +312,7 @@ class Save:
         elif not self.release:
             messages = retention.set_aside_newer(self.directory, self.state.iteration, self.history)
         durable.rename(self._temporary, self._target)
+        self.history.committed_steps(self.directory).add(self.state.iteration)  # whatever becomes of the tracker
         paths.write_tracker(self.directory, paths.RELEASE if self.release else str(self.state.iteration))
         return messages
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.optimizer.rules import Slot, UpdateRule
+from megatron.optimizer.rules import Control, Slot, Slots, UpdateRule
 
 
 class RuleOptimizer(torch.optim.Optimizer):
@@ -21,10 +21,12 @@ class RuleOptimizer(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         assert closure is None, "the engine computes the loss"
         for group in self.param_groups:
-            tensors = [tensor for tensor in group["params"] if tensor.grad is not None]
+            tensors = {str(number): tensor for number, tensor in enumerate(group["params"]) if tensor.grad is not None}
             if tensors:
-                slots, grads = [self._slot(tensor) for tensor in tensors], [tensor.grad for tensor in tensors]
-                self._rule.update(slots, grads, group["lr"], group["weight_decay"])
+                slots = {name: self._slot(tensor) for name, tensor in tensors.items()}
+                grads = {name: tensor.grad for name, tensor in tensors.items()}
+                control = Control(group["lr"], group["weight_decay"])
+                self._rule.step(Slots(slots, grads.__getitem__), list(tensors), control)
 
     def _slot(self, tensor: Tensor) -> Slot:
         state = self.state[tensor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from megatron.data_parallel import TrainingStore
 from megatron.optimizer.decision import Decision, HostDecision
 from megatron.optimizer.groups import GroupRule, Rates
-from megatron.optimizer.rules import Slot, UpdateRule
+from megatron.optimizer.rules import Control, Slot, Slots, UpdateRule
 
 OptimizerState = dict[str, dict[str, Tensor]]
 """Per parameter name: its moments, and `master` for half-precision parameters."""
@@ -102,12 +103,14 @@ class TorchUpdate:
         if not self._narrow and (self._asynchronous or decision.factor != 1.0):
             self._grads.multiply(decision.factor)
         skip = (1.0 - decision.applied).float() if self._asynchronous else None
+        store = Slots(self._slots, partial(self._widened, decision.factor) if self._narrow else self._grads.grad)
         for (rule, group), names in self._groups.items():
-            slots, grads = [self._slots[name] for name in names], [self._grads.grad(name) for name in names]
-            if self._narrow:  # widened first: the product is not rounded to half
-                grads = [grad.to(slot.tensor.dtype) * decision.factor for grad, slot in zip(grads, slots, strict=True)]
-            rule.update(slots, grads, *rates.of(group), skip)
+            rule.step(store, names, Control(*rates.of(group), skip))
         self._copy_back()
+
+    def _widened(self, factor: float | Tensor, name: str) -> Tensor:
+        """A gradient times `factor`; the product is not rounded to half."""
+        return self._grads.grad(name).to(self._slots[name].tensor.dtype) * factor
 
     def state(self) -> OptimizerState:
         """As a checkpoint holds it: the live tensors, unless a rule stores them in another form."""

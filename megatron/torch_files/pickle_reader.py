@@ -9,16 +9,17 @@ of the pickle alone: values are made once, and repetitions, depth and integers a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import IO, Any
 
-from megatron.torch_files.pickle_scan import Instruction, PickleRefused, in_bytes, in_stream
+from megatron.torch_files.pickle_instructions import Instruction, PickleRefused, in_bytes, in_stream
 
 _MAX_REPEATED = 10_000_000  # parts of values that occur more than once
 _MAX_DEPTH = 100
 _MAX_INTEGER_BYTES = 64
-_MAX_KEY_BITS = 64  # longer integers can all have one hash
+_LONG_BITS = 64  # longer integers can all have one hash
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def check_key(key: Any) -> None:
         for part in key:
             check_key(part)
     elif isinstance(key, int):
-        if key.bit_length() > _MAX_KEY_BITS:
+        if key.bit_length() > _LONG_BITS:
             raise PickleRefused("it has a key that is a very long integer")
     elif key is not None and not isinstance(key, (str, bytes, float, Name, Made)):
         raise PickleRefused(f"it has a key that is a {type(key).__name__}")
@@ -101,17 +102,20 @@ def read_pickle(data: bytes) -> Any:
 
 def read_with_names(data: bytes) -> tuple[Any, frozenset[str]]:
     """The value of a pickle, and all classes, functions and other objects that it names."""
-    interpreter = _Interpreter()
-    value = _run(interpreter, in_bytes(data))
-    return value, frozenset(interpreter.names)
+    interpreter = Interpreter()
+    return interpret(data, interpreter), frozenset(interpreter.names)
 
 
 def read_next(stream: IO[bytes]) -> Any:
     """The value of the pickle that begins at the stream's position, which then stands after it."""
-    return _run(_Interpreter(), in_stream(stream))
+    return _run(Interpreter(), in_stream(stream))
 
 
-def _run(interpreter: _Interpreter, instructions: Iterable[Instruction]) -> Any:
+def interpret(data: bytes, interpreter: Interpreter) -> Any:
+    return _run(interpreter, in_bytes(data))
+
+
+def _run(interpreter: Interpreter, instructions: Iterable[Instruction]) -> Any:
     try:
         return interpreter.run(instructions)
     except (PickleRefused, MemoryError):
@@ -128,11 +132,6 @@ class _Stack:
 
     def push(self, value: Any) -> None:
         self.cells.append(_Cell(value))
-
-    def push_integer(self, value: int) -> None:
-        if value.bit_length() > 8 * _MAX_INTEGER_BYTES:
-            raise PickleRefused(f"it has an integer of more than {_MAX_INTEGER_BYTES} bytes")
-        self.push(value)
 
     def pop(self, count: int = 1) -> list[_Cell]:
         if not 0 <= count <= len(self.cells) - (self.marks[-1] if self.marks else 0):
@@ -201,18 +200,24 @@ def _make_tuple(stack: _Stack, cells: list[_Cell]) -> None:
 
 
 @dataclass
-class _Interpreter(_Stack):
+class Interpreter(_Stack):
     """The stack, what was memorized, and the names that occurred."""
 
+    actions: Mapping[str, Action] = field(default_factory=lambda: _ACTIONS)
+    allowed: Collection[str] | None = None
+    """Names; None: all of them."""
+    max_repeated: int = _MAX_REPEATED
+    max_long_integers: float = inf
     memo: dict[int, _Cell] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
     repeated: int = 0
+    long_integers: int = 0
 
     def run(self, instructions: Iterable[Instruction]) -> Any:
         for name, argument in instructions:
-            act = _ACTIONS.get(name)
+            act = self.actions.get(name)
             if act is None:
-                raise PickleRefused(f"it has the pickle instruction {name[:40]}, which is not known here")
+                raise PickleRefused(f"it has the pickle instruction {name[:40]}, which is not read here")
             act(self, argument)
         if len(self.cells) != 1 or self.marks:
             raise PickleRefused("its pickle is malformed (it does not end in one value)")
@@ -230,8 +235,16 @@ class _Interpreter(_Stack):
 
     def push_name(self, module: str, name: str) -> None:
         found = Name(f"{'builtins' if module == '__builtin__' else module}.{name}")
+        if self.allowed is not None and found.text not in self.allowed:
+            raise PickleRefused(f"it asks for {found.text}")
         self.names.add(found.text)
         self.push(found)
+
+    def push_integer(self, value: int) -> None:
+        self.long_integers += value.bit_length() > _LONG_BITS
+        if value.bit_length() > 8 * _MAX_INTEGER_BYTES or self.long_integers > self.max_long_integers:
+            raise PickleRefused(f"it has an integer of more than {_MAX_INTEGER_BYTES} bytes, or many long ones")
+        self.push(value)
 
     def make(self, _: Any) -> None:
         kind, arguments = self.pop(2)
@@ -259,15 +272,15 @@ class _Interpreter(_Stack):
         cell = self.memo[index]
         cell.finished = True
         self.repeated += cell.parts - 1
-        if self.repeated > _MAX_REPEATED:
-            raise PickleRefused("it repeats values within values too often")
+        if self.repeated > self.max_repeated:
+            raise PickleRefused(f"it repeats values within values more than {self.max_repeated} times")
         self.cells.append(cell)
 
 
-Action = Callable[[_Interpreter, Any], None]
+Action = Callable[[Interpreter, Any], None]
 
-_ACTIONS: dict[str, Action] = {
-    **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda run, _: None),
+OF_TORCH: dict[str, Action] = {
+    **dict.fromkeys(("PROTO", "STOP"), lambda run, _: None),
     "NONE": lambda run, _: run.push(None),
     "NEWTRUE": lambda run, _: run.push(True),
     "NEWFALSE": lambda run, _: run.push(False),
@@ -276,38 +289,41 @@ _ACTIONS: dict[str, Action] = {
     "EMPTY_DICT": lambda run, _: run.push({}),
     "EMPTY_SET": lambda run, _: run.push(set()),
     "TUPLE": lambda run, _: _make_tuple(run, run.pop_mark()),
+    "TUPLE1": lambda run, _: _make_tuple(run, run.pop(1)),
+    "TUPLE2": lambda run, _: _make_tuple(run, run.pop(2)),
+    "TUPLE3": lambda run, _: _make_tuple(run, run.pop(3)),
     "APPEND": lambda run, _: _append_all(run, run.pop()),
     "APPENDS": lambda run, _: _append_all(run, run.pop_mark()),
     "SETITEM": lambda run, _: _set_items(run, run.pop(2)),
     "SETITEMS": lambda run, _: _set_items(run, run.pop_mark()),
     "ADDITEMS": lambda run, _: _add_all(run, run.pop_mark()),
-    "FROZENSET": lambda run, _: _make_frozenset(run),
     "BINPERSID": lambda run, _: _persistent(run),
-    "GLOBAL": _Interpreter.name,
-    "STACK_GLOBAL": _Interpreter.stack_name,
-    "REDUCE": _Interpreter.make,
-    "NEWOBJ": _Interpreter.make,
-    "NEWOBJ_EX": _Interpreter.make_with_keywords,
-    "BUILD": _Interpreter.build,
-    "MARK": _Interpreter.mark,
-    "MEMOIZE": _Interpreter.memoize,
-    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Interpreter.store),
-    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Interpreter.fetch),
-    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1"), _Interpreter.push_integer),
+    "GLOBAL": Interpreter.name,
+    "REDUCE": Interpreter.make,
+    "NEWOBJ": Interpreter.make,
+    "BUILD": Interpreter.build,
+    "MARK": Interpreter.mark,
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), Interpreter.store),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), Interpreter.fetch),
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1"), Interpreter.push_integer),
     **dict.fromkeys(
-        (
-            *("BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINSTRING", "SHORT_BINSTRING"),
-            *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
-        ),
-        _Interpreter.push,
+        ("BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINSTRING", "SHORT_BINSTRING"), Interpreter.push
     ),
-    "TUPLE1": lambda run, _: _make_tuple(run, run.pop(1)),
-    "TUPLE2": lambda run, _: _make_tuple(run, run.pop(2)),
-    "TUPLE3": lambda run, _: _make_tuple(run, run.pop(3)),
+}
+"""The instructions that torch writes."""
+
+_ACTIONS: dict[str, Action] = {
+    **OF_TORCH,
+    "FRAME": lambda run, _: None,
+    "FROZENSET": lambda run, _: _make_frozenset(run),
+    "STACK_GLOBAL": Interpreter.stack_name,
+    "NEWOBJ_EX": Interpreter.make_with_keywords,
+    "MEMOIZE": Interpreter.memoize,
+    **dict.fromkeys(("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"), Interpreter.push),
 }
 
 
-def _persistent(run: _Interpreter) -> None:
+def _persistent(run: Interpreter) -> None:
     cells = run.pop()
     run.hold(Persistent(cells[0].value), cells)
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron.errors import CheckpointError
-from megatron.torch_files.pickle_scan import PickleRefused, scan
+from megatron.torch_files.pickle_instructions import PickleRefused
+from megatron.torch_files.pickle_scan import scan
 
 _MAX_MEMBERS = 1_000_000
 

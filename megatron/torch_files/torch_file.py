@@ -21,8 +21,8 @@ from torch import Tensor
 from megatron.errors import CheckpointError
 from megatron.torch_files.mapped_bytes import Bytes, Window
 from megatron.torch_files.member_checks import MemberChecks
+from megatron.torch_files.pickle_instructions import PickleRefused
 from megatron.torch_files.pickle_reader import Made, Name, Persistent, read_next, read_pickle
-from megatron.torch_files.pickle_scan import PickleRefused
 from megatron.torch_files.safe_load import UnsafeFileError, check_members
 
 _BEFORE_ZIP = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."

@@ -69,8 +69,8 @@ class LocalStep:
 
     def _link(self, folder: Path, files: list[str]) -> None:
         with storage.storage_errors("bringing the files of a step together", folder):
-            if folder.exists():
-                shutil.rmtree(folder)
+            for left_by_a_kill in self.store.root.glob(f"{paths.TEMPORARY}*.loaded"):
+                shutil.rmtree(left_by_a_kill)
             folder.mkdir(parents=True)
             for file in files:
                 if self._is_at(file, self.store.places[self.store.rank]):

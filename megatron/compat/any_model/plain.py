@@ -3,7 +3,7 @@ alike."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from megatron.errors import ConfigError
 
 _PAIRS, _TUPLE = "pairs of a dict", "items of a tuple"
 # Less than a file may have when it is read (torch_files/pickle_scan.py).
-_DEEPEST, _LONGEST = 80, 500  # levels, and bits of an integer
+_DEEPEST, _LONGEST, _MOST = 80, 500, 900  # levels, bits of an integer, integers of more than 64 bits
 
 
 def mark_types(value: Any, place: str) -> Any:
@@ -24,14 +24,23 @@ def mark_types(value: Any, place: str) -> Any:
         encoded = _encoded(value, place)
         if _depth(encoded) > _DEEPEST:
             raise RecursionError
+        if (count := _long_integers(encoded)) > _MOST:
+            raise ConfigError(f"{place}: has {count} integers of more than 64 bits, of {_MOST}; give them as str(...)")
         return encoded
     except RecursionError:
         raise ConfigError(f"{place}: holds itself, or is nested too deeply; a checkpoint holds plain values") from None
 
 
+def _within(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
 def _depth(value: Any) -> int:
-    within = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + max(map(_depth, within), default=0)
+    return 1 + max(map(_depth, _within(value)), default=0)
+
+
+def _long_integers(value: Any) -> int:
+    return int(isinstance(value, int) and value.bit_length() > 64) + sum(map(_long_integers, _within(value)))
 
 
 def _encoded(value: Any, place: str) -> Any:

@@ -20,8 +20,8 @@ from megatron.checkpoint import paths
 from megatron.errors import CheckpointError
 from megatron.torch_files.mapped_bytes import Bytes
 from megatron.torch_files.member_checks import MemberChecks
+from megatron.torch_files.pickle_instructions import PickleRefused
 from megatron.torch_files.pickle_reader import Made, Name, read_pickle
-from megatron.torch_files.pickle_scan import PickleRefused
 from megatron.torch_files.safe_load import MissingPartError, UnsafeFileError
 from megatron.torch_files.torch_file import TorchFile
 

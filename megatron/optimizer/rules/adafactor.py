@@ -15,12 +15,13 @@ from math import prod
 import torch
 from torch import Tensor
 
+from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.data_parallel import TrainingStore
 from megatron.distributed import collectives
 from megatron.distributed.parallel_state import Axis
 from megatron.optimizer.matrices import Matrix
 from megatron.optimizer.norms import sum_of_wide_squares, widest
-from megatron.optimizer.rules.base import COLUMNS, ROWS, Gated, LiveState, Slot
+from megatron.optimizer.rules.base import COLUMNS, ROWS, Control, Gated, LiveState, Slot, Slots
 from megatron.state.division import Range
 from megatron.state.shard import Shard, counted_parts
 
@@ -156,24 +157,6 @@ def sums_over(axes: Sequence[Axes], parts: Iterable[Tensor]) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class Settings:
-    beta1: float
-    """Of a mean of updates; 0 keeps none."""
-    decay_rate: float
-    """The second moment of update t is mixed with t ** decay_rate of the new squares."""
-    clip_threshold: float
-    """Largest root mean square of an update, before its rate."""
-    eps1: float
-    """Added to squared gradients."""
-    eps2: float
-    """Smallest root mean square that a parameter is taken to have."""
-    scale_parameter: bool
-    """Whether the rate is relative to that of the parameter."""
-    relative_step: bool
-    """Whether the rate of update t is at most 1 / sqrt(t)."""
-
-
-@dataclass(frozen=True)
 class _Job:
     """One slot in one update."""
 
@@ -219,7 +202,7 @@ class _Job:
 
 @dataclass(frozen=True, eq=False)
 class Adafactor(LiveState):
-    settings: Settings
+    config: OptimizerConfig
     extents: Mapping[str, Extent]
     """By name, of every parameter that it updates."""
     fused: bool = True
@@ -230,29 +213,28 @@ class Adafactor(LiveState):
         if extent.is_matrix:
             sides = {ROWS: extent.rows, COLUMNS: extent.columns}
             state = {kind: tensor.new_zeros(prod(side.logical_shape)) for kind, side in sides.items()}
-        if self.settings.beta1:
+        if self.config.adafactor_beta1:
             state["exp_avg"] = torch.zeros_like(tensor, requires_grad=False)
         return Slot(name, tensor, state, torch.zeros((), dtype=torch.float32, device=tensor.device))
 
-    def update(
-        self, slots: Sequence[Slot], grads: list[Tensor], lr: float, weight_decay: float, skip: Tensor | None = None
-    ) -> None:
-        settings, gated = self.settings, Gated.by(skip, grads)
+    def step(self, store: Slots, shards: Sequence[str], control: Control) -> None:
+        (slots, grads), (lr, weight_decay, skip) = store.of(shards), control
+        config, gated = self.config, Gated.by(skip, grads)
         jobs = []
         for slot, grad in zip(slots, gated.grads, strict=True):
             slot.step += gated.open
-            mixed = slot.step.double().clamp(min=1.0) ** settings.decay_rate
+            mixed = slot.step.double().clamp(min=1.0) ** config.adafactor_decay_rate
             jobs.append(_Job(slot, grad, self.extents[slot.name], mixed, gated.open))
         sizes, moments = self._second_moments(jobs)
         lengths = self._lengths(jobs, moments)
         for job, size, own, length in zip(jobs, sizes, moments, lengths, strict=True):
             slot, count = job.slot, job.extent.elements
             rate = self._rate(lr, slot.step, (size / count).sqrt())
-            clip = ((length / count).sqrt() / settings.clip_threshold).clamp(min=1.0)
+            clip = ((length / count).sqrt() / config.adafactor_clip_threshold).clamp(min=1.0)
             move = job.direction(own).mul_((rate / clip).to(slot.tensor.dtype))
-            if settings.beta1:
+            if config.adafactor_beta1:
                 mean = slot.state["exp_avg"]
-                move = mean.lerp(move, 1.0 - settings.beta1)
+                move = mean.lerp(move, 1.0 - config.adafactor_beta1)
                 mean.add_((move - mean) * gated.open)
             slot.tensor.mul_(1.0 - lr * weight_decay * gated.open)
             slot.tensor.sub_(move.mul_(gated.open))
@@ -268,7 +250,7 @@ class Adafactor(LiveState):
         totals = sums_over(axes, parts)
         own_totals = [totals[start:stop] for start, stop in pairwise(ends)]
         sizes = [own[0] for own in own_totals]
-        return sizes, [job.mix(own[1:], self.settings.eps1) for job, own in zip(jobs, own_totals, strict=True)]
+        return sizes, [job.mix(own[1:], self.config.adafactor_eps1) for job, own in zip(jobs, own_totals, strict=True)]
 
     def _lengths(self, jobs: Sequence[_Job], moments: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """For each job the sum of its direction's squares. Directions are recomputed when they are used: keeping them
@@ -279,8 +261,8 @@ class Adafactor(LiveState):
 
     def _rate(self, lr: float, step: Tensor, size: Tensor) -> Tensor:
         """`size`: the root mean square of the parameter."""
-        settings = self.settings
+        config = self.config
         rate = torch.full_like(size, lr)
-        if settings.relative_step:
+        if config.adafactor_relative_step:
             rate = rate.clamp(max=step.to(size.dtype).clamp(min=1.0).rsqrt())
-        return rate * size.clamp(min=settings.eps2) if settings.scale_parameter else rate
+        return rate * size.clamp(min=config.adafactor_eps2) if config.adafactor_scale_parameter else rate

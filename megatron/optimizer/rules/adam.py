@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,53 +18,23 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
 from megatron.ops.apex import multi_tensor_adam
-from megatron.optimizer.rules.base import Gated, Slot
+from megatron.optimizer.rules.base import Control, Gated, LiveState, Slot, Slots
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class MomentStorage(Protocol):
-    loads_in_place: bool
-    """Whether `saved` gives the live tensors, into which a checkpoint may be read."""
-
+class AsWeights(LiveState):
     def made(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """The state of a parameter before the first update."""
-        ...
-
-    def read(self, slot: Slot) -> dict[str, Tensor]:
-        """The moments in the weight's type and shape, to be changed and then given to `write`."""
-        ...
-
-    def write(self, slot: Slot, moments: Mapping[str, Tensor]) -> None: ...
-
-    def saved(self, slot: Slot) -> dict[str, Tensor]:
-        """The moments as a checkpoint has them."""
-        ...
-
-    def restore(self, slot: Slot, saved: Mapping[str, Tensor]) -> None:
-        """The reverse of `saved`."""
-        ...
-
-
-class AsWeights:
-    loads_in_place = True
-
-    def made(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         del name
         return {kind: torch.zeros_like(tensor, requires_grad=False) for kind in MOMENTS}
 
     def read(self, slot: Slot) -> dict[str, Tensor]:
+        """The moments in the weight's type and shape, to be changed and then given to `write`. Here they are the live
+        tensors, and there is nothing to write."""
         return slot.state
 
-    def write(self, slot: Slot, moments: Mapping[str, Tensor]) -> None:
-        """A no-op: what was read are the live tensors."""
-
-    def saved(self, slot: Slot) -> dict[str, Tensor]:
-        return dict(slot.state)
-
-    def restore(self, slot: Slot, saved: Mapping[str, Tensor]) -> None:
-        for kind, tensor in slot.state.items():
-            tensor.copy_(saved[kind])
+    def write(self, slot: Slot, moments: Mapping[str, Tensor]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -90,8 +59,7 @@ class Narrow(AsWeights):
             slot.state[kind].copy_(moment)
 
 
-Engine = Callable[["Adam", Sequence[Slot], list[Tensor], float, float, Tensor | None], None]
-"""`Adam.update`."""
+Engine = Callable[["Adam", Sequence[Slot], list[Tensor], Control], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +67,7 @@ class Adam:
     beta1: float
     beta2: float
     eps: float
-    storage: MomentStorage
+    storage: AsWeights
     engine: Engine
     decoupled: bool = True
     """AdamW: weight decay shrinks the weight. Else it is added to the gradient, and so to the moments (L2)."""
@@ -113,10 +81,8 @@ class Adam:
         step = torch.zeros((), dtype=torch.float32, device=tensor.device if self.fused else "cpu")
         return Slot(name, tensor, self.storage.made(name, tensor), step)
 
-    def update(
-        self, slots: Sequence[Slot], grads: list[Tensor], lr: float, weight_decay: float, skip: Tensor | None = None
-    ) -> None:
-        self.engine(self, slots, grads, lr, weight_decay, skip)
+    def step(self, store: Slots, shards: Sequence[str], control: Control) -> None:
+        self.engine(self, *store.of(shards), control)
 
     def saved(self, slot: Slot) -> dict[str, Tensor]:
         return self.storage.saved(slot)
@@ -125,9 +91,7 @@ class Adam:
         self.storage.restore(slot, saved)
 
 
-def by_torch(
-    rule: Adam, slots: Sequence[Slot], grads: list[Tensor], lr: float, weight_decay: float, skip: Tensor | None
-) -> None:
+def by_torch(rule: Adam, slots: Sequence[Slot], grads: list[Tensor], control: Control) -> None:
     """Updates with torch's own functions, in one fused pass over memory where the device has it."""
     function = adamw if rule.decoupled else adam
     function(
@@ -139,12 +103,12 @@ def by_torch(
         [slot.step for slot in slots],
         fused=rule.fused,
         foreach=not rule.fused,
-        found_inf=skip,
+        found_inf=control.skip,
         amsgrad=False,
         beta1=rule.beta1,
         beta2=rule.beta2,
-        lr=lr,
-        weight_decay=weight_decay,
+        lr=control.lr,
+        weight_decay=control.weight_decay,
         eps=rule.eps,
         maximize=False,
     )
@@ -154,13 +118,11 @@ _CHUNK = 2048 * 32
 """Elements of a block of apex's kernels, as apex has it."""
 
 
-def by_apex(
-    rule: Adam, slots: Sequence[Slot], grads: list[Tensor], lr: float, weight_decay: float, skip: Tensor | None
-) -> None:
+def by_apex(rule: Adam, slots: Sequence[Slot], grads: list[Tensor], control: Control) -> None:
     """Updates with NVIDIA's apex: one launch for all tensors of a group."""
     if not slots:
         return
-    device = slots[0].tensor.device
+    device, (lr, weight_decay, skip) = slots[0].tensor.device, control
     left_out = torch.zeros(1, dtype=torch.int32, device=device) if skip is None else skip.view(1).to(torch.int32)
     torch._foreach_add_([slot.step for slot in slots], [(1 - left_out[0]).float()] * len(slots))
     tensors = [
@@ -186,29 +148,22 @@ def by_apex(
     )
 
 
-def by_formula(
-    rule: Adam, slots: Sequence[Slot], grads: list[Tensor], lr: float, weight_decay: float, skip: Tensor | None
-) -> None:
+def by_formula(rule: Adam, slots: Sequence[Slot], grads: list[Tensor], control: Control) -> None:
     """Updates one tensor after the other: the moments of one alone are in the weight's type."""
-    gated = Gated.by(skip, grads)
+    gated = Gated.by(control.skip, grads)
     for slot, grad in zip(slots, gated.grads, strict=True):
         moments = rule.storage.read(slot)
         slot.step += gated.open
-        _update(rule, slot, grad, moments, lr, weight_decay, gated.open)
+        _update(rule, slot, grad, moments, control, gated.open)
         rule.storage.write(slot, moments)
 
 
 def _update(
-    rule: Adam,
-    slot: Slot,
-    grad: Tensor,
-    moments: Mapping[str, Tensor],
-    lr: float,
-    weight_decay: float,
-    open: float | Tensor,
+    rule: Adam, slot: Slot, grad: Tensor, moments: Mapping[str, Tensor], control: Control, open: float | Tensor
 ) -> None:
     """Changes the weight and its two moments. `slot.step` counts this update; `open`: see `Gated`."""
-    weight, exp_avg, exp_avg_sq = slot.tensor, moments["exp_avg"], moments["exp_avg_sq"]
+    (lr, weight_decay, _), weight = control, slot.tensor
+    exp_avg, exp_avg_sq = moments["exp_avg"], moments["exp_avg_sq"]
     if rule.decoupled:
         weight.mul_(1.0 - lr * weight_decay * open)
     else:

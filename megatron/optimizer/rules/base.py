@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,25 @@ class Slot:
     """The number of updates, on the device where the rule needs it there."""
 
 
+class Control(NamedTuple):
+    """The numbers of one update."""
+
+    lr: float
+    weight_decay: float
+    skip: Tensor | None = None
+    """A number on the device; unless it is 0 the update is not made. For fused rules."""
+
+
+class Slots(NamedTuple):
+    """A store as the rules see it."""
+
+    slots: Mapping[str, Slot]
+    grad: Callable[[str], Tensor]
+
+    def of(self, shards: Sequence[str]) -> tuple[list[Slot], list[Tensor]]:
+        return [self.slots[name] for name in shards], [self.grad(name) for name in shards]
+
+
 class UpdateRule(Protocol):
     @property
     def fused(self) -> bool:
@@ -44,10 +63,8 @@ class UpdateRule(Protocol):
         """The state before the first step. Allocated now, so that memory is known and a checkpoint can be loaded."""
         ...
 
-    def update(
-        self, slots: Sequence[Slot], grads: list[Tensor], lr: float, weight_decay: float, skip: Tensor | None = None
-    ) -> None:
-        """`skip`: a number on the device; unless it is 0 the update is not made. For fused rules."""
+    def step(self, store: Slots, shards: Sequence[str], control: Control) -> None:
+        """Updates the tensors of `shards`, which are named."""
         ...
 
     def saved(self, slot: Slot) -> dict[str, Tensor]:

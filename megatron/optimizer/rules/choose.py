@@ -13,9 +13,9 @@ from megatron.data_parallel import TrainingStore
 from megatron.errors import ConfigError
 from megatron.optimizer.groups import GroupRule
 from megatron.optimizer.matrices import Matrix, Update, WholeMatrices
-from megatron.optimizer.rules.adafactor import Adafactor, Extent, Settings
-from megatron.optimizer.rules.adam import Adam, AsWeights, Engine, MomentStorage, Narrow, by_apex, by_formula, by_torch
-from megatron.optimizer.rules.base import UpdateRule
+from megatron.optimizer.rules.adafactor import Adafactor, Extent
+from megatron.optimizer.rules.adam import Adam, AsWeights, Engine, Narrow, by_apex, by_formula, by_torch
+from megatron.optimizer.rules.base import Control, Slots, UpdateRule
 from megatron.optimizer.rules.eight_bit_moments import EightBits, InBlocks
 from megatron.optimizer.rules.eight_bits import Blocks, Section
 from megatron.optimizer.rules.lion import Lion
@@ -42,17 +42,8 @@ def choose_rules(
     if apex and config.optimizer == "adam" and not config.has_narrow_moments:
         return dict.fromkeys(grads.names, adam_rule(config, AsWeights(), by_apex))
     if config.optimizer == "adafactor":
-        settings = Settings(
-            config.adafactor_beta1,
-            config.adafactor_decay_rate,
-            config.adafactor_clip_threshold,
-            config.adafactor_eps1,
-            config.adafactor_eps2,
-            config.adafactor_scale_parameter,
-            config.adafactor_relative_step,
-        )
         extents = {name: Extent.of(grads, name, matrix) for name, matrix in _matrices(groups).items()}
-        return dict.fromkeys(grads.names, Adafactor(settings, extents))
+        return dict.fromkeys(grads.names, Adafactor(config, extents))
     if config.optimizer == "adam8bit":
         cut = {name: _in_blocks(grads, name, specs) for name in grads.names if grads.parameter(name).dim() > 1}
         rule: UpdateRule = replace(adam_rule(config, EightBits(cut), by_formula), decoupled=True)
@@ -87,7 +78,7 @@ def elementwise_rule(name: str, config: OptimizerConfig, device: torch.device) -
     return rule if runs_on(rule, device) else replace(rule, fused=False)
 
 
-def adam_rule(config: OptimizerConfig, storage: MomentStorage, engine: Engine) -> Adam:
+def adam_rule(config: OptimizerConfig, storage: AsWeights, engine: Engine) -> Adam:
     betas = config.adam_beta1, config.adam_beta2
     return Adam(*betas, config.adam_eps, storage, engine, decoupled=config.decoupled_weight_decay)
 
@@ -96,7 +87,9 @@ def runs_on(rule: Adam | Sgd, device: torch.device) -> bool:
     """Whether this torch has the rule's kernel for the device; tried with an update of one element."""
     probe = torch.zeros(1, device=device)
     try:
-        rule.update([rule.slot("probe", probe)], [torch.zeros_like(probe)], 0.1, 0.0)
+        rule.step(
+            Slots({"probe": rule.slot("probe", probe)}, lambda _: torch.zeros_like(probe)), ["probe"], Control(0.1, 0.0)
+        )
     except (RuntimeError, NotImplementedError):
         return False
     return True

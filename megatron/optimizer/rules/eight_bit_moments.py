@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.distributed import collectives
 from megatron.distributed.parallel_state import Axis
+from megatron.optimizer.rules.adam import AsWeights
 from megatron.optimizer.rules.base import Slot
 from megatron.optimizer.rules.eight_bits import NEAREST, Section, dequantise, dither, quantise
 
@@ -44,14 +45,14 @@ class InBlocks:
 
 
 @dataclass(frozen=True, eq=False)
-class EightBits:
+class EightBits(AsWeights):
     in_blocks: Mapping[str, InBlocks]
     """By name, of the matrices: parameters of one dimension are few, and their moments stay in the weight's type."""
     loads_in_place = False
 
     def made(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         if name not in self.in_blocks:
-            return {kind: torch.zeros_like(tensor, requires_grad=False) for kind in _SIGNED}
+            return super().made(name, tensor)
         state, section = {}, self.in_blocks[name].section
         zeros = torch.zeros(section.blocks.rows, section.blocks.columns, device=tensor.device)
         for kind, signed in _SIGNED.items():

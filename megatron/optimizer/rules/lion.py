@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.optimizer.rules.base import Gated, LiveState, Slot
+from megatron.optimizer.rules.base import Control, Gated, LiveState, Slot, Slots
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,8 @@ class Lion(LiveState):
     def slot(self, name: str, tensor: Tensor) -> Slot:
         return Slot(name, tensor, {"exp_avg": torch.zeros_like(tensor, requires_grad=False)}, torch.zeros(()))
 
-    def update(
-        self, slots: Sequence[Slot], grads: list[Tensor], lr: float, weight_decay: float, skip: Tensor | None = None
-    ) -> None:
+    def step(self, store: Slots, shards: Sequence[str], control: Control) -> None:
+        (slots, grads), (lr, weight_decay, skip) = store.of(shards), control
         gated = Gated.by(skip, grads)
         for slot, grad in zip(slots, gated.grads, strict=True):
             momentum = slot.state["exp_avg"]

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.optimizer.rules.base import Gated, LiveState, Slot
+from megatron.optimizer.rules.base import Control, Gated, LiveState, Slot, Slots
 
 _EPS = 1e-7
 Coefficients = tuple[float, float, float]
@@ -89,9 +89,8 @@ class Muon(LiveState):
     def slot(self, name: str, tensor: Tensor) -> Slot:
         return Slot(name, tensor, {"momentum_buffer": torch.zeros_like(tensor, requires_grad=False)}, torch.zeros(()))
 
-    def update(
-        self, slots: Sequence[Slot], grads: list[Tensor], lr: float, weight_decay: float, skip: Tensor | None = None
-    ) -> None:
+    def step(self, store: Slots, shards: Sequence[str], control: Control) -> None:
+        (slots, grads), (lr, weight_decay, skip) = store.of(shards), control
         gated = Gated.by(skip, grads)
         momenta = {}
         for slot, grad in zip(slots, gated.grads, strict=True):

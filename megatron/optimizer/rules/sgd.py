@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from megatron.optimizer.rules.base import LiveState, Slot
+from megatron.optimizer.rules.base import Control, LiveState, Slot, Slots
 
 
 @dataclass(frozen=True)
@@ -21,19 +21,18 @@ class Sgd(LiveState):
         state = {"momentum_buffer": torch.zeros_like(tensor, requires_grad=False)} if self.momentum else {}
         return Slot(name, tensor, state, torch.zeros(()))
 
-    def update(
-        self, slots: Sequence[Slot], grads: list[Tensor], lr: float, weight_decay: float, skip: Tensor | None = None
-    ) -> None:
+    def step(self, store: Slots, shards: Sequence[str], control: Control) -> None:
+        slots, grads = store.of(shards)
         sgd(
             [slot.tensor for slot in slots],
             grads,
             [slot.state.get("momentum_buffer") for slot in slots],
             fused=self.fused,
             foreach=not self.fused,
-            found_inf=skip,
-            weight_decay=weight_decay,
+            found_inf=control.skip,
+            weight_decay=control.weight_decay,
             momentum=self.momentum,
-            lr=lr,
+            lr=control.lr,
             dampening=0.0,
             nesterov=False,
             maximize=False,

@@ -9,17 +9,23 @@ import pytest
 from megatron.checkpoint import lineage, paths, storage
 from megatron.checkpoint.content import Part
 from megatron.checkpoint.local import share
-from megatron.checkpoint.local.replica_folder import Copies
+from megatron.checkpoint.local.replica_folder import Copies, ReplicaFolder
 from megatron.checkpoint.local.share import ShareRecord
-from megatron.checkpoint.local.transfer import ReceivedFiles, blocks_of
+from megatron.checkpoint.local.transfer import LocalStep, ReceivedFiles, blocks_of
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.storage import FileRecord
 from megatron.checkpoint.verify import DamagedCheckpointError
 from megatron.cli import convert_checkpoint as convert_cli
 from megatron.cli import verify_checkpoint as verify_cli
 from megatron.distributed import streams
+from megatron.distributed.parallel_state import Axis
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from tests.unit.checkpoint.support import make_state, save
+
+HEADER = Manifest(
+    step=3, consumed_train_samples=0, consumed_valid_samples=0, run_id="r", layout={}, versions={}, fingerprint={},
+    data={}, config={}, args={}, files={}, model={},
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("jump", "factor", "world"), [(1, 2, 2), (4, 2, 16), (2, 3, 12), (1, 1, 5)])
@@ -78,12 +84,19 @@ def test_what_cannot_be_read_or_written_is_told_after_all_was_sent(
         moved(*sent, tmp_path / "full")
 
 
+def test_what_a_killed_load_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    """Also that of another step: its links keep the disk space of shares that were deleted since."""
+    left = tmp_path / ".tmp-iter_0000002.loaded"
+    left.mkdir()
+    (left / "x.pt").write_bytes(b"x")
+    step = LocalStep(ReplicaFolder(tmp_path, 0, ("here",), Copies()), Axis.single("world"), HEADER, {}, {})
+    with step.at_hand([]) as folder:
+        assert sorted(tmp_path.iterdir()) == [folder]
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_changed_record_is_not_read(tmp_path: Path) -> None:
-    header = Manifest(
-        step=3, consumed_train_samples=0, consumed_valid_samples=0, run_id="r", layout={}, versions={}, fingerprint={},
-        data={}, config={}, args={}, files={}, model={},
-    )  # fmt: skip
-    record = ShareRecord("number", 1, 4, header, Part())
+    record = ShareRecord("number", 1, 4, HEADER, Part())
     raw = share.encode(record)
     assert share.decode(raw, tmp_path) == record
     with pytest.raises(DamagedCheckpointError, match="its own checksum"):

@@ -134,6 +134,26 @@ def test_saving_the_loaded_or_committed_step_again_is_a_no_op(tmp_path: Path) ->
     again.close()
 
 
+def test_a_step_whose_tracker_failed_is_the_runs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was committed: the run's next save does not set it aside, and saving it again writes the tracker."""
+    write_tracker = paths.write_tracker
+
+    def full(directory: Path, content: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with closing(RunHistory("run")) as history:
+        save(tmp_path, make_state(iteration=10), history)
+        monkeypatch.setattr(paths, "write_tracker", full)
+        with pytest.raises(StorageError, match="No space left"):
+            save(tmp_path, make_state(iteration=20), history)
+        monkeypatch.setattr(paths, "write_tracker", write_tracker)
+        assert paths.read_tracker(tmp_path).step == 10
+        assert save(tmp_path, make_state(iteration=20), history).already_there
+        assert paths.read_tracker(tmp_path).step == 20
+        assert save(tmp_path, make_state(iteration=30), history).messages == ()
+    assert paths.list_steps(tmp_path) == [30, 20, 10]
+
+
 def test_another_runs_step_is_set_aside_not_overwritten(tmp_path: Path) -> None:
     save(tmp_path, make_state(seed=1), run_id="first")
     info = save(tmp_path, make_state(seed=2), run_id="second")

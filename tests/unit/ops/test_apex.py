@@ -23,6 +23,7 @@ from megatron.ops import resolve
 from megatron.ops.library import Library
 from megatron.optimizer import Optimizer
 from megatron.optimizer.rules.adam import Adam, AsWeights, by_apex
+from tests.helpers.update_rule import update
 
 BUILT, NOT_BUILT = Library(), Library("not built")
 ADAM = "adamw"
@@ -150,7 +151,7 @@ def test_pieces_without_elements_are_not_handed_to_apex(calls: list[str], monkey
     rule = Adam(0.9, 0.999, 1e-8, AsWeights(), by_apex)
     weights = [torch.ones(3), torch.ones(0)]
     slots = [rule.slot(str(place), weight) for place, weight in enumerate(weights)]
-    rule.update(slots, [torch.ones(3), torch.ones(0)], 1e-2, 0.0)
-    rule.update(slots[1:], [torch.ones(0)], 1e-2, 0.0)
+    update(rule, slots, [torch.ones(3), torch.ones(0)], 1e-2, 0.0)
+    update(rule, slots[1:], [torch.ones(0)], 1e-2, 0.0)
     torch.testing.assert_close(weights[0], torch.full((3,), 0.99))
     assert [slot.step.item() for slot in slots] == [1.0, 2.0]

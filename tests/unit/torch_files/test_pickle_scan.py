@@ -17,7 +17,8 @@ import torch
 
 from megatron.errors import CheckpointError
 from megatron.torch_files import safe_load
-from megatron.torch_files.pickle_scan import PickleRefused, in_bytes, in_stream, scan
+from megatron.torch_files.pickle_instructions import PickleRefused, in_bytes, in_stream
+from megatron.torch_files.pickle_scan import scan
 
 PROTO, STOP = b"\x80\x02", b"."
 
@@ -41,11 +42,11 @@ def doubled(levels: int, leaf: bytes, make: Callable[[bytes], bytes]) -> bytes:
 ATTACKS = {
     "a list that contains itself": (b"]" + put(0) + get(0) + b"a", "contains itself"),
     "a list that contains itself through a dict": (b"]" + put(0) + b"}" + b"K\x01" + get(0) + b"sa", "contains itself"),
-    "a list shared over 60 levels": (doubled(60, b"]", lambda two: b"](" + two + b"e"), "more than a million times"),
-    "a tuple shared over 60 levels": (doubled(60, b")", lambda two: two + b"\x86"), "more than a million times"),
+    "a list shared over 60 levels": (doubled(60, b"]", lambda two: b"](" + two + b"e"), "more than 1000000 times"),
+    "a tuple shared over 60 levels": (doubled(60, b")", lambda two: two + b"\x86"), "more than 1000000 times"),
     "a key that takes for ever to hash": (
         b"}" + doubled(60, b"K\x01", lambda two: two + b"\x86") + b"K\x01s",
-        "more than a million times",
+        "more than 1000000 times",
     ),
     "a list that is filled after it was shared": (b"]" + put(0) + get(0) + b"K\x01a", "changes after its use"),
     "a byte array of 3 GB": (b"c__builtin__\nbytearray\nJ\x00\x00\x00\x7f\x85R", "asks for builtins.bytearray"),

@@ -18,6 +18,7 @@ from megatron.optimizer import GroupRule, Matrix
 from megatron.optimizer.rules.adafactor import Adafactor, rectangles, rows_and_columns
 from megatron.optimizer.rules.choose import choose_rules
 from megatron.state.shard import Shard
+from tests.helpers.update_rule import update
 
 SINGLE = Axis.single("x")
 SHAPES = ((7, 30), (30, 7), (30,), (5, 3, 2))
@@ -51,7 +52,7 @@ def ours(decay: float = 0.0, **settings: Any) -> list[Tensor]:
     rules = choose_rules(grads, config, groups, {}, torch.device("cpu"))
     slots = [rules[name].slot(name, weight) for name, weight in zip(parameters, weights, strict=True)]
     for step in range(STEPS):
-        rules["0"].update(slots, gradients(step), LR, decay)
+        update(rules["0"], slots, gradients(step), LR, decay)
     return weights
 
 
@@ -118,7 +119,7 @@ def test_the_rate_of_the_paper() -> None:
     weight = start()[0]
     slot = rule.slot("w", weight)
     for step in range(STEPS):
-        rule.update([slot], [gradients(step)[0]], 0.01, 0.0)
+        update(rule, [slot], [gradients(step)[0]], 0.01, 0.0)
     assert float((weight - paper[0]).norm()) < 1e-13
     for step, rate in ((4.0, 0.01), (40000.0, 0.005)):
         size = torch.ones((), dtype=torch.float64)

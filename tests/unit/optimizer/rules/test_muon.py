@@ -183,16 +183,14 @@ def plant_momentum_of_another_matrix(patch: pytest.MonkeyPatch) -> None:
 
 
 def plant_decay_after_the_step(patch: pytest.MonkeyPatch) -> None:
-    update = module.Muon.update
+    step = module.Muon.step
 
-    def late(
-        self: module.Muon, slots: list[module.Slot], grads: list[Tensor], lr: float, decay: float, skip: None
-    ) -> None:
-        update(self, slots, grads, lr, 0.0, skip)
-        for slot in slots:
-            slot.tensor.mul_(1 - lr * decay)
+    def late(self: module.Muon, store: module.Slots, shards: list[str], control: module.Control) -> None:
+        step(self, store, shards, control._replace(weight_decay=0.0))
+        for slot in store.of(shards)[0]:
+            slot.tensor.mul_(1 - control.lr * control.weight_decay)
 
-    patch.setattr(module.Muon, "update", late)
+    patch.setattr(module.Muon, "step", late)
 
 
 def plant_the_other_scale(patch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from megatron.optimizer.rules import Slot, UpdateRule, adam, lion
 from megatron.optimizer.rules.base import WHOLE_KINDS
 from megatron.optimizer.rules.choose import choose_rules
 from megatron.state.shard import Shard
+from tests.helpers.update_rule import update
 
 CPU = torch.device("cpu")
 STEPS = [(1e-2 / (1 + i), 0.1 + 0.02 * i) for i in range(12)]  # (lr, weight decay)
@@ -44,7 +45,7 @@ def rule_of(weight: Tensor, **settings: object) -> UpdateRule:
 
 def run(rule: UpdateRule, slot: Slot, steps: range = range(len(STEPS))) -> None:
     for step in steps:
-        rule.update([slot], [grads_of(step, slot.tensor.dtype)], *STEPS[step])
+        update(rule, [slot], [grads_of(step, slot.tensor.dtype)], *STEPS[step])
 
 
 def difference(ours: Tensor, theirs: Tensor | np.ndarray) -> float:
@@ -146,11 +147,11 @@ def test_a_step_that_is_left_out_changes_no_bit(name: str, dtype: torch.dtype) -
     for step in range(6):
         if step in (0, 3):
             before = [weight.clone(), *(kind.clone() for kind in slot.state.values()), slot.step.clone()]
-            rule.update([slot], [torch.full(SHAPE, math.nan, dtype=dtype)], *STEPS[step], torch.tensor(1.0))
+            update(rule, [slot], [torch.full(SHAPE, math.nan, dtype=dtype)], *STEPS[step], torch.tensor(1.0))
             after = [weight, *slot.state.values(), slot.step]
             assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True)), step
-        rule.update([slot], [grads_of(step, dtype)], *STEPS[step], torch.tensor(0.0))
-        rule.update([other], [grads_of(step, dtype)], *STEPS[step])
+        update(rule, [slot], [grads_of(step, dtype)], *STEPS[step], torch.tensor(0.0))
+        update(rule, [other], [grads_of(step, dtype)], *STEPS[step])
     assert difference(weight, plain) < 1e-6 and all(
         difference(slot.state[kind].float(), other.state[kind].float()) < 1e-5 for kind in slot.state
     )
@@ -175,7 +176,7 @@ def test_state_is_saved_and_restored_bit_for_bit(name: str) -> None:
 
 
 def test_planted_bug_lions_betas_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lion.Lion, "update", exchanged(lion.Lion.update))
+    monkeypatch.setattr(lion.Lion, "step", exchanged(lion.Lion.step))
     with pytest.raises(AssertionError):
         test_lion()
 
