@@ -80,10 +80,10 @@ class _Factors:
 
     @staticmethod
     def of(run: FlatRun, rules: Mapping[str, GroupRule], device: torch.device) -> _Factors:
-        groups = [rules[name] for name in run.names]
+        groups, wide = [rules[name] for name in run.names], torch.promote_types(run.grads.dtype, torch.float32)
         return _Factors(
             torch.tensor(run.ends).to(device),
-            torch.tensor([[group.lr_mult, group.wd_mult] for group in groups], dtype=torch.float32).to(device),
+            torch.tensor([[group.lr_mult, group.wd_mult] for group in groups], dtype=wide).to(device),
             torch.tensor([group.decoupled for group in groups]).to(device),
         )
 

@@ -17,7 +17,7 @@ from megatron.config.sections.precision import PrecisionConfig
 from megatron.data_parallel import BucketStore
 from megatron.distributed.parallel_state import Axis
 from megatron.ops.optim import adamw_in_place
-from megatron.optimizer import Optimizer
+from megatron.optimizer import GroupRule, Optimizer, megatron_rule
 from megatron.optimizer import build_update as module
 from megatron.optimizer.adam_flat import FlatAdam, Resident
 from megatron.optimizer.adam_offload import Offloaded
@@ -79,7 +79,9 @@ def make_model(dtype: torch.dtype) -> nn.Module:
 Make = Callable[[BucketStore, OptimizerConfig, dict[str, Any]], Any]
 
 
-def make(model: nn.Module, update: Make | None, **settings: Any) -> Optimizer:
+def make(
+    model: nn.Module, update: Make | None, rule: Callable[..., GroupRule] = megatron_rule, **settings: Any
+) -> Optimizer:
     """An optimizer with this update in place of its own."""
     grads = BucketStore(model.named_parameters(), Axis.single("dp"), flat=True, bucket_size=100)
     config = OptimizerConfig(adam_beta2=BETAS[1], weight_decay=0.1, **settings)
@@ -87,7 +89,8 @@ def make(model: nn.Module, update: Make | None, **settings: Any) -> Optimizer:
     with pytest.MonkeyPatch.context() as patch:
         if update is not None:
             patch.setattr("megatron.optimizer.optimizer.build_update", lambda g, c, rules, *_: update(g, c, rules))
-        return Optimizer(grads, config, PrecisionConfig(fp16=fp16, initial_loss_scale=2.0**20, hysteresis=1))
+        precision = PrecisionConfig(fp16=fp16, initial_loss_scale=2.0**20, hysteresis=1)
+        return Optimizer(grads, config, precision, rule=rule)
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: Sequence[int] = range(STEPS)) -> list[float]:
@@ -148,6 +151,20 @@ def test_the_twin_is_torchs_update(dtype: torch.dtype) -> None:
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-6}.get(dtype, 1e-2)
     for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_rates_are_as_precise_as_the_weights() -> None:
+    """Of groups with factors of their own, and of the decoupled learning rate, none of which fp32 has exactly."""
+    models = plain, ours = make_model(torch.float64), make_model(torch.float64)
+    for model, update in ((plain, None), (ours, twin)):
+        optimizer = make(model, update, rule=lambda name, _: GroupRule(0.7, 0.3, decoupled=name.startswith("1.")))
+        for seed in range(STEPS):
+            optimizer.store.zero()
+            model(torch.randint(11, (6,), generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+            optimizer.store.reduce()
+            optimizer.step(1e-2, 0.1, decoupled_lr=3e-3)
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
