@@ -92,7 +92,7 @@ class _Factors:
         which multiply 1: rounding is then as with one rate."""
         if rates.decoupled_lr is None:
             return self.factors
-        lr = torch.where(self.decoupled, rates.decoupled_lr, rates.lr).to(self.factors.dtype)
+        lr = torch.full_like(self.factors[:, 0], rates.lr).masked_fill_(self.decoupled, rates.decoupled_lr)
         return torch.stack([self.factors[:, 0] * lr, self.factors[:, 1]], 1)
 
 
