@@ -3,8 +3,6 @@
 The exit codes are a contract with launch scripts and restart policies (docs/getting_started.md).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -11,8 +11,6 @@ With ZeRO these CP x DP ranks form equal runs of neighbours, the instances of th
 ranks of an instance divide its state among them, and ranks at the same place of all instances hold the same share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache

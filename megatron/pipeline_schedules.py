@@ -5,8 +5,6 @@ Each schedule is a function of the pipeline's shape that returns a list of actio
 A rank may hold several chunks of the model (virtual stages): chunk c of rank r is stage c * ranks + r of the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial

@@ -5,8 +5,6 @@ one), and `Hook` adds to it; `setup(argv)` gives the ranks, device and settings 
 loads no torch: it is loaded after the command line has been read, so `--help` and a mistyped flag answer at once.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -31,9 +29,9 @@ before_torch(trains=True)
 
 
 def pretrain(
-    datasets_provider: DatasetsProvider,
-    model_provider: ModelProvider,
-    forward_step: ForwardStep,
+    datasets_provider: "DatasetsProvider",
+    model_provider: "ModelProvider",
+    forward_step: "ForwardStep",
     argv: Sequence[str] | None = None,
     *,
     needs_data: bool = True,
@@ -60,7 +58,7 @@ def pretrain(
     )
 
 
-def setup(argv: Sequence[str] | None = None, *, needs_data: bool = True) -> Run:
+def setup(argv: Sequence[str] | None = None, *, needs_data: bool = True) -> "Run":
     """The start of a script without the training loop: settings read, ranks connected, random streams seeded. Errors of
     usage come before any process waits for another. Such a script leaves with `megatron.distributed.launch.shutdown()`.
     """

@@ -1,7 +1,5 @@
 """Types of tokenizers as data: the names that --tokenizer-type takes, the settings that each reads, and its class."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

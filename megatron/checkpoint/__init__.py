@@ -3,8 +3,6 @@
 What is exported is imported when it is first asked for: the command lines of this package answer without torch.
 """
 
-# ruff: noqa: F401  (for the type checker; at run time the table below is read)
-from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,5 @@
 """Runs a function on all ranks, or on the first one, so that an error on any rank is raised on all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Checks that a checkpoint is of the model about to be built, before anything is allocated."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar

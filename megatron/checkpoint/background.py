@@ -9,8 +9,6 @@ ranks are: when all have written, the first one commits, again in a thread, and 
 error on one rank is raised on all ranks, at a boundary.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

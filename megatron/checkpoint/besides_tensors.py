@@ -1,8 +1,6 @@
 """What a checkpoint holds besides the model's and the optimizer's tensors: counters, schedules, random states. They are
 in each `.pt` file, for other programs, and in a `.state.json` beside it, from which they are read."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

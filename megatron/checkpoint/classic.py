@@ -4,8 +4,6 @@ There the model is nested three levels deep with a flat `encoder`, layer numbers
 `args` is read by attribute. Whoever reads that file (Megatron, the converter that transformers 4 shipped) finds it.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -5,8 +5,6 @@ nothing has to be sent: no rank holds what all others wrote, and a thread beside
 before the step is committed, so they are not synced.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace

@@ -3,8 +3,6 @@
 It is saved in the manifest, and a resume under other conditions prints a warning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

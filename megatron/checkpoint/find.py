@@ -4,8 +4,6 @@ A valid tracker file decides, so writing another step into it rewinds; `--ckpt-s
 missing, unreadable or names no committed step, the newest valid step is taken, with a warning.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The step that `--load` takes: found, verified, and described by its manifest before any tensor is read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -60,7 +58,7 @@ class FoundStep:
         """The save directory of the run that saved it."""
         return self.directory.parent if self.save is None else self.save
 
-    def with_vocabulary(self, rows: int) -> FoundStep:
+    def with_vocabulary(self, rows: int) -> "FoundStep":
         """The step with its vocabulary tables cut to `rows` rows: Megatron-LM saves them with their padding."""
         if self.foreign is None:
             return self

@@ -4,8 +4,6 @@ So a step that another run left in the same place, one of a save directory that 
 was rewound past, is never taken for the newest.
 """
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Loading: refuses what does not fit, and copies the slices that this rank holds."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One run at a time writes to a save directory."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -23,7 +21,7 @@ class DirectoryLock:
     exclusive: bool  # False where the file system has no locks
 
     @classmethod
-    def acquire(cls, directory: Path, run_id: str, flag: str = "--save") -> DirectoryLock:
+    def acquire(cls, directory: Path, run_id: str, flag: str = "--save") -> "DirectoryLock":
         """`flag` names the directory."""
         with storage.storage_errors("locking the checkpoint directory", directory):
             durable.make_directory(directory)

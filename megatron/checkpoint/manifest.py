@@ -4,8 +4,6 @@ The manifest is checked too: it contains its own hash, and its text must be exac
 hash is sha256 in every schema: so an older program gets as far as the schema, and names what it does not know.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

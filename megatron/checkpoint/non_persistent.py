@@ -3,8 +3,6 @@
 This is the kind "global": one directory that all ranks see, saved and loaded as any other. `local` is the other kind.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass

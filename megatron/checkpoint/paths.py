@@ -1,7 +1,5 @@
 """The file names of a checkpoint directory, and the checks that they stay inside it."""
 
-from __future__ import annotations
-
 import os
 import re
 import stat

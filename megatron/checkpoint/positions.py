@@ -5,8 +5,6 @@ after the other in the order of the division. The manifest has the storage's fir
 is arithmetic.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """Reads the tensors and the plain values of a step. Where a tensor lies follows from the manifest by arithmetic, and
 nothing is unpickled. Steps of before schema 4 are read through `safe_load`."""
 
-from __future__ import annotations
-
 from bisect import bisect
 from collections.abc import Iterator, Mapping
 from functools import cached_property, partial

@@ -1,7 +1,5 @@
 """Which older or newer steps a save renames or deletes."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What is put into a checkpoint and what comes out of one, in plain values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ After a crash at any point the directory holds the last committed step or the ne
 rank is raised on all ranks.
 """
 
-from __future__ import annotations
-
 import platform
 import shutil
 import time
@@ -73,7 +71,7 @@ def save_checkpoint(
     return save_now(save, Retention(retain_last, retain_interval))
 
 
-def save_now(save: Save, retention: Retention) -> SavedInfo:
+def save_now(save: "Save", retention: Retention) -> SavedInfo:
     """Writes and commits it. All ranks call it, at a step boundary."""
     started, world = time.monotonic(), save.parallel.world
     if (there := save.begin()) is not None:

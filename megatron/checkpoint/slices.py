@@ -4,8 +4,6 @@ Each stored slice is described by a Shard. Loading copies the intersections of t
 one, whatever layout saved them, and fails if an index is in none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod

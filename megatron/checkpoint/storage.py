@@ -1,7 +1,5 @@
 """Writing a checkpoint's files: hashed while they are written, with messages that name what was being done."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

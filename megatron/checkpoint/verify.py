@@ -1,7 +1,5 @@
 """Verifies that a step on disk is what was saved, for the loader and for tools/verify_checkpoint.py."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set

@@ -4,8 +4,6 @@ Each mistake is then one line, and not a report of every rank. With --dry-run am
 printed and is no mistake: a launch is planned before its data is there. Loads no torch.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

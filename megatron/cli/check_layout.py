@@ -1,7 +1,5 @@
 """The command line of tools/check_layout.py: trains a configuration at its layout and by one process, and compares."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import traceback

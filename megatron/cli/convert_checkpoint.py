@@ -1,7 +1,5 @@
 """The command line of tools/convert_checkpoint.py: between our checkpoints, Hugging Face's and Megatron-LM's."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys
@@ -197,7 +195,7 @@ def from_megatron(arguments: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _ours(arguments: argparse.Namespace, target: TargetLayout) -> Iterator[FoundStep]:
+def _ours(arguments: argparse.Namespace, target: "TargetLayout") -> "Iterator[FoundStep]":
     """A Hugging Face model becomes a checkpoint of ours first, beside --save, which is removed again. What `target`
     cannot be is refused before that."""
     if arguments.source != "hf":
@@ -216,7 +214,7 @@ def _ours(arguments: argparse.Namespace, target: TargetLayout) -> Iterator[Found
         yield _step_in(Path(between), None)
 
 
-def _step_in(directory: Path, step: int | None) -> FoundStep:
+def _step_in(directory: Path, step: int | None) -> "FoundStep":
     from megatron.checkpoint import find_checkpoint
     from megatron.distributed.parallel_state import ParallelState
     from megatron.interop.source import OTHER_PROGRAMS
@@ -228,7 +226,7 @@ def _step_in(directory: Path, step: int | None) -> FoundStep:
     return found
 
 
-def _found(arguments: argparse.Namespace) -> FoundStep:
+def _found(arguments: argparse.Namespace) -> "FoundStep":
     from megatron.interop.megatron_lm.convert import with_true_vocabulary
 
     found = _step_in(arguments.load, arguments.ckpt_step)

@@ -1,7 +1,5 @@
 """tools/draw_pipeline.py: a recorded or simulated step of a pipeline as a picture."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The command line of tools/evaluate.py."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from collections.abc import Sequence
@@ -58,7 +56,7 @@ def parser() -> Parser:
     return p
 
 
-def task_options(given: argparse.Namespace) -> TaskOptions:
+def task_options(given: argparse.Namespace) -> "TaskOptions":
     from megatron.evaluation.run import TaskOptions
 
     used = {

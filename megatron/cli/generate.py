@@ -1,7 +1,5 @@
 """The command line of tools/generate.py."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -99,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def sampling(given: argparse.Namespace) -> Sampling:
+def sampling(given: argparse.Namespace) -> "Sampling":
     from megatron.inference.sampling import Sampling
 
     return Sampling(**fields_from(given, Sampling))

@@ -1,7 +1,5 @@
 """The command line of tools/harness.py: that of EleutherAI's harness, with our model among its own."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

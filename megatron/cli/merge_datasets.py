@@ -1,7 +1,5 @@
 """The command line of tools/merge_datasets.py."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -87,7 +85,7 @@ def temporary_folder(given: str | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _merge(arguments: argparse.Namespace, inputs: Sequence[str], output: str) -> list[MergeResult]:
+def _merge(arguments: argparse.Namespace, inputs: Sequence[str], output: str) -> "list[MergeResult]":
     from megatron.data.merge import merge  # numpy, after --help
     from megatron.data.parts import find_prefixes, plan_groups
 
@@ -96,7 +94,7 @@ def _merge(arguments: argparse.Namespace, inputs: Sequence[str], output: str) ->
     return merge(groups, overwrite=arguments.overwrite, impl=arguments.dataset_impl, on_bytes=show)
 
 
-def _print(merged: MergeResult, prefix: str) -> None:
+def _print(merged: "MergeResult", prefix: str) -> None:
     written = merged.summary
     print_line(
         f"{prefix}: {merged.parts} datasets merged, {written.documents} documents, {written.sequences} "

@@ -1,7 +1,5 @@
 """The flags of a trained model that is used: fields of ModelOptions, of every command line that opens one."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

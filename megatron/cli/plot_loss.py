@@ -1,7 +1,5 @@
 """tools/plot_loss.py: loss curves of one or several runs, as a PNG or in the terminal."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The command line of tools/preprocess_data.py: flags spelled as in Megatron's tutorials, and the summary."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -180,7 +178,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def settings_and_folder(arguments: argparse.Namespace) -> tuple[PreprocessSettings, Path | None]:
+def settings_and_folder(arguments: argparse.Namespace) -> "tuple[PreprocessSettings, Path | None]":
     """The settings, and the local folder of a run that writes to a URL."""
     world = _world(arguments)
     if arguments.keep_sequential_samples:
@@ -204,7 +202,7 @@ def settings_and_folder(arguments: argparse.Namespace) -> tuple[PreprocessSettin
     return settings, None if arguments.work_folder is None else Path(arguments.work_folder)
 
 
-def find_workers(arguments: argparse.Namespace, settings: PreprocessSettings, folder: Path | None) -> None:
+def find_workers(arguments: argparse.Namespace, settings: "PreprocessSettings", folder: Path | None) -> None:
     from megatron.preprocess.trials import try_workers
 
     local = Path() if "://" in settings.output_prefix else Path(settings.output_prefix).parent
@@ -284,7 +282,7 @@ def _check(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"{flag}: only used with --split-sentences; leave it out, or split sentences")
 
 
-def print_summary(report: Report) -> None:
+def print_summary(report: "Report") -> None:
     if not report.keys:
         return
     for key in report.keys:

@@ -1,7 +1,5 @@
 """tools/profile_summary.py: where the steps of traces went."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """tools/results_table.py: samples/s and perplexity of runs, beside published ones."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command line of tools/train_tokenizer.py: learns vocab.json and merges.txt of a GPT-2 style BPE."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
@@ -97,7 +95,7 @@ def _refuse_file_on_the_way(directory: Path) -> None:
             raise ConfigError(f"--output-dir {directory}: {path} is a file; give a folder")
 
 
-def _texts(sources: Sequence[InputFile], key: str, progress: ProgressDisplay) -> Iterator[str]:
+def _texts(sources: "Sequence[InputFile]", key: str, progress: "ProgressDisplay") -> Iterator[str]:
     """Streams the texts; a line without text is an error that names its place."""
     from megatron.preprocess.input.segments import plan_segments, read_batches
 

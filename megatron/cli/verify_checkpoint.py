@@ -1,8 +1,6 @@
 """The command line of tools/verify_checkpoint.py. Exit codes: 0 good, 1 corrupt or extra files, 2 usage, 3 unsafe,
 4 incomplete."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,7 +92,7 @@ def _kind(error: CheckpointError) -> str:
     return "incomplete" if isinstance(error, MissingPartError) else "corrupt"
 
 
-def _tell_foreign(step: Path, foreign: ForeignStep, *, deep: bool) -> list[int]:
+def _tell_foreign(step: Path, foreign: "ForeignStep", *, deep: bool) -> list[int]:
     """Every file was opened, and every tensor has its shape; `deep` reads all tensors, which compares them with the
     checksums of their files. Exit codes of what is wrong."""
     from megatron.checkpoint.manifest import all_tensors

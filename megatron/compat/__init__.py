@@ -5,8 +5,6 @@ may come before it), `OSS` and `ShardedDataParallel` are FairScale's pair, and `
 of torch's. Each is imported when it is first asked for.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """Tells when the last gradient of a backward pass has come, for loops that call nothing after `backward()`."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any

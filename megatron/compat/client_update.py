@@ -5,8 +5,6 @@ half-precision one. The optimizer does its own arithmetic with its own rates, so
 `param_groups` have their effect.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 

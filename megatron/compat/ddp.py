@@ -7,8 +7,6 @@
 Buckets are reduced while the backward pass still runs, and the last gradient to come waits for all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model's inputs on its device and, if asked, in its type."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -4,8 +4,6 @@ ZeRO's ranks each hold an optimizer with one-dimensional pieces. A rule that use
 its rows (Adafactor) or all parameters together (clipping within `step`) computes something else from pieces.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections import OrderedDict, defaultdict

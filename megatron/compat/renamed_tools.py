@@ -1,7 +1,5 @@
 """Tools under the names that Megatron-LM has for them: each answers with the command that does the same here."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence

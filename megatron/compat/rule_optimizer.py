@@ -1,8 +1,6 @@
 """Our update rules as a torch.optim optimizer: parameter groups with rates of their own, for models that are not
 ours."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

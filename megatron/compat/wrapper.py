@@ -1,7 +1,5 @@
 """What the wrappers of a model share that average gradients within the backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

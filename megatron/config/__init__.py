@@ -20,34 +20,3 @@ from megatron.config.sections.precision import PrecisionConfig, RecomputeConfig
 from megatron.config.sections.runtime import CpuConfig, RuntimeConfig
 from megatron.config.sections.training import TrainingConfig
 from megatron.config.serialize import adopt_checkpoint_args, describe, from_dict, to_dict
-
-__all__ = [
-    "BatchPlan",
-    "CheckpointConfig",
-    "CpuConfig",
-    "DataConfig",
-    "EvaluationConfig",
-    "KernelsConfig",
-    "LoggingConfig",
-    "MoEConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "PrecisionConfig",
-    "ProfileConfig",
-    "RecomputeConfig",
-    "RunConfig",
-    "RuntimeConfig",
-    "ScheduleConfig",
-    "TokenizerConfig",
-    "TrainingConfig",
-    "adopt_checkpoint_args",
-    "build",
-    "check_paths",
-    "check_settings",
-    "check_world",
-    "describe",
-    "from_dict",
-    "parse_args",
-    "to_dict",
-]

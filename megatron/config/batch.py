@@ -1,7 +1,5 @@
 """How many samples a step takes, and how many steps a run has. Pure arithmetic on the configuration."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +34,7 @@ class BatchPlan:
     dp: int
 
     @staticmethod
-    def on(config: RunConfig, world_size: int) -> BatchPlan:
+    def on(config: RunConfig, world_size: int) -> "BatchPlan":
         """`check_world` has checked that the division is exact."""
         return BatchPlan(config, world_size // config.parallel.model_parallel_size)
 

@@ -1,7 +1,5 @@
 """The only parser of data blends, given as flags or in files: checks and datasets both use it."""
 
-from __future__ import annotations
-
 import glob
 import json
 import math
@@ -89,7 +87,7 @@ def _number(text: str) -> float | None:
         return None if str(error) == "not a number" else math.nan
 
 
-def data_sources(data: DataConfig) -> DataSources:
+def data_sources(data: "DataConfig") -> DataSources:
     """The blends of a run, from the command line or from the files that it names."""
     shares = parse_split(data.split)  # a mistake is refused even where --split has no effect
     if data.data_path is not None:
@@ -105,7 +103,7 @@ def data_sources(data: DataConfig) -> DataSources:
     return DataSources(False, blends, shares)
 
 
-def given_sets(data: DataConfig) -> tuple[bool, bool, bool]:
+def given_sets(data: "DataConfig") -> tuple[bool, bool, bool]:
     """Whether the settings give a training, a validation and a test set. Without any, a script brings its own."""
     sources = data_sources(data)
     if data.mock_data or sources.cut:

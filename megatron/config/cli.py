@@ -1,7 +1,5 @@
 """The training command line: reads flags in Megatron's spelling, presets and YAML into one RunConfig."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -1,7 +1,5 @@
 """Generates docs/flags.md from the declarations: `python -m megatron.config.docs > docs/flags.md`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator
 

@@ -5,8 +5,6 @@ supports it, when it has an effect, and what it excludes. The command line, the 
 settings without effect, and docs/flags.md are generated from these declarations.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import types
 import typing

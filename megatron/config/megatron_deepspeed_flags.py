@@ -1,7 +1,5 @@
 """The flags of Megatron-DeepSpeed that Megatron-LM does not have, in the form of megatron_lm_flag_table.py."""
 
-from __future__ import annotations
-
 LATER: dict[str, str] = {
     "use --cpu-offloading-num-layers": "--checkpoint-in-cpu",
     "use --moe-expert-capacity-factor": "--moe-train-capacity-factor= --moe-eval-capacity-factor= --moe-min-capacity=",

@@ -4,8 +4,6 @@ A retired spelling sets the field that replaced it, a no-op prints one line, and
 with the way out. `docs/flags.md` lists them all. Whoever builds a feature moves its flags from here into a section.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """Lines printed once at the start of a run, about settings that have no effect or an unexpected one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron.config.flag import Need, Setting

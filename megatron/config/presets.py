@@ -4,8 +4,6 @@ A preset sets the model only: batch size, sequence length, learning rate and tok
 vocabulary comes from the tokenizer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any

@@ -1,7 +1,5 @@
 """The refusals of one command line, collected so that all of them are told at once."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

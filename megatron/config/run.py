@@ -1,7 +1,5 @@
 """All settings of a run, in sections. A `RunConfig` is built once; a class takes the section that it needs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache

@@ -1,7 +1,5 @@
 """RunConfig to and from plain dicts (in checkpoints), and to the table of --print-config."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Reads the values of one source (the command line or a YAML file) into `Assignments`, one value per field."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The only parser of --split."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """Divides the layers over the pipeline stages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import accumulate
 

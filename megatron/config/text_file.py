@@ -1,7 +1,5 @@
 """Reads a file of settings, which may be another's: its text, or a ConfigError that names the flag and the file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron.errors import ConfigError

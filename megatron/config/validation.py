@@ -1,7 +1,5 @@
 """Which samples each evaluation of the validation data reads, from the flags that say so."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

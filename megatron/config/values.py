@@ -1,7 +1,5 @@
 """Parses text or YAML into the value of one setting, or raises a one-line ConfigError."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import shlex

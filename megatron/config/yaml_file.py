@@ -3,8 +3,6 @@
 Dates stay text: `run-name: 2024-01-01` means what is written there.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import Any

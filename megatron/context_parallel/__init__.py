@@ -4,12 +4,3 @@ from megatron.context_parallel.gathered import GatheredAttention
 from megatron.context_parallel.ring import RingAttention
 from megatron.context_parallel.sequence import ContextAttention, SharedSequence, slice_batch
 from megatron.context_parallel.ulysses import UlyssesAttention
-
-__all__ = [
-    "ContextAttention",
-    "GatheredAttention",
-    "RingAttention",
-    "SharedSequence",
-    "UlyssesAttention",
-    "slice_batch",
-]

@@ -5,8 +5,6 @@ parts can be processed one after another. Scores, sums and the merged result are
 bounded by working on a few queries at a time, and all sums have a fixed order.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """All-gather attention: every rank gathers all keys and values, with one message per layer and the memory of all
 keys."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

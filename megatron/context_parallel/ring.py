@@ -4,8 +4,6 @@ The next block is received while the present one is processed. In the backward p
 their gradients one step behind, so that no rank holds more than two blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ Tokens occur in three orders: of the sequence, of a rank's own part (its two chu
 parts of ranks 0, 1, ... concatenated, as collectives deliver them).
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import torch

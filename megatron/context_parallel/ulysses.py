@@ -1,8 +1,6 @@
 """All-to-all attention (DeepSpeed's Ulysses): exchanges the split of the sequence for a split of the heads, and
 back."""
 
-from __future__ import annotations
-
 from functools import partial
 from math import lcm
 

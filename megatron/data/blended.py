@@ -1,7 +1,5 @@
 """Mixes several sources by weight, in Megatron-LM's own order."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Protocol

@@ -5,8 +5,6 @@ equal content, each file is replaced atomically, and the description that makes 
 a cache is always safe.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -53,7 +51,7 @@ class CachePlace:
     """The users whose entries are read; None: everybody's. Whoever writes an index decides which tokens a run sees."""
 
     @staticmethod
-    def of(asked: str | None, prefix: str, files: Sequence[str] | None = None) -> CachePlace:
+    def of(asked: str | None, prefix: str, files: Sequence[str] | None = None) -> "CachePlace":
         """The place for the indices of this data: the user's own choice, which is trusted, else beside the data, else
         a temporary one. Beside data of another user everybody has a directory of his own. `files`: of the data; unset,
         the pair that the prefix names."""

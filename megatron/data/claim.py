@@ -4,8 +4,6 @@ A claim is a lock that the operating system keeps: it ends with its holder, also
 waits for a process that is no more. Where the file system has no locks, every process builds, and the files are equal.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time
@@ -31,7 +29,7 @@ class Claim:
         self._descriptor: int | None = None
         self._held = False
 
-    def __enter__(self) -> Claim:
+    def __enter__(self) -> "Claim":
         with suppress(OSError):  # a directory that cannot be written: the caller finds out when it stores the index
             self._path.parent.mkdir(parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW

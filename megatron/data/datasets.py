@@ -1,7 +1,5 @@
 """The datasets of a run, and the lines to print about them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ re-encoded, so the parts in their original order give the original text. The res
 sample's index. Rearranging adds tokens; the sample is truncated to its length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -52,7 +50,7 @@ class FillInTheMiddle:
     no_prefix: str | None = None
 
     @classmethod
-    def of(cls, config: DataConfig, tokenizer: TextTokenizer | None) -> FillInTheMiddle:
+    def of(cls, config: "DataConfig", tokenizer: TextTokenizer | None) -> "FillInTheMiddle":
         if tokenizer is None:
             raise ConfigError("--fim-data: cuts text, and this run has no tokenizer of text; give one, or leave it out")
 

@@ -4,8 +4,6 @@ The sequences of a split are repeated for as many epochs as the samples need, sh
 cut every seq_length tokens, with one token of overlap between samples. Then the samples are shuffled.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron.data.cache import Arrays, IndexCache

@@ -3,8 +3,6 @@
 `Builders.resolve()` picks one and says which and why.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -64,7 +62,9 @@ class Builders:
     say: Callable[[str], None] | None = None  # called with a line about work that takes long
 
     @classmethod
-    def resolve(cls, implementation: Implementation = "auto", *, say: Callable[[str], None] | None = None) -> Builders:
+    def resolve(
+        cls, implementation: Implementation = "auto", *, say: Callable[[str], None] | None = None
+    ) -> "Builders":
         if implementation == "numpy":
             return cls(None, "numpy: asked for", say=say)
         try:

@@ -4,8 +4,6 @@ The only module of this package that imports torch. It never touches the random 
 function of the dataset and its sample indices alone.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import signal
@@ -98,7 +96,7 @@ class PackedBatch:
     layout: dict[str, tuple[int, torch.dtype, torch.Size]]  # offset, shape and dtype of each tensor
 
     @classmethod
-    def of(cls, batch: Batch) -> PackedBatch:
+    def of(cls, batch: Batch) -> "PackedBatch":
         layout, size = {}, 0
         for name, tensor in batch.items():
             layout[name] = size, tensor.dtype, tensor.shape
@@ -116,10 +114,10 @@ class PackedBatch:
             batch[name] = part.view(dtype).view(shape)
         return batch
 
-    def __reduce__(self) -> tuple[Callable[..., PackedBatch], tuple[np.ndarray, dict[str, Any]]]:
+    def __reduce__(self) -> "tuple[Callable[..., PackedBatch], tuple[np.ndarray, dict[str, Any]]]":
         return _received, (self.memory.numpy(), self.layout)
 
-    def pin_memory(self) -> PackedBatch:
+    def pin_memory(self) -> "PackedBatch":
         """Called by torch's loader where memory is to be pinned."""
         return PackedBatch(self.memory.pin_memory(), self.layout)
 

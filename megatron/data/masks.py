@@ -4,8 +4,6 @@ A document ends with the end-of-document token. A conversation (--sft) need not:
 ids.
 """
 
-from __future__ import annotations
-
 from collections.abc import Set
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Concatenates datasets into one. Streams in constant memory and checks every input against its record on the way."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

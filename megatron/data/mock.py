@@ -1,7 +1,5 @@
 """Synthetic samples for a run without files. A sample is a function of its index, so every layout sees the same."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -44,7 +42,7 @@ class MockDataset:
 
 
 def mock_datasets(
-    config: DataConfig, num_samples: Sequence[int | None], seed: int, vocab_size: int | None, eod_id: int | None
+    config: "DataConfig", num_samples: Sequence[int | None], seed: int, vocab_size: int | None, eod_id: int | None
 ) -> Datasets:
     """The splits that --mock-data asks for."""
     sources = data_sources(config)

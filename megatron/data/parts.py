@@ -1,7 +1,5 @@
 """Selects the datasets of a merge, their order and grouping, and the name of each output."""
 
-from __future__ import annotations
-
 import glob
 import os
 import re

@@ -5,8 +5,6 @@ zip, a chain with ::) would read files that the object at the URL names. A range
 again, and then is an error that names the URL; it is never taken for the end of the file.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import re

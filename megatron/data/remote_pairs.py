@@ -1,7 +1,5 @@
 """Downloads datasets from URLs to a folder, and uploads complete ones."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path

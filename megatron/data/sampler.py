@@ -4,8 +4,6 @@ Each block of micro_batch_size * dp_size samples is split among the data-paralle
 number of blocks, so the samples of a step depend on the global batch size alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Builds the dataset of one source: the part of its sequences that a split takes, with its index in the cache."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -55,7 +53,7 @@ class ProgressReporter:
 class SourceDatasets:
     """Builds datasets of single sources; `notes` are lines to print about them."""
 
-    def __init__(self, config: DataConfig, sources: Sources, seed: int, builders: Builders, *, pad_id: int) -> None:
+    def __init__(self, config: "DataConfig", sources: Sources, seed: int, builders: Builders, *, pad_id: int) -> None:
         """`pad_id`: the id that fills up samples of conversations."""
         self._config, self._sources, self._seed, self._builders = config, sources, seed, builders
         self._pad_id = pad_id

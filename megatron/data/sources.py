@@ -1,7 +1,5 @@
 """Opens and checks each source of a run once, whatever splits and blends use it."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,7 +50,7 @@ class Sources:
     """The opened sources. Data made with another eod_id, vocabulary or tokenizer than the run's is refused."""
 
     def __init__(
-        self, config: DataConfig, *, vocab_size: int | None, eod_id: int | None, tokenizer_fingerprint: Fingerprint
+        self, config: "DataConfig", *, vocab_size: int | None, eod_id: int | None, tokenizer_fingerprint: Fingerprint
     ) -> None:
         self.config = config
         self._vocab_size, self._eod_id, self._tokenizer_fingerprint = vocab_size, eod_id, tokenizer_fingerprint
@@ -166,13 +164,13 @@ def _listed(prefixes: list[str], text: str) -> list[str]:
     return [f"{prefixes[0]} and {len(prefixes) - 1} other sources: {text}"]
 
 
-def check_border_flag(config: DataConfig, eod_id: int | None) -> None:
+def check_border_flag(config: "DataConfig", eod_id: int | None) -> None:
     flag = border_flag(config)
     if flag is not None and eod_id is None:
         raise ConfigError(f"{flag}: the tokenizer has no end-of-document id; use one that has, or leave it out")
 
 
-def border_flag(config: DataConfig) -> str | None:
+def border_flag(config: "DataConfig") -> str | None:
     """The flag in use that needs an end-of-document token after each document, if any."""
     for name in ("reset_attention_mask", "dataloader_inter_document_masking", "reset_position_ids", "eod_mask_loss"):
         if getattr(config, name):

@@ -3,8 +3,6 @@
 Every rank has its own from files alone; of those that share a file system one builds an index, and the others map it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def build_train_valid_test(
-    config: DataConfig,
+    config: "DataConfig",
     *,
     num_samples: Sequence[int | None],
     seed: int,
@@ -76,7 +74,7 @@ def build_train_valid_test(
 
 
 def sources_of(
-    config: DataConfig,
+    config: "DataConfig",
     *,
     vocab_size: int | None,
     eod_id: int | None,
@@ -95,7 +93,7 @@ def sources_of(
 class _Builder:
     """Divides the sources over the splits and blends them."""
 
-    def __init__(self, config: DataConfig, sources: Sources, seed: int, builders: Builders, *, pad_id: int) -> None:
+    def __init__(self, config: "DataConfig", sources: Sources, seed: int, builders: Builders, *, pad_id: int) -> None:
         self.config, self.sources, self.builders = config, sources, builders
         self.made = SourceDatasets(config, sources, seed, builders, pad_id=pad_id)
         self.notes, self.progress = self.made.notes, self.made.progress

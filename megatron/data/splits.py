@@ -1,7 +1,5 @@
 """Splits sequences into training, validation and test, and counts the samples that a run needs of each."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 from megatron.config.split import Shares

@@ -1,7 +1,5 @@
 """How much the validation sets hold, before their sample order is built."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -24,7 +22,7 @@ def empty_set(flag: str, prefix: str, what: str, tokens: int, seq_length: int) -
     )
 
 
-def sizes_of_sets(config: DataConfig, sources: Sources) -> Iterator[tuple[str, int]]:
+def sizes_of_sets(config: "DataConfig", sources: Sources) -> Iterator[tuple[str, int]]:
     """The samples of each validation set with files of its own, by the `split` of its records; an error for an empty
     one. Conversations and weighted blends are as long as they are built."""
     asked = data_sources(config)

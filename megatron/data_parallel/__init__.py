@@ -5,5 +5,3 @@ from megatron.data_parallel.bucket_store import DEFAULT_BUCKET_SIZE, BucketStore
 from megatron.data_parallel.fully_sharded import FullySharded
 from megatron.data_parallel.sharding_units import Unit
 from megatron.data_parallel.training_store import TrainingStore
-
-__all__ = ["DEFAULT_BUCKET_SIZE", "BucketStore", "FullySharded", "TrainingStore", "Unit", "broadcast_parameters"]

@@ -1,7 +1,5 @@
 """The first rank's values for all ranks of an axis."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -14,8 +14,6 @@ gradients are added up in fp32. On one rank a parameter in the gradients' type n
 A parameter that got no gradient counts as having a gradient of zero, on every rank and in every layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Buckets: flat buffers of gradients, each of many parameters, and the collectives over them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property

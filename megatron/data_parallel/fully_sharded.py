@@ -13,8 +13,6 @@ in fp32 where the model computes in half precision, so that it is the optimizer'
 precision: what the model computes with is the rounded master, as without ZeRO.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod

@@ -6,8 +6,6 @@ registered after one of them (a final norm, a head). Units are the entries of `n
 weights in another order is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where the gradients of shards are: `fully_shard` adds up in `parameter.grad`, or sends to the host what is there."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -109,7 +107,7 @@ def local(parameter: Tensor) -> Tensor:
     return rows
 
 
-def as_dtensor(piece: Tensor, parameter: Tensor) -> DTensor:
+def as_dtensor(piece: Tensor, parameter: Tensor) -> "DTensor":
     """`piece` as this rank's rows of something that is divided as `parameter` is."""
     from torch.distributed.tensor import DTensor
 

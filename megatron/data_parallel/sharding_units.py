@@ -4,8 +4,6 @@ torch's modules for it are imported by the functions that need them: they take a
 another stage does not have to wait for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -107,7 +105,7 @@ def _own_storage(module: nn.Module, arguments: Any, output: Any) -> Any:
     return output.clone() if isinstance(output, Tensor) and output.requires_grad and output._is_view() else output
 
 
-def sharded(module: nn.Module) -> FSDPModule:
+def sharded(module: nn.Module) -> "FSDPModule":
     from torch.distributed.fsdp import FSDPModule
 
     assert isinstance(module, FSDPModule)
@@ -129,7 +127,7 @@ def taken_over(*_: Any) -> None:
     """A no-op in the place of a hook that is called in another way."""
 
 
-def log_collectives(module: FSDPModule, axis: Axis) -> None:
+def log_collectives(module: "FSDPModule", axis: Axis) -> None:
     """Logs the collectives of this unit, which `fully_shard` divides over `axis`."""
     if axis.size > 1:
         module.set_custom_all_gather(_Gather(axis))  # type: ignore[arg-type]

@@ -1,7 +1,5 @@
 """A `Store` during training: what a step does with it over the data-parallel ranks."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
 

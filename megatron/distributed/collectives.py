@@ -1,7 +1,5 @@
 """Collectives over one axis. On an axis of size 1 they return at once, without torch.distributed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

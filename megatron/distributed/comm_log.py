@@ -4,8 +4,6 @@ Every axis of a ParallelState records here the collectives it starts, numbered p
 members of an axis start the same collectives in the same order, so equal numbers mean the same collective.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """CPU threads of a rank: how many, on which cores, and under which scheduling policy."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path

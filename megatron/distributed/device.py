@@ -1,7 +1,5 @@
 """Chooses the device of this process and the backend of its collectives."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

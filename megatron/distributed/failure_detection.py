@@ -1,7 +1,5 @@
 """Detects lost ranks, mismatched collectives and deadlocks from the status that ranks publish. Pure functions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal

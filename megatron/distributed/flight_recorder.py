@@ -1,7 +1,5 @@
 """torch's own record of the last collectives, which knows what the host does not: what the device has finished."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -7,8 +7,6 @@ the training thread may hang in a collective. A rank that is merely slow is left
 bounds that.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import socket

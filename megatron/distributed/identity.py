@@ -4,8 +4,6 @@ Ranks with other settings, code or data hang in their first collective, or train
 first rank to come publishes what it has; whoever comes with something else ends the run, and says what.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import socket
@@ -74,7 +72,7 @@ class Identity:
         theirs = f"rank {other.rank} ({other.host})"
         return self.difference(Identity(other.rank, other.values, other.shown), theirs, f"rank {self.rank} ({_host()})")
 
-    def difference(self, other: Identity, theirs: str, ours: str) -> str:
+    def difference(self, other: "Identity", theirs: str, ours: str) -> str:
         names = [name for name in {**other.values, **self.values} if other.values.get(name) != self.values.get(name)]
         told = [f"{name} is {other.told(name)} there and {self.told(name)} here" for name in names]
         more = f", and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""

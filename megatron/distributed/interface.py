@@ -4,8 +4,6 @@ Left to itself, gloo takes the address that this machine's host name resolves to
 where no other machine can connect.
 """
 
-from __future__ import annotations
-
 import fcntl
 import ipaddress
 import socket

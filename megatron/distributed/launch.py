@@ -4,8 +4,6 @@ The only module that reads the environment, through which torchrun, `python -m t
 a process its rank. Users need not export anything.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os
@@ -88,7 +86,7 @@ class LaunchInfo:
         return "127.0.0.1" if self.single_node and not self.agent_store else self.master_addr
 
     @staticmethod
-    def detect(local_rank: int | None = None, env: Mapping[str, str] | None = None) -> LaunchInfo:
+    def detect(local_rank: int | None = None, env: Mapping[str, str] | None = None) -> "LaunchInfo":
         """Reads the environment; `local_rank` is the value of --local-rank if the launcher passed one."""
         env = os.environ if env is None else env
         if env.get("RANK") or env.get("WORLD_SIZE"):

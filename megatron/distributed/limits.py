@@ -1,8 +1,6 @@
 """The system's limit on open files, and how many a rank needs: its own, and a socket for each connection to another
 rank."""
 
-from __future__ import annotations
-
 import resource
 
 from megatron.errors import ConfigError

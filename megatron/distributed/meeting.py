@@ -1,8 +1,6 @@
 """A barrier at the store: no rank goes on before all have arrived. Ranks wait in no collective, so the wait may last as
 long as the slowest rank needs; every half a minute one rank prints who is missing."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ all of them. Here the worst that a peer can send is text that is refused. Values
 tuples and paths of such values.
 """
 
-from __future__ import annotations
-
 import json
 from datetime import timedelta
 from typing import Any, TypeVar

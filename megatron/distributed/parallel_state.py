@@ -1,7 +1,5 @@
 """The parallel axes of one rank, as a value that is passed explicitly."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -46,7 +44,7 @@ class Axis:
             object.__setattr__(self, "_group", weakref.ref(self._group))
 
     @staticmethod
-    def single(name: str, rank: int = 0) -> Axis:
+    def single(name: str, rank: int = 0) -> "Axis":
         """An axis of size 1, which never communicates; `rank` is the global number of its only member."""
         return Axis(name, 0, 1, (rank,))
 
@@ -113,7 +111,7 @@ class ParallelState:
         make_group: GroupMaker | None = None,
         *,
         links: bool | None = None,
-    ) -> ParallelState:
+    ) -> "ParallelState":
         """Makes the groups of `layout`. A collective call of the whole world.
 
         `timeout` is that of every collective (torch does not hand down the one the world was initialised with).
@@ -133,7 +131,7 @@ class ParallelState:
         return ParallelState(layout, rank, pp_links=pp_links, comm_log=comm_log, **axes)
 
     @staticmethod
-    def plan(layout: Layout, rank: int) -> ParallelState:
+    def plan(layout: Layout, rank: int) -> "ParallelState":
         """The same axes without process groups, for arithmetic: a collective over one of them raises."""
         axes = _axes({name: (layout.group_of(name, rank),) for name in AXES}, rank)
         return ParallelState(layout, rank, **{axis.name: axis for axis in axes})  # type: ignore[arg-type]

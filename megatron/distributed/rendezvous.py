@@ -3,8 +3,6 @@
 Ranks start minutes apart where nodes are slow, so a rank waits for the others up to --distributed-timeout-minutes.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

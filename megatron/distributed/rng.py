@@ -9,8 +9,6 @@ one mask for all of them would correlate their dropout. (Megatron gives data-par
 `--data-parallel-random-init` is set.)
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Iterator

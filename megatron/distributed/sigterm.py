@@ -5,8 +5,6 @@ the cause. Python runs signal handlers between two steps of the main thread, whi
 that very rank, so a thread of its own waits for the signal.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

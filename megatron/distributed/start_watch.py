@@ -4,8 +4,6 @@ Without it a rank would wait for one that cannot connect as long as gloo tries: 
 --distributed-timeout-minutes.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ The store answers one request after the other, some 30 microseconds each, so a r
 number of ranks. `read` takes the same two requests for any number; only the rank in charge reads many.
 """
 
-from __future__ import annotations
-
 import math
 import secrets
 import sys

@@ -5,8 +5,6 @@ returns either what a rank of this run writes or an `Unreadable` with the reason
 limits a value to 8 MiB and cannot be asked for its length beforehand; each parser has a smaller limit.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

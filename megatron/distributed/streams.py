@@ -1,7 +1,5 @@
 """Long messages between two ranks of the world, block by block, in host memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from itertools import zip_longest
 

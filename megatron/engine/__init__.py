@@ -6,15 +6,3 @@ from megatron.engine.evaluation import Evaluation, EvaluationResult
 from megatron.engine.graphs import GraphedPasses
 from megatron.engine.routers import RouterSteps
 from megatron.model.passes import Batch, ForwardStep
-
-__all__ = [
-    "Batch",
-    "Engine",
-    "Evaluation",
-    "EvaluationResult",
-    "ForwardStep",
-    "GraphedPasses",
-    "RouterSteps",
-    "StepResult",
-    "build_engine",
-]

@@ -1,7 +1,5 @@
 """Assembles the engine of a model: its store, optimizer, replica sums, and what its kernels and device need."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -9,8 +9,6 @@ copied to the host meanwhile and read once the next step's passes have been hand
 work. The engine owns the step in flight: whatever reads the model's state between steps settles it first.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A model's loss over batches, without gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 

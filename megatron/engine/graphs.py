@@ -5,8 +5,6 @@ its results are copied out before the next replay. A graph has no control flow i
 the gradient buffers, which are zeroed at the beginning of a step, instead of asking whether it is the first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

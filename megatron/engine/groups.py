@@ -1,7 +1,5 @@
 """What the optimizer is told of each parameter: from the table for our GPT, by Megatron's rules for other models."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod

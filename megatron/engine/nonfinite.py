@@ -1,7 +1,5 @@
 """Numbers that are not finite: when a skipped update is an error, and where the first of them are."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import torch

@@ -1,7 +1,5 @@
 """Numbers that a training step reports by name, besides its loss: reduced together, and copied to the host with it."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

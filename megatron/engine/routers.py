@@ -1,7 +1,5 @@
 """What a training step does for routers of experts: scales their losses, reports these and steps the biases."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

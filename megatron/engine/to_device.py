@@ -1,7 +1,5 @@
 """The one place where batches move to the device."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Multiple choice: the choice whose text is likeliest after its context, by its sum and by its mean per character."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

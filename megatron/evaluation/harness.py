@@ -4,8 +4,6 @@ The harness is an optional package. Its requests arrive as text; contexts that a
 are cut into windows and targets into tokens as its own `hf` model does it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -57,7 +55,7 @@ class MegatronLM(TemplateLM):
         self.subject = open_subject(model_options(arguments), self.source)
 
     @classmethod
-    def of(cls, subject: Subject) -> MegatronLM:
+    def of(cls, subject: Subject) -> "MegatronLM":
         model = cls.__new__(cls)
         TemplateLM.__init__(model)
         model.subject = subject
@@ -111,7 +109,7 @@ class MegatronLM(TemplateLM):
             self.cache_hook.add_partial("loglikelihood", texts, answer)
         return found
 
-    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests: "Sequence[Instance]", disable_tqdm: bool = False) -> list[float]:
         rows, owners = [], []
         for number, request in enumerate(requests):
             (text,) = request.args
@@ -125,7 +123,7 @@ class MegatronLM(TemplateLM):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return sums.tolist()
 
-    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: "Sequence[Instance]", disable_tqdm: bool = False) -> list[str]:
         """Each with its own settings; a stop text ends it and is not part of it. Equal settings are batched."""
         texts = [""] * len(requests)
         for same in _by_settings(requests):
@@ -154,7 +152,7 @@ class MegatronLM(TemplateLM):
         return [postprocess_generated_text(answer.text, stops, None) for answer in answers]
 
 
-def _by_settings(requests: Sequence[Instance]) -> list[list[int]]:
+def _by_settings(requests: "Sequence[Instance]") -> list[list[int]]:
     """The numbers of the requests, grouped by equal generation settings."""
     found: dict[str, list[int]] = {}
     for number, request in enumerate(requests):

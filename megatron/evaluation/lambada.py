@@ -1,7 +1,5 @@
 """LAMBADA: is the last word of a passage what the model would say next?"""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Perplexity of texts: per token, per word, and in bits per byte."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Progress of a long evaluation on stderr: a bar on a terminal, a line every few seconds elsewhere."""
 
-from __future__ import annotations
-
 import sys
 import time
 
@@ -39,7 +37,7 @@ class TokenProgress:
     def tokens_per_second(self) -> float:
         return self.done / self.seconds
 
-    def __enter__(self) -> TokenProgress:
+    def __enter__(self) -> "TokenProgress":
         return self
 
     def __exit__(self, *raised: object) -> None:

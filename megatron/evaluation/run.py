@@ -1,7 +1,5 @@
 """One evaluation, from its settings to its report."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

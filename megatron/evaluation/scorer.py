@@ -1,7 +1,5 @@
 """Log-probabilities of tokens under a model in any layout, in batches of rows of similar length."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What is scored: a row of tokens of which some are predicted, and how a long text is cut into such rows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

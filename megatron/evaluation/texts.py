@@ -1,7 +1,5 @@
 """Reads what is evaluated: plain text, JSON lines, or .bin/.idx. Whatever is wrong with a file is one line."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Undoes the tokenisation of the WikiText files, so that a model is judged on text as people write it. The rules, their
 order and the way words are counted are those of the published perplexities."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 

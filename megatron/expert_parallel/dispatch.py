@@ -8,8 +8,6 @@ through `copied` and leave through `summed`, once for all experts), or under seq
 which travel to each other first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

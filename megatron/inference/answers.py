@@ -1,7 +1,5 @@
 """Texts that continue prompts: batches of similar length, shared by data-parallel ranks, from tokens to text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

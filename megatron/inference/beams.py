@@ -5,8 +5,6 @@ result if it was among the best; a result's score is its sum of log-probabilitie
 prompt is done when its best open beam, at its present length, would not be better than the worst of its results.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +24,7 @@ class Beam:
     logprobs: tuple[float, ...]
     sum: float
 
-    def with_token(self, token: int, total: float) -> Beam:
+    def with_token(self, token: int, total: float) -> "Beam":
         return Beam((*self.tokens, token), (*self.logprobs, total - self.sum), total)
 
 

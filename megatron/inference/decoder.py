@@ -4,8 +4,6 @@ The last pipeline stage has the logits. Its first rank decides what comes of the
 for itself, so none can go another way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Continues prompts one token at a time, with a cache of keys and values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """A trained model to use: whatever --load takes, in any layout, on the ranks that the launcher started."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing

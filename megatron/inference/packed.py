@@ -1,7 +1,5 @@
 """Packs weights for generation on a CPU into the layout that products of a few rows read fastest."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Where prompts come from: arguments, a file of lines or JSON lines, or standard input."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a checkpoint describes: the model, filled with its weights, and the tokenizer that it was trained with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

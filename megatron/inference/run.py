@@ -1,7 +1,5 @@
 """One run of tools/generate.py: from its settings to the texts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

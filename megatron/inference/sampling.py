@@ -1,7 +1,5 @@
 """Chooses the next token from logits: greedily, or sampled after temperature, top-k and top-p, in that order."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Tokens to text as they come: whole characters only, and nothing that a stop text may take back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from megatron.tokenizer import Tokenizer

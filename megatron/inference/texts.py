@@ -1,7 +1,5 @@
 """Reads texts that a model is to read: whatever is wrong with a file is one line that names its place."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

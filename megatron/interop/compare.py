@@ -1,7 +1,5 @@
 """Compares two checkpoints of any format and layout, tensor by tensor, and names the first that differs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

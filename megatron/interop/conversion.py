@@ -1,8 +1,6 @@
 """What the conversions share: tensors that are read one at a time, with progress, and a directory that appears under
 its name when it is complete."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager

@@ -1,7 +1,5 @@
 """The source of a run that may begin with another program's files."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +28,7 @@ class OtherPrograms:
 
         return read_origin(folder).plain()
 
-    def load_model(self, folder: Path, **how: Any) -> LoadedState:
+    def load_model(self, folder: Path, **how: Any) -> "LoadedState":
         from megatron.interop.hf.direct import load_hugging_face
 
         return load_hugging_face(folder, **how)

@@ -4,5 +4,3 @@ from megatron.model.flops import flops_per_token, peak_flops
 from megatron.model.gpt import GPT
 from megatron.model.init import initial_value, initialise
 from megatron.model.kv_cache import KVCache
-
-__all__ = ["GPT", "KVCache", "flops_per_token", "initial_value", "initialise", "peak_flops"]

@@ -1,7 +1,5 @@
 """Attention without parameters: which keys a query may see, and the product over them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Which keys a query may see."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

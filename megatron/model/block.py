@@ -1,7 +1,5 @@
 """One transformer layer, in the wirings that models have."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from megatron.model.attention import AttentionContext
@@ -13,7 +11,7 @@ from megatron.model.recompute import call_with_recompute
 from megatron.model.self_attention import SelfAttention
 
 
-def make_layer(make: ModuleFactory, layer: int) -> Layer:
+def make_layer(make: ModuleFactory, layer: int) -> "Layer":
     """`layer` counts from 0 over the whole model, whatever part of it this process holds."""
     if make.config.norm_placement == "after":
         return NormAfterBlock(make, layer)

@@ -1,7 +1,5 @@
 """Token ids (and learned positions) -> the residual stream."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

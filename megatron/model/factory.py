@@ -5,8 +5,6 @@ replace, and the settings that it needs. Linear layers and tables are asked for 
 whole model, so that a layout finds their row in the table of parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch.nn.functional as F

@@ -5,8 +5,6 @@ For plain GPT-2 shapes it is 72 B s L h^2 (1 + s / 6h + V / 12Lh); below is the 
 those count that a token goes to (none dropped), the shared one, and the router.
 """
 
-from __future__ import annotations
-
 from megatron.config import ModelConfig, MoEConfig
 
 

@@ -1,7 +1,5 @@
 """The GPT, in plain PyTorch: nothing here knows about ranks, so that one process is the oracle of every layout."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ What a layer saves for its backward sets out for the host at once, and its memor
 is done. When backward comes to a layer, what the layer before it saved is fetched too, so that it is there in time.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -39,7 +37,7 @@ class _Saved:
 class _Layer:
     """What one layer has saved in one forward pass."""
 
-    before: _Layer | None
+    before: "_Layer | None"
     tensors: list[_Saved] = field(default_factory=list)
 
 

@@ -1,7 +1,5 @@
 """Initial values, drawn by (seed, parameter name, index): every layout starts as the same model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 

@@ -1,7 +1,5 @@
 """What a model consists of, to see later whether somebody changed it after it was made."""
 
-from __future__ import annotations
-
 from torch import nn
 
 _PLAIN = (bool, int, float, str, type(None))

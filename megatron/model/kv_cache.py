@@ -1,7 +1,5 @@
 """The keys and values of past tokens, which generation keeps so that a pass computes its new tokens alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -98,7 +96,7 @@ class KVCache:
 
     # ------------------------------------------------------------ rows of different lengths
 
-    def prompts(self, lengths: Sequence[int]) -> list[tuple[slice, KVCache]]:
+    def prompts(self, lengths: Sequence[int]) -> "list[tuple[slice, KVCache]]":
         """Prepares the cache for prompts of these lengths, equal lengths in adjacent rows. Returns for each length its
         rows and a cache for the pass that reads them, which writes into this one's memory. Generation then continues
         with this cache."""
@@ -129,7 +127,7 @@ class KVCache:
             for row, start in enumerate(starts):
                 kept[row, :, :start].zero_()
 
-    def _part(self, rows: slice, slots: slice, tokens: int) -> KVCache:
+    def _part(self, rows: slice, slots: slice, tokens: int) -> "KVCache":
         """An empty cache whose memory is these rows and slots of this one."""
         part = object.__new__(KVCache)
         part.keys = {layer: kept[rows, :, slots] for layer, kept in self.keys.items()}

@@ -1,7 +1,5 @@
 """A linear layer that leaves its weights unset for `model.init` (nn.Linear would draw them a first time)."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

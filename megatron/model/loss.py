@@ -1,7 +1,5 @@
 """The head: hidden states to logits, or straight to the loss of every token."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

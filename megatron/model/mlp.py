@@ -1,7 +1,5 @@
 """The feed-forward half of a layer."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from megatron.model.factory import ModuleFactory

@@ -6,8 +6,6 @@ Tokens are sorted by expert, so that each expert multiplies one contiguous slice
 dispatcher between sorting and experts calls them, or moves tokens to the ranks that have them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -9,8 +9,6 @@ travel through all layers and stages after it. Instead its gradient joins that o
 (`RouterReports.attach`), times a scale that the engine sets for every step, so that both are divided by the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal

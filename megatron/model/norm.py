@@ -1,7 +1,5 @@
 """LayerNorm and RMSNorm, over the hidden width or over one head."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -8,8 +8,6 @@ Weights are stored 2-D and 1-D; the logical view is what a slice of one means: a
 by its width. Pure Python: no torch.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence

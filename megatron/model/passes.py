@@ -1,7 +1,5 @@
 """How batches go through a model: the types that pipelines, the engine and users' scripts share, and the plain way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 

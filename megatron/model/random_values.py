@@ -8,8 +8,6 @@ multiply-add. The values are the same bits on every processor, with every number
 csrc/random computes the same values several times as fast; numpy serves where the kernels are not built.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """Which activations are recomputed in the backward pass instead of being kept."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Frequencies and angles are fp32 in every model dtype, in the order of operations
 turns its heads by exactly the angles it was trained with.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ choice  the k largest s (+ bias)                          [tokens, k]
 weights p: softmax over the chosen logits; the chosen s itself (pre-softmax); or sigmoid scores over their sum
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -100,7 +98,7 @@ class Router(nn.Module):
         assert factor is not None
         return math.ceil(seq * self.config.moe_router_topk / experts * factor)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
         """The bias stays in fp32 whatever the model becomes: its steps are too small for half precision."""
         super()._apply(fn, recurse)
         if self.expert_bias is not None:

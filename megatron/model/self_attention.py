@@ -1,7 +1,5 @@
 """Self-attention: fused QKV per key/value group, positions, core attention, output projection."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from megatron.model.attention import AttentionContext

@@ -1,7 +1,5 @@
 """A lookup table, and the lookup in one that is the head of the model too."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Whoever takes the products (the gradient buffers) multiplies straight into the p
 or, in a zero-bubble pipeline, later than the backward pass that they belong to.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable
 

@@ -1,5 +1,3 @@
 """Fast math. `resolve` picks one implementation of every operation, once; models are handed the result."""
 
 from megatron.ops.select import OPS, Choice, Kernels, resolve
-
-__all__ = ["OPS", "Choice", "Kernels", "resolve"]

@@ -3,8 +3,6 @@
 The public index gives the name `apex` to something else; NVIDIA's is known by its compiled modules.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any

@@ -4,8 +4,6 @@ On a CPU through csrc/, where scores exist for a block of queries and a block of
 computes them again, or in blocks of torch's products (blocked_attention.py); on CUDA through PyTorch's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The end of a transformer branch: bias, dropout and the residual sum."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

@@ -4,8 +4,6 @@ PyTorch's own CPU attention does not gain from bf16 products and its backward pa
 keeps the probabilities (batch * heads * seq^2 * 0.6 elements per layer), so longer sequences are left to PyTorch's.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Cross-entropy of every token, by itself."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

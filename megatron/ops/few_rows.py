@@ -4,8 +4,6 @@ Reading the weight is what one row costs, and the kernel reads at the speed of m
 time of MKL's and oneDNN's products of one row. What becomes of a row does not depend on the rows beside it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ The backward pass of a plain split writes the gradients side by side once more. 
 them there already, `split_qkv` finds them so and hands the whole on.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

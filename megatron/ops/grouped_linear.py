@@ -9,8 +9,6 @@ bf16 are one kernel (`F.grouped_mm`), which pays for many small groups. On a CPU
 copy of all the weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Finds, checks and loads the kernels compiled from csrc/, or says why not. Nothing is compiled here."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import json

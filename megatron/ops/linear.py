@@ -4,8 +4,6 @@ On a CPU, torch's own linear in bf16 first writes the bias into every row of the
 oneDNN can add the bias itself, to the same bits: torch's compiler has an operation for it.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -6,8 +6,6 @@ gradient that arrives per token scales the small operand, so it may be anything.
 ranks, three numbers per token travel: the largest logit, and with it the sum of exponentials and the label's logit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -52,10 +50,10 @@ class Workspace:
         if buffer.device.type == "cpu":
             self._spare = buffer
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Workspace:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Workspace":
         return Workspace()
 
-    def __reduce__(self) -> tuple[type[Workspace], tuple[()]]:
+    def __reduce__(self) -> "tuple[type[Workspace], tuple[()]]":
         return Workspace, ()
 
 

@@ -4,8 +4,6 @@ All of it walks blocks whose fp32 copies stay in a CPU's cache. `first` is where
 vocabulary; a split vocabulary and fp16 take `statistics`, then `gradient_`, the others `in_place_` alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

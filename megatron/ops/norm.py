@@ -1,7 +1,5 @@
 """LayerNorm and RMSNorm, also of a sum that is returned beside the result."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

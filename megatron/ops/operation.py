@@ -1,7 +1,5 @@
 """What the selection knows of an operation: its implementations, and what they can take."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Collection, Sequence

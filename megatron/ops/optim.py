@@ -3,8 +3,6 @@
 No operations of a model: `megatron/optimizer` calls them with its own buffers, and has torch's functions for them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ each step, which grew the heap by a tenth of the process.) Packing takes two cop
 peak of the step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 

@@ -1,7 +1,5 @@
 """The operations of this package: every module here that defines OPERATIONS has some."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 

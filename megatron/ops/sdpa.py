@@ -1,7 +1,5 @@
 """PyTorch's own attention, and which of its kernels is tried first on CUDA."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache

@@ -3,8 +3,6 @@
 Resolved once, handed to constructors, printed as a table. It never changes the function that is computed.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace

@@ -1,7 +1,5 @@
 """Scaled, masked softmax of attention scores."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A weight's gradient, a matrix product, added straight into the buffer where gradients are accumulated."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Protocol

@@ -9,27 +9,3 @@ from megatron.optimizer.matrices import Matrix
 from megatron.optimizer.optimizer import REPORT_SIZE, Optimizer, StepInfo, megatron_rule, state_shards, state_spec
 from megatron.optimizer.rules.choose import build_rule
 from megatron.optimizer.update_rules import UserUpdate
-
-__all__ = [
-    "REPORT_SIZE",
-    "ConstantLossScaler",
-    "Curves",
-    "DeepSpeedCurve",
-    "DynamicLossScaler",
-    "GroupRule",
-    "LossScaler",
-    "Matrix",
-    "Optimizer",
-    "Rates",
-    "Schedule",
-    "StepInfo",
-    "UserUpdate",
-    "build_loss_scaler",
-    "build_rule",
-    "build_schedule",
-    "megatron_rule",
-    "no_place_for_remainders",
-    "offloads",
-    "state_shards",
-    "state_spec",
-]

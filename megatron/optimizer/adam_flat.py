@@ -4,8 +4,6 @@ The state is beside the weights (`Resident`) or on the host (`adam_offload.py`).
 torch's update.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -79,7 +77,7 @@ class _Factors:
     """Which parts have the decoupled learning rate."""
 
     @staticmethod
-    def of(run: FlatRun, rules: Mapping[str, GroupRule], device: torch.device) -> _Factors:
+    def of(run: FlatRun, rules: Mapping[str, GroupRule], device: torch.device) -> "_Factors":
         groups, wide = [rules[name] for name in run.names], torch.promote_types(run.grads.dtype, torch.float32)
         return _Factors(
             torch.tensor(run.ends).to(device),

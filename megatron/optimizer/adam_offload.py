@@ -4,8 +4,6 @@ Gradients come from the device while it is still at other work and are used run 
 the next run is updated. A file's part of the state is read one run ahead and written behind.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path

@@ -1,7 +1,5 @@
 """From settings to the update of all pieces: on flat buffers, tensor by tensor, or on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Decides on the device whether the update is made and how gradients are scaled, without a host sync."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -23,7 +21,7 @@ class Decision:
     factor: Tensor
     """The factor on the gradients in the buffers: unscaling and clipping in one."""
 
-    def on_host(self) -> Decision:
+    def on_host(self) -> "Decision":
         """The decision on the host. A host sync."""
         return Decision(*torch.stack([self.norm, self.applied, self.clipped, self.factor]).cpu().unbind())
 

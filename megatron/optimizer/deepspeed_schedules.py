@@ -4,8 +4,6 @@ DeepSpeed sets the rate of the first update when it builds the scheduler, and af
 from the index of the last: the rate of update u is its formula at last_batch_iteration = u - 1.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +47,7 @@ class DeepSpeedCurve:
         return {"lr_schedule": self.settings.lr_schedule, "batch_size": self.batch_size, **base, **used}
 
     @staticmethod
-    def of_plain(values: dict[str, Any]) -> DeepSpeedCurve:
+    def of_plain(values: dict[str, Any]) -> "DeepSpeedCurve":
         used = {name: value for name, value in values.items() if name not in ("batch_size", "base_lr")}
         return DeepSpeedCurve(values.get("base_lr", 0.0), values["batch_size"], DeepSpeedSchedulerConfig(**used))
 

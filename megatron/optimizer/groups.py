@@ -1,7 +1,5 @@
 """What tells one parameter from another in an update: its factors on the rates, and its matrix."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import NamedTuple
 

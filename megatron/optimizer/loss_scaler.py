@@ -1,7 +1,5 @@
 """The factor on the loss that keeps fp16 gradients from vanishing."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -4,8 +4,6 @@ Steps are counted in samples, so a batch-size ramp-up keeps its place on the cur
 and not at all after a skipped one: the first step uses the values at 0 samples.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace

@@ -5,8 +5,6 @@ apart (the queries, the keys and the values of QKV; gate and up of a gated MLP).
 that hold them: every rank computes its share at the same time, and the results go back the same way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod

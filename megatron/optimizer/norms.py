@@ -5,8 +5,6 @@ too small. Here each tensor is cut into rows of `_ROW` elements, and the rows' n
 an error of 3e-9 at the same speed. The native kernel adds up in double precision throughout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

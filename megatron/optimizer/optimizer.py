@@ -10,8 +10,6 @@ did as a tensor; `settle` is given its values when they have reached the host. T
 in flight then, so the loss scale is also kept on the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

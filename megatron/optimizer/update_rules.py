@@ -1,7 +1,5 @@
 """The update tensor by tensor, by the rule of each parameter."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Protocol

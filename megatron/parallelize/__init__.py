@@ -4,20 +4,3 @@ from megatron.parallelize.divide import divide_weights, is_called, units_of
 from megatron.parallelize.parallel import Parallel, check_can_be_split, held_parameters, is_plain, parallelize
 from megatron.parallelize.replicas import ReplicaSums
 from megatron.parallelize.specs import await_weights, initialise_part, persistent_buffers, split_axes, whole_parts
-
-__all__ = [
-    "Parallel",
-    "ReplicaSums",
-    "await_weights",
-    "check_can_be_split",
-    "divide_weights",
-    "held_parameters",
-    "initialise_part",
-    "is_called",
-    "is_plain",
-    "parallelize",
-    "persistent_buffers",
-    "split_axes",
-    "units_of",
-    "whole_parts",
-]

@@ -1,7 +1,5 @@
 """ZeRO 2 and 3: the weights of a rank's part of the model are divided over its data-parallel ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """Makes the modules of one rank's GPT in a parallel layout: each is given its axes, its shard of the weights, its
 random stream and its dispatcher when it is constructed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import prod
 

@@ -1,7 +1,5 @@
 """`parallelize`: builds the model of one rank from the plain model and the layout."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace

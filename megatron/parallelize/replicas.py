@@ -3,8 +3,6 @@
 Which parameters these are follows from their specs (`replica_axes`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

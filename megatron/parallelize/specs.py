@@ -1,7 +1,5 @@
 """The shard of each parameter that a rank holds: the rows of the table, cut for its place in the layout."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 

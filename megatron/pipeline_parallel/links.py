@@ -1,7 +1,5 @@
 """Sends activations and gradients between the ranks of neighbouring stages, without waiting."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Records when each pass of the last steps ran (--pipeline-trace DIR), one file per rank."""
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from dataclasses import dataclass, field
@@ -28,7 +26,7 @@ class PassRecorder:
     """This rank's place in the pipeline, its ranks, micro-batches and chunks a rank."""
     steps: deque[PassTimes] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
 
-    def begin_step(self, pp: Axis, micro_batches: int, chunks: int) -> None:
+    def begin_step(self, pp: "Axis", micro_batches: int, chunks: int) -> None:
         """Drops the earlier steps if they had another shape."""
         shape = {"place": pp.rank, "ranks": pp.size, "micro_batches": micro_batches, "chunks": chunks}
         if shape != self.shape:

@@ -8,8 +8,6 @@ the optimizer, and of the model only that a stage maps a batch and the previous 
 or, on the last stage, to a loss.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence

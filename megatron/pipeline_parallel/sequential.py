@@ -1,7 +1,5 @@
 """Splits a user's own nn.Sequential into pipeline stages."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

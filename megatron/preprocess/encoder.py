@@ -1,7 +1,5 @@
 """The work of a worker on a segment: parse, tokenise, write the output, return its size and checksums."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing

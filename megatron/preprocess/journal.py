@@ -5,8 +5,6 @@ merged ("merged"), or that the outputs are being renamed ("naming"). On resume e
 the bytes it describes, so the journal needs no fsync.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -182,7 +180,7 @@ class WorkFolder:
                 if path.name != "lock":
                     path.unlink()
 
-    def __enter__(self) -> WorkFolder:
+    def __enter__(self) -> "WorkFolder":
         return self
 
     def __exit__(self, *raised: object) -> None:

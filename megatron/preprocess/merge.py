@@ -1,7 +1,5 @@
 """Merges the workers' outputs into datasets, in input order, in the parent process."""
 
-from __future__ import annotations
-
 import signal
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The settings of a run, and which of them determine the tokens."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

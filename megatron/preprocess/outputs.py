@@ -1,7 +1,5 @@
 """The datasets being written, one per key. They grow in the work folder and are renamed when all are complete."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator, Sequence

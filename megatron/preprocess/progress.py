@@ -1,7 +1,5 @@
 """Progress of documents on stderr: a bar on a terminal, lines elsewhere."""
 
-from __future__ import annotations
-
 import sys
 import time
 
@@ -55,7 +53,7 @@ class ProgressDisplay:
         speed = f"({self._rate():.1f} docs/s, {self.megabytes_per_second:.2f} MB/s)"
         return f"Processed {self.documents} documents {speed}, {self.tokens} tokens{left}"
 
-    def __enter__(self) -> ProgressDisplay:
+    def __enter__(self) -> "ProgressDisplay":
         return self
 
     def __exit__(self, *raised: object) -> None:

@@ -6,8 +6,6 @@ takes four times as long. This one cuts the same pieces. Each candidate, an end 
 *context*), is decided by itself.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Runs the whole job: input files -> workers -> one dataset per key."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ The parameters are written beside the output first, and every partition, worker 
 Nothing is downloaded or unpickled.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Runs with a URL as --output-prefix: writes to a local folder, where it can be resumed, and uploads at the end."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

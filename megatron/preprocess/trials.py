@@ -1,7 +1,5 @@
 """Measures how many workers preprocess fastest on this machine: short runs over the first documents of the input."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Generator, Sequence
 from contextlib import closing

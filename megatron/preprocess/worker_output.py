@@ -1,7 +1,5 @@
 """What a worker hands over: three files per key on disk, with their sizes and checksums."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from dataclasses import dataclass, field
@@ -31,7 +29,7 @@ class Totals:
     longest: int = 0  # document, in tokens
     empty: int = 0
 
-    def add(self, other: Totals) -> None:
+    def add(self, other: "Totals") -> None:
         self.documents += other.documents
         self.sequences += other.sequences
         self.tokens += other.tokens
@@ -72,7 +70,7 @@ class SegmentResult:
         return folder / f"{self.stem}.{key}.{part}"
 
     @classmethod
-    def from_json(cls, content: dict[str, Any]) -> SegmentResult:
+    def from_json(cls, content: dict[str, Any]) -> "SegmentResult":
         """A ValueError says what is wrong. The stem becomes a path, whose file is removed after it was merged."""
         result = typed(cls, content)
         if not _STEM.fullmatch(result.stem):

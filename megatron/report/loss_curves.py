@@ -1,7 +1,5 @@
 """Loss curves of runs: read from a metrics file (`--metrics-jsonl`) or a log, ours or Megatron-LM's, and drawn."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -126,7 +124,7 @@ _MARKERS = "os^Dv"
 """Of the validation sets of a run, from the first on again."""
 
 
-def draw_curves(runs: Sequence[LoggedRun], value: str) -> Figure:
+def draw_curves(runs: Sequence[LoggedRun], value: str) -> "Figure":
     """A colour per run, training as a line, validation dashed with marks."""
     from matplotlib.figure import Figure  # no pyplot: nothing is shown, so no screen is asked for
 

@@ -1,7 +1,5 @@
 """A figure of matplotlib, which is optional, as a PNG."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def write_picture(draw: Callable[[], Figure], output: Path) -> None:
+def write_picture(draw: "Callable[[], Figure]", output: Path) -> None:
     """`draw` imports matplotlib. That it is not installed, or the file not writable, is an error of one line."""
     try:
         figure = draw()

@@ -1,7 +1,5 @@
 """The picture of a pipelined step: a lane per rank and a box per pass; the bubble stays white."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

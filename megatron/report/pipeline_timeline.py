@@ -1,7 +1,5 @@
 """When each pass of a pipelined step ran or, simulated, would run, and how much of that time is bubble."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import deque

@@ -1,7 +1,5 @@
 """What runs came to, samples/s and perplexity: read from metrics files (`--metrics-jsonl`) or published, and drawn."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
@@ -114,7 +112,7 @@ def _unusable(flag: str, path: Path, reason: str) -> ConfigError:
 _OURS, _PUBLISHED = "C0", "0.65"
 
 
-def draw_bars(rows: Sequence[SizeResult], source: str) -> Figure:
+def draw_bars(rows: Sequence[SizeResult], source: str) -> "Figure":
     """A bar of samples/s and one of perplexity for each row, published ones in grey."""
     from matplotlib.figure import Figure  # no pyplot: nothing is shown, so no screen is asked for
 

@@ -1,7 +1,5 @@
 """What a checkpoint holds, in a few lines for a reader; and what the other folders beside its steps are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path

@@ -4,8 +4,6 @@ A Division is a rule: a list would grow with the number of ranks. Tensors are co
 is cut into equal shares, one for each rank of the axis.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

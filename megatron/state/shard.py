@@ -5,8 +5,6 @@ and every split is a list of index ranges along one dimension of that view. Spli
 split are then slicing, whatever the parameter is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise

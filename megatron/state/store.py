@@ -4,8 +4,6 @@ A part is a range of a parameter's elements in memory's order. Without ZeRO it i
 with it the data-parallel ranks divide the elements, and a rank keeps masters and moments of its own parts alone.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -3,5 +3,3 @@
 from megatron.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.tensor_parallel.norm import SplitNorm
 from megatron.tensor_parallel.vocabulary import VocabParallelHead, VocabParallelTable
-
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "SplitNorm", "VocabParallelHead", "VocabParallelTable"]

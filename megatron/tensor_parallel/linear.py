@@ -6,8 +6,6 @@
 With `sequence_parallel`, x and y are this rank's piece [batch, seq / ranks, width] of the sequence.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, Literal
 

@@ -10,8 +10,6 @@
 Activations are [batch, seq, ...]: the sequence is dimension 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """A norm of a vector that is split over the tensor-parallel ranks: its mean squares are those of the whole."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

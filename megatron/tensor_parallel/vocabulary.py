@@ -1,7 +1,5 @@
 """A vocabulary that is split over the tensor-parallel ranks: its table, its head and the loss."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

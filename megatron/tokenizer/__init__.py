@@ -2,5 +2,3 @@
 
 from megatron.tokenizer.base import END_OF_TEXT, EncoderDifference, Tokenizer, TokenizerSettings
 from megatron.tokenizer.selection import build_tokenizer
-
-__all__ = ["END_OF_TEXT", "EncoderDifference", "Tokenizer", "TokenizerSettings", "build_tokenizer"]

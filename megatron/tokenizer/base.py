@@ -1,7 +1,5 @@
 """The interface of all tokenizers, and the settings that they are made from."""
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -57,7 +55,7 @@ class EncoderDifference(DataError):
             "(and please report that text)"
         )
 
-    def __reduce__(self) -> tuple[type[EncoderDifference], tuple[int, str]]:
+    def __reduce__(self) -> "tuple[type[EncoderDifference], tuple[int, str]]":
         return EncoderDifference, (self.index, self.excerpt)
 
 
@@ -73,7 +71,7 @@ class Tokenizer(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def from_settings(cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool) -> Tokenizer:
+    def from_settings(cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool) -> "Tokenizer":
         """Opens the files that the settings name: all that its row of `megatron.tokenizer_types` needs are there."""
 
     @property

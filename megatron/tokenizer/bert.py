@@ -3,8 +3,6 @@
 Megatron's rules: words of up to 200 characters; [BOS] and [EOS] follow the vocabulary; no end-of-document token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -41,7 +39,7 @@ class BertWordPieceTokenizer(Tokenizer):
         self._rust = _build(self._vocab, lower_case, self.name)
 
     @classmethod
-    def from_settings(cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool) -> BertWordPieceTokenizer:
+    def from_settings(cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool) -> "BertWordPieceTokenizer":
         return cls(config.vocab_file or "", lower_case=config.tokenizer_type == "BertWordPieceLowerCase")
 
     @property

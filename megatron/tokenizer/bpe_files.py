@@ -3,8 +3,6 @@
 Without these checks a wrong pair of files would not fail: it would give wrong ids, and a run that trains on noise.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """GPT-2's byte alphabet: a printable character for each of the 256 bytes, which makes vocabularies readable."""
 
-from __future__ import annotations
-
 
 def _byte_to_character() -> tuple[str, ...]:
     """Visible Latin-1 characters represent themselves; the other bytes map to the characters from U+0100 on."""

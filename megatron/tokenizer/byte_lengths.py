@@ -1,7 +1,5 @@
 """How many bytes of text each id stands for, so that a loss per token can be told per byte."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np

@@ -3,8 +3,6 @@
 Does not use `transformers`, so an export needs neither it nor the network, and its bytes do not depend on a version.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@
 from its vocabulary, with a word pattern, defaults and special tokens of their own. `PreTrainedTokenizerFast` does not.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -77,7 +75,7 @@ class TokenizerFiles:
     names: frozenset[str]
 
     @classmethod
-    def of(cls, folder: Path) -> TokenizerFiles:
+    def of(cls, folder: Path) -> "TokenizerFiles":
         return cls(folder, frozenset(path.name for path in folder.iterdir() if path.is_file()))
 
     @property

@@ -1,7 +1,5 @@
 """GPT2BPETokenizer: byte-level BPE from vocab.json and merges.txt, GPT-2's word pattern, no prefix space."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 from collections.abc import Iterable, Sequence
@@ -53,7 +51,7 @@ class GPT2BPETokenizer(Tokenizer):
         self.engine = "exact" if self._fast is None else "fast, guarded"
 
     @classmethod
-    def from_settings(cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool) -> GPT2BPETokenizer:
+    def from_settings(cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool) -> "GPT2BPETokenizer":
         return cls(config.vocab_file or "", config.merge_file or "", encoder=encoder, announce=announce)
 
     @property
@@ -113,7 +111,7 @@ class GPT2BPETokenizer(Tokenizer):
         write_gpt2_folder(Path(directory), self._bpe, model_max_length)
 
 
-def _build_encoder(bpe: BPE, announce: bool) -> _RustBPE | PythonBPE:
+def _build_encoder(bpe: BPE, announce: bool) -> "_RustBPE | PythonBPE":
     if importlib.util.find_spec("tokenizers") is not None:
         return _RustBPE(bpe)
     if announce:

@@ -4,8 +4,6 @@ Two intended differences from `transformers`: special-token text inside a docume
 is added to a document; only --append-eod adds an end of document.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
@@ -97,7 +95,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.engine = "exact" if self._fast is None else "fast, guarded"
 
     @classmethod
-    def from_settings(cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool) -> HuggingFaceTokenizer:
+    def from_settings(cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool) -> "HuggingFaceTokenizer":
         return cls(config.tokenizer_model or "", encoder=encoder, announce=announce)
 
     @cached_property

@@ -4,8 +4,6 @@ Programs that load a tokenizer and save it again write defaults out, spell them 
 another form. The ids of documents are the same, so the fingerprint is, too.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

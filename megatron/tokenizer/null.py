@@ -1,7 +1,5 @@
 """NullTokenizer: text that consists of ids, for tests and speed measurements without a vocabulary."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,7 +26,7 @@ class NullTokenizer(Tokenizer):
         self._size = max(vocab_size, self._eod_id + 1)
 
     @classmethod
-    def from_settings(cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool) -> NullTokenizer:
+    def from_settings(cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool) -> "NullTokenizer":
         return cls(config.vocab_size or 0, eod_id=config.null_tokenizer_eod_id)
 
     @property

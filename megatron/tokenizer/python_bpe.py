@@ -4,8 +4,6 @@ Ids equal those of `tokenizers` for every character in both libraries' Unicode t
 (assigned in the last year or two) may be split differently.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterable, Sequence
 

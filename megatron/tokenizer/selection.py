@@ -1,7 +1,5 @@
 """Builds the tokenizer that the settings name, of a type of `megatron.tokenizer_types`."""
 
-from __future__ import annotations
-
 import difflib
 from importlib import import_module
 

@@ -5,8 +5,6 @@ pieces, the others use the model's own </s>. Only Llama2Tokenizer adds the model
 looks like a control piece is text.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -33,7 +31,9 @@ class GPTSentencePieceTokenizer(Tokenizer):
         self._added: dict[str, int] = self._add_tokens()
 
     @classmethod
-    def from_settings(cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool) -> GPTSentencePieceTokenizer:
+    def from_settings(
+        cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool
+    ) -> "GPTSentencePieceTokenizer":
         return cls(config.tokenizer_model or "")
 
     def _add_tokens(self) -> dict[str, int]:

@@ -4,8 +4,6 @@ The ranks are Megatron's JSON (a list of rank, token_bytes, token_str) or a .tik
 special tokens come first, so a token's id is its rank plus their number; </s> is the end of document.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -70,7 +68,7 @@ class TikTokenizer(Tokenizer):
         self._encoding = _encoding(self._pattern, self._tokens, self._special)
 
     @classmethod
-    def from_settings(cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool) -> TikTokenizer:
+    def from_settings(cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool) -> "TikTokenizer":
         return cls(
             config.tokenizer_model or "",
             pattern=config.tiktoken_pattern,

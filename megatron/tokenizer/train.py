@@ -1,7 +1,5 @@
 """Learns a GPT-2 style byte-level BPE from text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 

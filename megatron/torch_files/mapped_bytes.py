@@ -1,7 +1,5 @@
 """A mapped file and its parts, and the reading of small parts of it."""
 
-from __future__ import annotations
-
 import io
 import os
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ class Bytes:
     length: int
 
     @staticmethod
-    def of_file(path: Path) -> Bytes:
+    def of_file(path: Path) -> "Bytes":
         try:
             size = path.stat().st_size
             whole = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8) if size else torch.empty(0)
@@ -32,7 +30,7 @@ class Bytes:
             raise CheckpointError(f"{path} cannot be read ({str(error).splitlines()[0][:200]})") from error
         return Bytes(path, whole, 0, size)
 
-    def part(self, start: int, length: int) -> Bytes:
+    def part(self, start: int, length: int) -> "Bytes":
         if start < 0 or length < 0 or start + length > self.length:
             raise CheckpointError(
                 f"{self.path} is too short: bytes {start} to {start + length} of {self.length} are asked for"

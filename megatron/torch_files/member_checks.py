@@ -1,8 +1,6 @@
 """The CRC-32 that torch.save writes beside each member of its zip files. torch.load does not look at it; here it is
 compared when a member is first used."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The instructions of a pickle, one after the other, without executing them."""
 
-from __future__ import annotations
-
 import io
 import pickletools
 from collections.abc import Iterator

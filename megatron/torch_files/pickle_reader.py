@@ -7,8 +7,6 @@ their own: `argparse.Namespace`, enumerations, the metadata of torch's distribut
 of the pickle alone: values are made once, and repetitions, depth and integers are bounded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
@@ -103,7 +101,7 @@ def read_pickle(data: bytes) -> Any:
 def read_with_names(data: bytes) -> tuple[Any, frozenset[str]]:
     """The value of a pickle, and all classes, functions and other objects that it names."""
     interpreter = Interpreter()
-    return interpret(data, interpreter), frozenset(interpreter.names)
+    return follow(data, interpreter), frozenset(interpreter.names)
 
 
 def read_next(stream: IO[bytes]) -> Any:
@@ -111,11 +109,11 @@ def read_next(stream: IO[bytes]) -> Any:
     return _run(Interpreter(), in_stream(stream))
 
 
-def interpret(data: bytes, interpreter: Interpreter) -> Any:
+def follow(data: bytes, interpreter: "Interpreter") -> Any:
     return _run(interpreter, in_bytes(data))
 
 
-def _run(interpreter: Interpreter, instructions: Iterable[Instruction]) -> Any:
+def _run(interpreter: "Interpreter", instructions: Iterable[Instruction]) -> Any:
     try:
         return interpreter.run(instructions)
     except (PickleRefused, MemoryError):
@@ -203,7 +201,7 @@ def _make_tuple(stack: _Stack, cells: list[_Cell]) -> None:
 class Interpreter(_Stack):
     """The stack, what was memorized, and the names that occurred."""
 
-    actions: Mapping[str, Action] = field(default_factory=lambda: _ACTIONS)
+    actions: "Mapping[str, Action]" = field(default_factory=lambda: _ACTIONS)
     allowed: Collection[str] | None = None
     """Names; None: all of them."""
     max_repeated: int = _MAX_REPEATED

@@ -5,11 +5,9 @@ contain themselves, or the same list 2**60 times: whoever then walks or hashes t
 refused before torch sees it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
-from megatron.torch_files.pickle_reader import OF_TORCH, Interpreter, interpret
+from megatron.torch_files.pickle_reader import OF_TORCH, Interpreter, follow
 
 _DTYPES = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16"),
@@ -43,7 +41,7 @@ _MAX_LONG_INTEGERS = 1000  # of more than 8 bytes: they can all have one hash, a
 
 def scan(data: bytes, allowed: Collection[str]) -> None:
     """Raises PickleRefused unless the pickle consists of plain values, PLAIN names and the `allowed` names."""
-    interpret(
+    follow(
         data,
         Interpreter(
             actions=OF_TORCH,

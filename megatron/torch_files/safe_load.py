@@ -3,8 +3,6 @@
 `weights_only=True` is passed explicitly (no environment variable can undo that) and never retried without.
 """
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path

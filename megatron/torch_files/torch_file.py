@@ -4,8 +4,6 @@ names is neither imported nor called (`pickle_reader.py`), and tensors are views
 Read are torch's zip files, also within a larger file as the distributed format has them, and its format before 1.6.
 """
 
-from __future__ import annotations
-
 import io
 import struct
 import zipfile
@@ -76,7 +74,7 @@ class TorchFile:
             raise UnsafeFileError(f"{data.path} cannot be read as plain weights: {text[:200]}") from error
 
     @staticmethod
-    def open(path: Path, checks: MemberChecks | None) -> TorchFile:
+    def open(path: Path, checks: MemberChecks | None) -> "TorchFile":
         return TorchFile(Bytes.of_file(path), checks)
 
     def _zip(self) -> Any:
@@ -155,7 +153,7 @@ class TorchFile:
         storage = self._storage(found)
         return storage.start + found.offset * found.dtype.itemsize, found.dtype, found.shape
 
-    def _storage(self, found: _Description) -> Bytes:
+    def _storage(self, found: "_Description") -> Bytes:
         """The bytes of a tensor's storage, which hold all of the tensor."""
         if found.storage not in self._storages and found.storage in self._members:
             self._storages[found.storage] = self._member(self._members[found.storage])
@@ -181,13 +179,13 @@ class TorchFile:
                 waiting += reversed([((*keys, str(key)), each) for key, each in items])
         return f"storage {storage}"
 
-    def _described(self, value: Any) -> _Description:
+    def _described(self, value: Any) -> "_Description":
         found = self._description(value)
         if found is None:
             raise CheckpointError(f"{self.path} has {type(value).__name__} in the place of a tensor")
         return found
 
-    def _description(self, value: Any) -> _Description | None:
+    def _description(self, value: Any) -> "_Description | None":
         try:
             return _description(value)
         except PickleRefused as error:

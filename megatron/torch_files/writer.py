@@ -2,8 +2,6 @@
 tensor lies depends on nothing but those before it. One that is deferred is read when its place in the file has come,
 and let go of."""
 
-from __future__ import annotations
-
 import struct
 import zipfile
 from argparse import Namespace
@@ -43,12 +41,12 @@ class Deferred(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain
 
     @staticmethod
-    def of(shape: Iterable[int], dtype: torch.dtype, read: Callable[[], Tensor]) -> Deferred:
+    def of(shape: Iterable[int], dtype: torch.dtype, read: Callable[[], Tensor]) -> "Deferred":
         made: Deferred = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(Deferred)
         made.read = read
         return made
 
-    def with_rows(self, rows: int) -> Deferred:
+    def with_rows(self, rows: int) -> "Deferred":
         """Followed by rows of zeros, up to so many."""
         return Deferred.of((rows, *self.shape[1:]), self.dtype, lambda: with_rows(self.read(), rows))
 

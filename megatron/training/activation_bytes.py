@@ -4,8 +4,6 @@ Counted is what the layers save, the logits, and nothing that comes and goes wit
 lower bound of the peak: a run that needs more than there is of it cannot succeed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """From settings to the parts of a run: data, model, gradients, optimizer, schedule, checkpoints, trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """From datasets to this rank's micro-batches: ours through megatron.data, a script's own through torch's loader."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from itertools import islice

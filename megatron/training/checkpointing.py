@@ -1,7 +1,5 @@
 """Between a run and its checkpoints: which values are the run's state, and how they are put back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field

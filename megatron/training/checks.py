@@ -3,8 +3,6 @@
 `build_run` makes them before ranks wait for each other, for a training as for --dry-run and --print-config.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

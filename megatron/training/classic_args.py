@@ -1,7 +1,5 @@
 """The `args` of Megatron's own checkpoints, from a run of ours."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron.training.initialize import Run

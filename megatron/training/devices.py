@@ -1,7 +1,5 @@
 """What is set of the process and its device before anything is allocated: memory, cores, threads, products."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron.config import RunConfig

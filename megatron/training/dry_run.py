@@ -1,7 +1,5 @@
 """`--dry-run`: checks and describes the run that the settings ask for, without a process group or memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Evaluation on the validation and test splits. It draws no random number and changes nothing that training reads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any

@@ -1,7 +1,5 @@
 """How a run ends: the reason in exit_reason.json, errors as one line and an exit code, ranks that leave together."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -212,7 +210,7 @@ def rank_of_process() -> int:
     return 0 if launch is None else launch.rank
 
 
-def _launch_of_process() -> LaunchInfo | None:
+def _launch_of_process() -> "LaunchInfo | None":
     try:
         from megatron.distributed.launch import LaunchInfo
 
@@ -221,7 +219,7 @@ def _launch_of_process() -> LaunchInfo | None:
         return None
 
 
-def _say_first_of_machine(error: MegatronError, launch: LaunchInfo) -> None:
+def _say_first_of_machine(error: MegatronError, launch: "LaunchInfo") -> None:
     """Prints an error unless another rank of this machine has printed the same one. The rank that prints keeps a name
     of the kernel's for a while, which others with this error find taken. The first rank of the machine goes ahead."""
     if launch.local_rank != 0:

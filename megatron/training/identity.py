@@ -1,7 +1,5 @@
 """What a rank was started with and what it reads: the same on every rank, so both are compared when the ranks meet."""
 
-from __future__ import annotations
-
 import sys
 from datetime import timedelta
 from pathlib import Path

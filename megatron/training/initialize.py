@@ -1,7 +1,5 @@
 """The parts of a run that come before any data or model: settings, ranks, device, kernels, tokenizer."""
 
-from __future__ import annotations
-
 import sys
 import time
 import uuid
@@ -95,7 +93,7 @@ class Run:
         return self.tokenizer.eod_id if self.tokenizer is not None else None
 
     @property
-    def chat(self) -> ChatEncoder | None:
+    def chat(self) -> "ChatEncoder | None":
         """The encoder of conversations, for --sft."""
         return build_chat_encoder(self.config.tokenizer, self.eod_id) if self.config.data.sft else None
 

@@ -1,7 +1,5 @@
 """The kernels of a run: resolved from its settings, and the same on all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The lines of the log, in the two forms of --log-format: Megatron-LM's own, which people parse, and one to read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime

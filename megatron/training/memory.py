@@ -1,7 +1,5 @@
 """The memory that a training on CPUs will need, predicted before any weight is drawn."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

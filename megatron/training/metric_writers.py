@@ -1,7 +1,5 @@
 """Hooks that write metrics: a JSON-lines file, TensorBoard and Weights & Biases. Rank 0 alone has them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

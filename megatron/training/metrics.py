@@ -1,7 +1,5 @@
 """What is reported: a record of each step and of each evaluation, and rates."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """The model of a run as this rank holds it: made by the provider, parallelized, and with its initial values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

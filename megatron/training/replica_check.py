@@ -6,8 +6,6 @@ data-parallel ranks, norms and biases over tensor-parallel ones, keys and values
 table on the first and the last stage, experts. Checked are weights, running buffers and the optimizer's state.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace

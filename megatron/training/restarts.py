@@ -4,8 +4,6 @@ A file of the save directory says what the last start found: which launch it was
 in a row have found that one.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

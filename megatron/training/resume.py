@@ -4,8 +4,6 @@ same order.
 The checkpoint is found before the datasets are built, because the number of samples asked for decides their order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Reads and checks the settings of a run. Loads no torch, unless --use-checkpoint-args has to read a checkpoint."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -137,7 +135,7 @@ def _names_a_tokenizer(config: RunConfig) -> bool:
     return any(name is not None for name in (tokenizer.tokenizer_type, tokenizer.tokenizer_model, tokenizer.vocab_file))
 
 
-def _with_its_own_tokenizer(config: RunConfig, found: FoundStep) -> RunConfig:
+def _with_its_own_tokenizer(config: RunConfig, found: "FoundStep") -> RunConfig:
     """A Hugging Face tokenizer is taken from the checkpoint's own copy: the folder that it came from may be gone."""
     adopted, folder = config.origins.get("tokenizer_model") == "checkpoint", found.tokenizer
     if not adopted or TOKENIZERS[config.tokenizer.kind] is not HUGGING_FACE:

@@ -1,7 +1,5 @@
 """Signals that ask a run to save and stop (--exit-signal-handler)."""
 
-from __future__ import annotations
-
 import atexit
 import signal
 from types import FrameType
@@ -19,7 +17,7 @@ def stopping_signals(config: TrainingConfig) -> tuple[signal.Signals, ...]:
     return _STOP if config.exit_signal is None else (signal.Signals[config.exit_signal],)
 
 
-def noted_while_starting(config: TrainingConfig) -> SignalFlag:
+def noted_while_starting(config: TrainingConfig) -> "SignalFlag":
     """Notes those of these signals that would kill a run without a line before its loop begins."""
     flag = SignalFlag(tuple(number for number in stopping_signals(config) if number not in _ENDS_AT_ONCE))
     flag.stay()

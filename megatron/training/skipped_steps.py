@@ -3,8 +3,6 @@
 A few are how a dynamic loss scale is found, many are no training.
 """
 
-from __future__ import annotations
-
 SHARE = 0.1
 """Of the steps: fewer skipped ones are not worth a warning."""
 SEARCH = 50

@@ -1,7 +1,5 @@
 """Finds sudden rises of the loss: --check-for-spiky-loss."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 

@@ -1,7 +1,5 @@
 """What a rank keeps of the model between steps, in bytes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron.config import OptimizerConfig, RunConfig

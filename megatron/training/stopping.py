@@ -1,7 +1,5 @@
 """When a run stops before its last iteration, and how all ranks agree on it."""
 
-from __future__ import annotations
-
 import signal
 import time
 

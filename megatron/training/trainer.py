@@ -1,7 +1,5 @@
 """The training loop. It reads top to bottom; whatever is optional is a hook."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

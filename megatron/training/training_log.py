@@ -1,7 +1,5 @@
 """What the iterations of training report: a record of each step for the hooks, and every --log-interval a line."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

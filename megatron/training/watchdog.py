@@ -1,7 +1,5 @@
 """Watches the ranks of a training run by their heartbeats: a rank that is lost is named, and the others end."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Shared by the command lines of tools/: the argument parser, one-line errors, exit codes, a closed stdout."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import difflib

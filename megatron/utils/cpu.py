@@ -2,8 +2,6 @@
 precision. docs/design/018-cpu-settings.md says why these settings belong to the process and not to an object.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

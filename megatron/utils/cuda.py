@@ -1,7 +1,5 @@
 """Features that only CUDA has: graphs, a copy stream, and expandable allocator segments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """This process's devices: their names, their memory, and copies of their numbers to the host."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -4,8 +4,6 @@ An accelerator that plugs into torch is one entry of `KINDS`; a kind that is not
 without. Imports no torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType

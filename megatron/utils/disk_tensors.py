@@ -8,8 +8,6 @@
 The file has no name, so nothing is left of it however the process ends.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

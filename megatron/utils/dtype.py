@@ -1,7 +1,5 @@
 """torch's default dtype, for a block; and the dtype that formulas compute in."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import isfinite

@@ -4,8 +4,6 @@ The one place for fsync, atomic replacement, file locks and block checksums. Fun
 `writing` turns it into a StorageError for callers that have nothing to add.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """What --load may have been given instead of a checkpoint of ours: a Hugging Face model, or a name on its Hub."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -6,8 +6,6 @@ and results keep their type, so a loss scale does what it does on a GPU. docs/de
 belongs to the process.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """What is set before torch is loaded, and how it is loaded."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

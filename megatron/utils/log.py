@@ -1,7 +1,5 @@
 """What ranks print: whole lines, and once what all would print."""
 
-from __future__ import annotations
-
 import io
 import sys
 from collections.abc import Iterable

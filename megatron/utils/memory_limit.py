@@ -1,7 +1,5 @@
 """How much memory the processes of this machine may use together."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 _ROOT = Path("/")

@@ -1,8 +1,6 @@
 """Parses numbers as users write them: ASCII digits without underscores, of 64 bits. Python's own `int` and `float` also
 read the digits of other scripts, underscores, and infinities."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """Errors that a user can cause, in a program of the user's own: one line with the call's place, and no traceback."""
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

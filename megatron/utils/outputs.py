@@ -1,7 +1,5 @@
 """Files of results: checked before the work, written whole or not at all."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from pathlib import Path

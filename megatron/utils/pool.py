@@ -7,8 +7,6 @@ On Linux the workers are forked before the parent opens an output or starts a th
 32 of them start in a fraction of a second and use little memory. Elsewhere they are spawned.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import multiprocessing
@@ -141,7 +139,7 @@ class WorkerPool(Generic[Task, Answer]):
             if worker.number >= 0 and worker.process.pid and (line := how_to_continue(worker.process.pid)):
                 logging.getLogger(__name__).warning(line)
 
-    def __enter__(self) -> WorkerPool[Task, Answer]:
+    def __enter__(self) -> "WorkerPool[Task, Answer]":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:

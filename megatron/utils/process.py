@@ -1,7 +1,5 @@
 """This process as the system sees it: its memory, its CPUs, its parent."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

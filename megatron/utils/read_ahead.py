@@ -1,7 +1,5 @@
 """An iterator whose items a thread prefetches."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Iterator

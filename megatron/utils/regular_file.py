@@ -1,7 +1,5 @@
 """Files that several ranks read whole."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 On an accelerator they measure when work was launched, not when it finished.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Plain JSON content as typed values: each is of the type that is declared for it, or an error names the place."""
 
-from __future__ import annotations
-
 import dataclasses
 import types
 import typing

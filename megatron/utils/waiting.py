@@ -7,8 +7,6 @@ is loaded, but spins no more while the process has more OpenMP threads than CPUs
 more team of threads that sleep is the switch.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

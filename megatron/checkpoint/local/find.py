@@ -1,7 +1,5 @@
 """Finds the newest local step that is whole: the shares of all of its ranks are somewhere, and unharmed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass

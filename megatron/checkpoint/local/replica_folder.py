@@ -1,8 +1,6 @@
 """The place of a run's local steps on each machine, and which other ranks have a copy of a rank's share
 (--replication)."""
 
-from __future__ import annotations
-
 import secrets
 import shutil
 from collections.abc import Sequence
@@ -26,7 +24,7 @@ class Copies:
     """1: there are no copies."""
 
     @staticmethod
-    def of(jump: int, factor: int, world: int) -> Copies:
+    def of(jump: int, factor: int, world: int) -> "Copies":
         if world % (jump * factor):
             raise ConfigError(
                 f"--replication: {world}, the number of ranks, is no multiple of --replication-jump {jump} (unset, the "

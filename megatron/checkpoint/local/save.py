@@ -1,8 +1,6 @@
 """Saving a local step: the protocol of any save, but each rank commits its own share, and sends it to the others that
 are to have a copy."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass

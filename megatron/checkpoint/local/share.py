@@ -1,7 +1,5 @@
 """One rank's share of a step: its files, and a record of them, in a directory that appears by one rename."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

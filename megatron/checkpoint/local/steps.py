@@ -1,7 +1,5 @@
 """Non-persistent checkpoints of the kind "local", as a run uses them."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field

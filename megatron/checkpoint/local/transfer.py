@@ -1,7 +1,5 @@
 """Files of one rank's disk to another rank's, and a local step brought to the machines that need it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
@@ -33,7 +31,7 @@ class Transfer:
     to: int
 
 
-def _finish(arrived: list[ReceivedFiles]) -> None:
+def _finish(arrived: "list[ReceivedFiles]") -> None:
     for each in arrived:
         each.finish()
 
@@ -100,7 +98,7 @@ class LocalStep:
                     found.append(Transfer(file, senders[number % len(senders)], ranks[0]))
         return found
 
-    def _move(self, folder: Path, transfers: list[Transfer]) -> list[ReceivedFiles]:
+    def _move(self, folder: Path, transfers: list[Transfer]) -> "list[ReceivedFiles]":
         arrived = []
         for each in transfers:
             files = {each.file: self.manifest.files[each.file]}

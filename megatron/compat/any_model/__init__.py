@@ -4,5 +4,3 @@ GPT's."""
 from megatron.compat.any_model.engine import ModelEngine
 from megatron.compat.any_model.initialize import add_config_arguments, initialize
 from megatron.compat.any_model.ranks import init_distributed
-
-__all__ = ["ModelEngine", "add_config_arguments", "init_distributed", "initialize"]

@@ -1,7 +1,5 @@
 """Checkpoints of the engine: DIR/TAG is a checkpoint of ours, and DIR/latest names the tag that was saved last."""
 
-from __future__ import annotations
-
 import os
 import uuid
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """The members of DeepSpeed's engine that need no code here: what they return, or the call to use in their place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType

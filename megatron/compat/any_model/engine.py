@@ -10,8 +10,6 @@ Gradients are averaged over ranks and accumulated micro-batches. Underneath are 
 clip, skip), the loss scaler and the checkpoints that train our GPT.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -363,7 +361,7 @@ class ModelEngine(EngineFacts):
                 "optimizer.step(): the engine reduces the gradients and makes the update; call engine.step() instead"
             )
 
-    def _apply(self, fn: Any, recurse: bool = True) -> ModelEngine:
+    def _apply(self, fn: Any, recurse: bool = True) -> "ModelEngine":
         """`.to()`, `.half()` and the like: refused if they would change what buffers and masters were made for."""
         for tensor in [*self.parameters(), *self.buffers()]:
             new = fn(tensor.detach())

@@ -1,7 +1,5 @@
 """What the engine of a model that is not ours is told, in our terms."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -22,7 +20,7 @@ class BatchSizes:
         return self.micro * self.accumulation * self.ranks
 
     @staticmethod
-    def fit(whole: int | None, micro: int | None, accumulation: int | None, ranks: int) -> BatchSizes:
+    def fit(whole: int | None, micro: int | None, accumulation: int | None, ranks: int) -> "BatchSizes":
         """As DeepSpeed: two of the three are given, or the batch or the micro-batch alone without accumulation."""
         if whole is None and micro is None:
             raise ConfigError(

@@ -1,7 +1,5 @@
 """What a program may ask the engine of any model: counts, sizes, rates, where it runs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DeepSpeed's configuration as settings of the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Changes that a program makes to weights while they are gathered (ZeRO 2 and 3): values are dropped with what was
 gathered, and so would be requires_grad."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable, Mapping
 
 from torch import nn

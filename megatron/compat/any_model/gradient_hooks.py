@@ -1,7 +1,5 @@
 """Gradient hooks that a program has set on parameters, called with the gradient that the update uses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, MutableMapping
 from dataclasses import dataclass
 from functools import partial

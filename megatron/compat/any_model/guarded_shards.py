@@ -1,7 +1,5 @@
 """Errors in the engine's words for programs that compute with weights while ranks divide them (ZeRO 2 and 3)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any

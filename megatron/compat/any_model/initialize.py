@@ -1,7 +1,5 @@
 """`megatron.compat.initialize(model=...)`: the call of DeepSpeed's users, for any nn.Module; and its flags."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Callable, Iterable, Mapping

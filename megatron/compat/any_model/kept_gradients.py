@@ -1,7 +1,5 @@
 """Stores of the engine for any model, whose program must not use `parameter.grad` between passes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The loader of `training_data`: each rank gets its share of every epoch, in micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lines about a dynamic loss scale that begins too high: how many updates are lost, and the key that starts lower."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

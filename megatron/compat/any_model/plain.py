@@ -1,8 +1,6 @@
 """What users keep in a checkpoint besides tensors, as values that the weights-only loader admits and gives back
 alike."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any

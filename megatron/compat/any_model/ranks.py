@@ -1,7 +1,5 @@
 """Where this process stands among the ranks: in the user's own process group, in the launcher's, or alone."""
 
-from __future__ import annotations
-
 import atexit
 import sys
 from contextlib import suppress

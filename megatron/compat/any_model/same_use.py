@@ -7,8 +7,6 @@ Where the layers have different sizes, gloo ends the process when the message ar
 that divide a model's layers among them part, they compare before every gather. Later that would cost a message each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The scheduler that a configuration names, as an object that steps an optimizer's groups."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from contextlib import suppress

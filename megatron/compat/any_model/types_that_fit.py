@@ -1,7 +1,5 @@
 """What torch says of types that do not fit names neither the model nor the way out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which parameters took part in a step, and the buffers that the model changes itself: what ranks must agree on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 
 import torch

@@ -3,8 +3,6 @@
 `None` would say that there is no gradient: torch's `clip_grad_norm_` would clip nothing, and return 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -26,7 +24,7 @@ class WithheldGrad(Tensor):
     """The gradient that a backward pass has added to it."""
 
     @staticmethod
-    def __new__(cls, parameter: nn.Parameter, reason: str) -> WithheldGrad:
+    def __new__(cls, parameter: nn.Parameter, reason: str) -> "WithheldGrad":
         made: WithheldGrad = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )

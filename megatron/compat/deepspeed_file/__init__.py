@@ -1,5 +1,3 @@
 """DeepSpeed's JSON as a source of settings: a file (`--deepspeed_config`) or a dict (`megatron.compat.initialize`)."""
 
 from megatron.compat.deepspeed_file.read import DeepSpeedSettings, read_deepspeed
-
-__all__ = ["DeepSpeedSettings", "read_deepspeed"]

@@ -1,7 +1,5 @@
 """Keys of DeepSpeed's JSON that are read together: the scheduler, loss scale, what is offloaded, where reports go."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Writes the tables of docs/from_deepspeed.md from the keys: `python -m megatron.compat.deepspeed_file.docs`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path

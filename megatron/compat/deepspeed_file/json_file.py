@@ -1,7 +1,5 @@
 """Reads DeepSpeed's JSON file strictly: what JSON does not have, and a key that is set twice, is one line."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

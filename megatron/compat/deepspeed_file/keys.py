@@ -1,7 +1,5 @@
 """How a key of DeepSpeed's JSON is described: the type of its value, and the setting, line or refusal it becomes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal

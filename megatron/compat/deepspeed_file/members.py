@@ -1,8 +1,6 @@
 """The keys of DeepSpeed's blocks that are one row of the table: a key that DeepSpeed lacks is a misspelling, in a block
 that is switched off too."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType

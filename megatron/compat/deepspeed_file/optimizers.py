@@ -1,7 +1,5 @@
 """DeepSpeed's `optimizer` block: which of our optimizers a type is, and what its parameters set."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType

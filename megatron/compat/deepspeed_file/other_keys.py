@@ -1,7 +1,5 @@
 """Keys of DeepSpeed's JSON about reports, activations, and what is not part of training here."""
 
-from __future__ import annotations
-
 from megatron.compat.deepspeed_file.keys import block, decided, many, no_effect, refused, sets
 
 REPORTS = (

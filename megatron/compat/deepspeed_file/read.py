@@ -1,7 +1,5 @@
 """DeepSpeed's JSON, a file or a dict, as values of our settings, with the lines to print about them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

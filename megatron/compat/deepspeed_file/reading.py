@@ -1,7 +1,5 @@
 """A configuration while it is read: each key is checked by its row of the table, and sets a field or becomes a line."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """`--deepspeed --deepspeed_config FILE` beside the other sources of a command line."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Keys that are `decided` are read together with others by blocks.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Keys of DeepSpeed's JSON about batches, the optimizer, the schedule and number formats."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 

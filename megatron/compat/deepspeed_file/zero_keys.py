@@ -1,7 +1,5 @@
 """Keys of DeepSpeed's JSON about communication, ZeRO and offload."""
 
-from __future__ import annotations
-
 from megatron.compat.deepspeed_file.keys import block, decided, many, no_effect, refused, sets, within
 
 _BUCKETS = "weights are gathered in the buckets of reduce_bucket_size, and updated there"

@@ -6,8 +6,6 @@
 Each parameter has an owner, which keeps its state and updates it; then the owners broadcast their parameters.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Gathers the sharded optimizer's state: every rank receives that of all owners."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -8,8 +8,6 @@
 Gradients are divided over the ranks; parameters stay whole on all of them (what divides these too is ZeRO's stage 3).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial

@@ -4,8 +4,6 @@
 Device and backend are checked where the device is known (`distributed/device.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import chain
 
@@ -17,8 +15,6 @@ from megatron.config.notices import spelled, without_effect
 from megatron.config.refusals import Refusals
 from megatron.config.run import RunConfig, all_settings, settings_by_name
 from megatron.errors import ConfigError
-
-__all__ = ["check_paths", "check_settings", "check_world", "exclusions"]
 
 
 def check_settings(

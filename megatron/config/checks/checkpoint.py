@@ -1,7 +1,5 @@
 """Checks of checkpoint settings against each other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron.config.notices import spelled

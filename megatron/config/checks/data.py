@@ -1,7 +1,5 @@
 """Checks of data and tokenizer settings against each other."""
 
-from __future__ import annotations
-
 from megatron.config.blend import data_sources, parse_blend
 from megatron.config.notices import spelled
 from megatron.config.run import RunConfig

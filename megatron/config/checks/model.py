@@ -1,7 +1,5 @@
 """Checks of the model's shape, its number formats, its recomputation and its kernels."""
 
-from __future__ import annotations
-
 from megatron.config.notices import spelled
 from megatron.config.run import RunConfig, all_settings
 from megatron.errors import ConfigError

@@ -1,7 +1,5 @@
 """Checks of mixture-of-experts settings that do not depend on the number of ranks."""
 
-from __future__ import annotations
-
 from megatron.config.checks.parallel import nearest_tensor_sizes
 from megatron.config.notices import spelled
 from megatron.config.run import RunConfig

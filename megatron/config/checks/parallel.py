@@ -1,7 +1,5 @@
 """Checks of parallel layouts that do not depend on the number of ranks."""
 
-from __future__ import annotations
-
 from math import lcm
 
 from megatron.config.notices import spelled

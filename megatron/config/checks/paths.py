@@ -1,7 +1,5 @@
 """Checks that the files which the settings name exist, before any work is done."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

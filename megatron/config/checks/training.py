@@ -1,7 +1,5 @@
 """Checks of the length of the run, the batch sizes, and the schedules."""
 
-from __future__ import annotations
-
 from megatron.config.batch import parse_schedule
 from megatron.config.notices import spelled, to_add
 from megatron.config.run import RunConfig

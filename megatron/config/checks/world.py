@@ -1,7 +1,5 @@
 """Checks that depend on the number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from megatron.config.batch import BatchPlan

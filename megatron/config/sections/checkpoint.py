@@ -1,7 +1,5 @@
 """Saving and loading of checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron.config.flag import Need, flag

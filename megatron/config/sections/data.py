@@ -1,7 +1,5 @@
 """Which tokens are trained on, and how text becomes tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron.config.flag import Need, excludes, flag

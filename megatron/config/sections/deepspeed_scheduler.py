@@ -1,7 +1,5 @@
 """DeepSpeed's schedules of the learning rate, with the names that its JSON file and its command line give them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Which implementation of each operation runs. No value changes the function that is computed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron.config.flag import Need, excludes, flag

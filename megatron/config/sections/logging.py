@@ -1,7 +1,5 @@
 """Logging, evaluation and profiling."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron.config.flag import Need, flag

@@ -1,7 +1,5 @@
 """The model's architecture, for the families of GPT-2, GPT-NeoX, Llama/Qwen/Mistral and OLMo-2."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Mixture of experts: routers, experts and load balancing; and architectures that are known but not built yet."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Literal

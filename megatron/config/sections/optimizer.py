@@ -1,7 +1,5 @@
 """The optimizer and the schedules of learning rate and weight decay."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron.config.flag import Need, excludes, flag

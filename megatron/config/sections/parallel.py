@@ -1,7 +1,5 @@
 """How the work is divided over ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import lcm

@@ -1,7 +1,5 @@
 """Number formats, loss scaling, and activation recomputation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

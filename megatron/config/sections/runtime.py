@@ -1,7 +1,5 @@
 """Devices, processes, CPUs, and what the command itself does. No value changes what is computed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron.config.flag import Need, flag

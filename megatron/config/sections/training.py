@@ -1,7 +1,5 @@
 """Batch sizes, the length of the run, and its stop conditions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Writes .bin/.idx datasets. Files get their final names only when all of them are complete and synced."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -201,7 +199,7 @@ class IndexedDatasetBuilder:
             with contextlib.suppress(OSError):
                 self._index.close()
 
-    def __enter__(self) -> IndexedDatasetBuilder:
+    def __enter__(self) -> "IndexedDatasetBuilder":
         return self
 
     def __exit__(

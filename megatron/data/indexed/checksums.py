@@ -4,8 +4,6 @@ sha256, as in a checkpoint's manifest. Blocks are at fixed offsets, so the list 
 written.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +48,7 @@ class FileChecksums:
             raise ValueError(f"{len(self.blocks)} blocks of {self.block_bytes} bytes for {self.size} bytes")
 
     @classmethod
-    def of(cls, hasher: BlockHasher) -> FileChecksums:
+    def of(cls, hasher: BlockHasher) -> "FileChecksums":
         return cls(size=hasher.size, blocks=hasher.blocks(), block_bytes=hasher.block_bytes)
 
 

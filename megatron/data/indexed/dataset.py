@@ -1,7 +1,5 @@
 """Reads .bin/.idx datasets. Opening one checks the whole index; reading a sequence is then a slice."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Opens data files: checks their kind, maps or reads them, and raises the limit on open files."""
 
-from __future__ import annotations
-
 import os
 import resource
 import stat

@@ -1,7 +1,5 @@
 """The index of a dataset being written. It grows on disk, so memory stays constant."""
 
-from __future__ import annotations
-
 import io
 import os
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Layout, little-endian: magic (9 bytes), u64 version, u8 dtype code, u64 N sequen
 int32 lengths [N], int64 byte offsets [N], int64 document array [D].
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Layout, little-endian: magic (8 bytes), u64 version, dtype code, bytes per token
 int64 dim_offsets [N + 1], data_offsets [N + 1] in tokens, sizes [S], document array [D].
 """
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 

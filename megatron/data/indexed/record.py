@@ -1,7 +1,5 @@
 """PREFIX.meta.json records what a dataset was made with. Written last, so a record implies a complete dataset."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The distribution of document lengths, in numbers and as a histogram."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass

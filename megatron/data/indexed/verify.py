@@ -1,7 +1,5 @@
 """Verifies a whole dataset: the checksum of every byte, the range of every id, the end of every document."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The conversations of one file as ids: encoded by one process at the first start, mapped by all from then on."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Samples of whole conversations. The packs are the same in every epoch, their order is not."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron.data.cache import Arrays, IndexCache

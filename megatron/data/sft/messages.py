@@ -3,8 +3,6 @@
 As in Megatron-LM, a line may hold several conversations: each system message begins another one.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

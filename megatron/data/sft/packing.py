@@ -1,7 +1,5 @@
 """Packs conversations into samples: best fit, the longest first, which leaves little empty."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 

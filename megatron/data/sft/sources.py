@@ -1,7 +1,5 @@
 """The files of conversations of a run, each encoded once, whatever splits and blends use it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ConversationSources(Sources):
-    def __init__(self, config: DataConfig, chat: ConversationEncoder, say: Say | None) -> None:
+    def __init__(self, config: "DataConfig", chat: ConversationEncoder, say: Say | None) -> None:
         super().__init__(config, vocab_size=None, eod_id=None, tokenizer_fingerprint=None)
         self._chat, self._say = chat, say
         self._notes: list[str] = []

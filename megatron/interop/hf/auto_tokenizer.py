@@ -4,8 +4,6 @@ A program of its own that imports nothing of this project. Each line of stdin is
 answer, both JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -3,8 +3,6 @@
 Logits are compared in fp32 whatever the dtype of the weights, so that rounding hides no difference.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The types and bounds of what is read of a config.json, checked before anything is made from it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """A Hugging Face folder as a native checkpoint, without training state."""
 
-from __future__ import annotations
-
 import shutil
 from functools import partial
 from pathlib import Path

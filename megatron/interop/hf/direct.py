@@ -1,8 +1,6 @@
 """Fills a rank's part of the model from a Hugging Face folder, without a conversion: files are mapped, and a rank reads
 the slices that it holds. The weights are those that an import and a load of it give, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path

@@ -5,8 +5,6 @@ rotate half-split heads. Import goes through views of their tensors: of a file t
 read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Exports a verified native checkpoint to a folder that `transformers` opens offline."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a family of `transformers` models is to us. Each family is one subclass in `families/`."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Imports a Hugging Face folder of a known family; of files with code in them nothing is run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass

@@ -3,8 +3,6 @@
 Every checkpoint of a run that goes on with it keeps them, and an export gives them back as they came in.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """RoPE and its scaling, to and from config.json."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

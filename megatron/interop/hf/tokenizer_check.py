@@ -1,8 +1,6 @@
 """Checks that `transformers` reads a folder's tokenizer as our run does: ids, offsets, text, special tokens, a padded
 batch, and `pipeline`, in a fresh process without this project's package."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

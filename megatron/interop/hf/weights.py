@@ -3,8 +3,6 @@
 A `.bin` file is a pickle: it is opened as our own checkpoints are, scanned first and weights only; no flag undoes that.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import cached_property, partial

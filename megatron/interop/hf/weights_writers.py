@@ -1,8 +1,6 @@
 """Writes a file of weights tensor by tensor, so that one of them at a time is in memory, however long the file is:
 safetensors, or `pytorch_model.bin` for programs that read none."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from functools import partial

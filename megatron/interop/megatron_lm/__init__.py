@@ -1,14 +1,10 @@
 """Checkpoints of Megatron-LM: read as steps of ours, and written for its loaders."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron.interop.megatron_lm.step import MegatronStep, is_classic, open_classic
 from megatron.interop.megatron_lm.torch_dist import is_torch_dist, open_torch_dist
 from megatron.torch_files.member_checks import MemberChecks, Say
-
-__all__ = ["MegatronStep", "open_foreign"]
 
 
 def open_foreign(directory: Path, say: Say = lambda text: None, *, check_hashes: bool = True) -> MegatronStep | None:

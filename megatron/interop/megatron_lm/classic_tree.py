@@ -1,8 +1,6 @@
 """The tree `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt` of Megatron-LM: which rank's file holds which slice of which of
 our parameters. Files are opened by `torch_files/torch_file.py`: nothing in them runs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a `torch_dist` directory holds besides tensors: arguments, counters, the groups of the optimizer."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from math import prod

@@ -1,7 +1,5 @@
 """A step of any format as a native checkpoint, with its optimizer where it has one."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -5,8 +5,6 @@ called. What it says is checked before a byte is read: names of files, positions
 exactly once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod

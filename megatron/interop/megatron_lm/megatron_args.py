@@ -1,7 +1,5 @@
 """The configuration of a model of Megatron-LM, from the `args` that its checkpoints hold, and back."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields

@@ -5,8 +5,6 @@ keep a norm with the linear layer after it. Layer numbers restart on each pipeli
 expert-parallel rank.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal

@@ -5,8 +5,6 @@ and what has one dimension; each of those with experts apart where the file says
 one vector, filled from its end: the first parameter is the last one in it. Later versions leave gaps between them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod

@@ -1,8 +1,6 @@
 """A step that Megatron-LM wrote, described as a step of ours: with a manifest that is made from its files, so that
 loading, converting and generating read it as they read their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,7 +40,7 @@ class MegatronStep:
     optimizer_problem: str | None = None
     """Why the optimizer's state, which is there, cannot be read."""
 
-    def with_vocabulary(self, rows: int) -> MegatronStep:
+    def with_vocabulary(self, rows: int) -> "MegatronStep":
         """Its tables have padding rows, and its args do not say from which row on."""
         tables = {name: self.manifest.model[name] for name in VOCABULARY_TABLES if name in self.manifest.model}
         if any(sum(piece.shape[0] for piece in record.slices) < rows for record in tables.values()):  # with padding

@@ -4,8 +4,6 @@ Layers may be stacked along a first dimension, and experts along the next one. T
 of its parameter, or is kept flat for each part of the grid that tensor parallelism cuts it into.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ The files hold tensors, plain values and one `argparse.Namespace`, which the loa
 memory.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ defines PROOFS is found by its file; a kernel is verified on each backend (CPU, 
 proof is there.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 
@@ -16,17 +14,3 @@ from megatron.ops.proof.judge import SMALL, OperationReport, doubts, judge
 _NAMES = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
 _MODULES = [module for name in _NAMES if hasattr(module := import_module(f"{__name__}.{name}"), "PROOFS")]
 PROOFS: dict[str, Proof] = {proof.name: proof for module in _MODULES for proof in module.PROOFS}
-
-__all__ = [
-    "PROOFS",
-    "SMALL",
-    "Call",
-    "Draw",
-    "Finding",
-    "OperationReport",
-    "Proof",
-    "compare_call",
-    "doubts",
-    "flat_tensors",
-    "judge",
-]

@@ -1,7 +1,5 @@
 """Judges the kernels of one folder of csrc/, as started by `judge_apart`; saves its verdicts after every dtype."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

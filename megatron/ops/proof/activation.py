@@ -1,7 +1,5 @@
 """Activations: the oracles are the plain formulas in fp64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

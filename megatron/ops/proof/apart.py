@@ -1,8 +1,6 @@
 """Judges each folder of csrc/ in a process of its own: after an illegal access a process can no longer use its GPU, and
 the other folders are judged all the same."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

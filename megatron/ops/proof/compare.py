@@ -1,7 +1,5 @@
 """How a kernel is compared with its oracle in fp64: every output and every gradient, on memory full of NaN, twice."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Cross-entropy: the oracle is the plain formula; what works in place works on copies here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property

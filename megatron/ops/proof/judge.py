@@ -1,7 +1,5 @@
 """The verdict on one kernel: every call of its proof, against fp64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Norms: the oracles are the plain formulas in fp64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The optimizer's kernels: AdamW written out in fp64, and the plain sum of squares."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product

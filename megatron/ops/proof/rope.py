@@ -1,7 +1,5 @@
 """Rotary embedding: the oracle is the plain formula in fp64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Scaled, masked softmax: the oracle is the plain formula. Its gradient is taken from the probabilities in their own
 dtype: they are what the product with the values keeps as well."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

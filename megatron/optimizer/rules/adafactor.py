@@ -5,8 +5,6 @@ divided. A rank's piece is a range of the elements of what tensor parallelism le
 piece, and two small sums over the ranks make the same numbers on all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -73,7 +71,7 @@ class Extent:
     """[rows here]: 1, or 0 where another of these ranks holds the same row and counts it. None is 1 in all."""
 
     @staticmethod
-    def of(grads: TrainingStore, name: str, matrix: Matrix) -> Extent:
+    def of(grads: TrainingStore, name: str, matrix: Matrix) -> "Extent":
         parameter, spec = grads.parameter(name), matrix.spec
         is_matrix = parameter.dim() == 2
         count = prod(spec.logical_shape) // matrix.columns if is_matrix else prod(spec.logical_shape)

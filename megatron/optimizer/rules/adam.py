@@ -7,8 +7,6 @@
 | `EightBits` (`eight_bit_moments.py`) | in 8 bits | `by_formula` |
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 

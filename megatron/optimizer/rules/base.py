@@ -1,7 +1,5 @@
 """What every update rule offers, and how one leaves an update out without asking the host."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -100,7 +98,7 @@ class Gated:
     open: float | Tensor
 
     @staticmethod
-    def by(skip: Tensor | None, grads: list[Tensor]) -> Gated:
+    def by(skip: Tensor | None, grads: list[Tensor]) -> "Gated":
         if skip is None:
             return Gated(grads, 1.0)
         applied = skip == 0

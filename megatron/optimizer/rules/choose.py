@@ -1,7 +1,5 @@
 """From settings to the rule of each parameter."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

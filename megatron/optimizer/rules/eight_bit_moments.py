@@ -5,8 +5,6 @@ layout; ZeRO's pieces may cut them, and then the ranks agree on the largest numb
 moments in fp32, as AdamW's does; reading them back gives the same codes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ lets changes smaller than a unit count in the long run, which rounding to the ne
 that is already one of the codes stays that code with any dither, so storing what was read changes nothing.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

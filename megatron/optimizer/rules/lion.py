@@ -1,7 +1,5 @@
 """Lion: every element moves by the learning rate, in the direction of a momentum (Chen et al., 2023)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ matrices, and `Directions` brings them together. Each step of it applies an odd 
 singular values, with products of matrices alone: they become about 1, and the singular vectors stay.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

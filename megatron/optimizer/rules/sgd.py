@@ -1,7 +1,5 @@
 """SGD with momentum; weight decay is added to the gradient, as in Megatron."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

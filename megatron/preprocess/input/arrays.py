@@ -1,7 +1,5 @@
 """Splits a JSON array of objects into lines, one per item, holding at most one item in memory."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Iterator

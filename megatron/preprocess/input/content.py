@@ -1,7 +1,5 @@
 """What an input file holds, by its ending or its first bytes."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from importlib import import_module

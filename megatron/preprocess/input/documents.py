@@ -1,7 +1,5 @@
 """Parses JSON lines into the texts of documents, or reasons why a line has none."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Expands --input (files, patterns, folders, URLs of them, standard input) to a list of input files."""
 
-from __future__ import annotations
-
 import glob
 import os
 import stat

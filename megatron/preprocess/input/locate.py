@@ -1,7 +1,5 @@
 """Finds the line of a document. Segments are cut by bytes, so lines are counted only when a message needs them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from megatron.errors import MegatronError

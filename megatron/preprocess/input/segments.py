@@ -3,8 +3,6 @@
 The cut depends on the content alone, not on the number of workers or the partition.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

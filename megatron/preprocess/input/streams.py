@@ -1,7 +1,5 @@
 """Reads compressed files, JSON arrays and pipes as streams of lines."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import sys

@@ -1,7 +1,5 @@
 """Reads row groups of Parquet files as batches of documents: only the wanted columns, a few pages at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -75,13 +73,13 @@ def read_rows(source: InputFile, start: int, stop: int, keys: Sequence[str]) -> 
                 first += table.num_rows
 
 
-def _refused(columns: Sequence[_Column], first: int, rows: int) -> Batch:
+def _refused(columns: "Sequence[_Column]", first: int, rows: int) -> Batch:
     error = next(column.error for column in columns if column.error is not None)
     bad = [BadLine(first + i, error.kind, error.detail) for i in range(rows)]
     return Batch(first, rows, 0, [], 0, bad)
 
 
-def _to_batch(table: Any, columns: Sequence[_Column], first: int) -> Batch:
+def _to_batch(table: Any, columns: "Sequence[_Column]", first: int) -> Batch:
     batch = Batch(first, table.num_rows, table.nbytes, [], 0, [])
     values = [column.values(table) for column in columns]
     if all(type(value) is str for found in values for value in found):

@@ -1,7 +1,5 @@
 """What tools/check_layout.py does and prints: it trains a script at its layout and by one process, and compares."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import io

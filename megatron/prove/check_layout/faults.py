@@ -1,7 +1,5 @@
 """Faults that tools/check_layout.py can plant, to show a user that each is found: a function each, of the same name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

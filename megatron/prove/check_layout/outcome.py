@@ -3,8 +3,6 @@
 The equivalence tests use the same functions as tools/check_layout.py.
 """
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

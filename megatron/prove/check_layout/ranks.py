@@ -4,8 +4,6 @@ The ranks meet through a file in a private folder, so nobody else can join them.
 through a pipe, as bytes that the caller makes and reads; nothing is unpickled here.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

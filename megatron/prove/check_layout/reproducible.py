@@ -1,7 +1,5 @@
 """The user's settings as tools/check_layout.py runs them: reproducible, smaller if need be, or on one process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import prod
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whether all members of each communicator ask the same of it, in the same order."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 

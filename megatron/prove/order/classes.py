@@ -7,8 +7,6 @@ shifted among themselves, all instances alike, and instances as a whole; one tha
 of the unit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from math import lcm

@@ -1,7 +1,5 @@
 """Records what the ranks of a layout do, from the start of a run to its stop, and proves their order."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

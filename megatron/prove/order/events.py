@@ -1,7 +1,5 @@
 """What one rank asks of its communicators, in the order in which it asks; no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal

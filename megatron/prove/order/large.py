@@ -1,7 +1,5 @@
 """Makes a small model that is recorded on a CPU communicate like a large one on accelerators."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The other ranks of a recorded one: made up, or real ones over gloo."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 from collections.abc import Callable, Sequence
@@ -34,7 +32,7 @@ class Script:
     stands_for: Callable[[int], int] = int
     broadcasts: Said = field(default_factory=dict)
 
-    def __call__(self, options: Any, ranks: tuple[int, ...]) -> Scripted:
+    def __call__(self, options: Any, ranks: tuple[int, ...]) -> "Scripted":
         return Scripted(self, options, ranks)
 
 

@@ -1,7 +1,5 @@
 """tools/check_layout.py --cluster N: proves on one machine that a launch on N ranks does not hang."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """Records ranks one after the other, or several at a time in processes of their own; what is recorded is the same."""
 
-from __future__ import annotations
-
 import io
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -46,7 +44,7 @@ class RecordError(MegatronError):
         super().__init__("; ".join(lines))
         self._lines, self.exit_code, self.calls = lines, exit_code, calls
 
-    def __reduce__(self) -> tuple[type[RecordError], tuple[Any, ...]]:  # a process sends it to another one
+    def __reduce__(self) -> "tuple[type[RecordError], tuple[Any, ...]]":  # a process sends it to another one
         return RecordError, (self._lines, self.exit_code, self.calls)
 
     @property
@@ -114,7 +112,7 @@ def waves(layout: Layout, ranks: Iterable[int]) -> list[dict[tuple[int, ...], in
 
 @contextmanager
 def _answering(
-    recorder: _Recorder, workers: int, report: Report
+    recorder: "_Recorder", workers: int, report: Report
 ) -> Iterator[Callable[[Sequence[_Task]], Iterator[_Answer]]]:
     if workers == 1:
         yield lambda tasks: (recorder(task, lambda note: report()) for task in tasks)
@@ -137,7 +135,7 @@ def _answering(
         yield answers_to
 
 
-def _or_failure(recorder: _Recorder, task: _Task, note: Callable[[None], None]) -> _Answer | RecordError:
+def _or_failure(recorder: "_Recorder", task: _Task, note: Callable[[None], None]) -> _Answer | RecordError:
     torch.set_num_threads(1)  # a forked process must not enter its parent's OpenMP team: it would wait for ever
     try:
         return recorder(task, note)

@@ -8,8 +8,6 @@ The rank is alone in its process. Its peers are scripted: they hold what this ra
 up, so that its own control flow goes on. With `peers=gloo_peers` the world is real and the operations are executed.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -77,7 +75,7 @@ class Tape:
             self.waited.add(number)
             self.events.append(Wait(number))
 
-    def make_group(self, options: Any) -> _RecordedGroup:
+    def make_group(self, options: Any) -> "_RecordedGroup":
         ranks = tuple(options.global_ranks_in_group) or tuple(range(self.world_size))
         group = _RecordedGroup(self, options.group_id, ranks, self.peers(options, ranks))
         self._groups.append(group)
@@ -159,7 +157,7 @@ class _RecordedGroup(_TorchGroup):
     def axis(self) -> str:
         return "world" if len(self.ranks) == self.tape.world_size else str(self.group_desc)
 
-    def _get_backend(self, device: torch.device) -> _RecordedGroup:
+    def _get_backend(self, device: torch.device) -> "_RecordedGroup":
         return self  # torch 2.14 asks it whether it coalesces messages; this one does not
 
     def getBackendName(self) -> str:

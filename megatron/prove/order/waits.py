@@ -9,8 +9,6 @@ behind it until it can start. An operation starts on each side alone and ends wh
 More constraints never let more happen, so whatever ends under a stricter set of rules ends under a weaker one.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -70,7 +68,7 @@ class _Entry:
     issued: float
     seconds: float = 0.0
     keys: list[Key] = field(default_factory=list)
-    after: list[_Entry] = field(default_factory=list)
+    after: "list[_Entry]" = field(default_factory=list)
     open: int = 0
     """Sides that have not met yet."""
     start: float | None = None

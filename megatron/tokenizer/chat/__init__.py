@@ -1,7 +1,5 @@
 """Conversations to ids with a tokenizer's chat template, and which of the ids are the assistant's answers."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError
@@ -12,7 +10,7 @@ if TYPE_CHECKING:
     from megatron.config import TokenizerConfig
 
 
-def build_chat_encoder(config: TokenizerConfig, eod_id: int | None, *, flag: str = "--sft") -> ChatEncoder:
+def build_chat_encoder(config: "TokenizerConfig", eod_id: int | None, *, flag: str = "--sft") -> ChatEncoder:
     """Returns the encoder that `flag` needs. The format is Megatron-LM's where its type of tokenizer is named, else the
     tokenizer's own template."""
     if TOKENIZERS[config.kind] is not HUGGING_FACE or config.tokenizer_model is None:

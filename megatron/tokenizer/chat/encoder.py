@@ -6,8 +6,6 @@ spells a special token is refused, since with it somebody could forge the end of
 where an answer ends in a character that takes several tokens, all of them count.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

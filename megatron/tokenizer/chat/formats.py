@@ -3,8 +3,6 @@
 All but `default` are Megatron-LM's, which ends each conversation with the end-of-document token and counts it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -8,8 +8,6 @@ Standard input has a frame with the setup, then frames with conversations; a fra
 output has a frame for each of them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -102,7 +100,7 @@ class _Renderer:
         return "".join([*text, marked[done:]]), answers
 
 
-def compiled(source: str) -> jinja2.Template:
+def compiled(source: str) -> "jinja2.Template":
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser

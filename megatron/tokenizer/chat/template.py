@@ -3,8 +3,6 @@
 The template comes with a model that somebody else made: it may loop, or fill the memory.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging
@@ -128,7 +126,7 @@ class ChatTemplate:
             else:
                 self._process = process
 
-    def _read(self, process: _Process) -> tuple[Rendered, ...] | ChatError:
+    def _read(self, process: "_Process") -> tuple[Rendered, ...] | ChatError:
         try:
             content = process.receive(self.limits.output_bytes)
             return _texts(content) if isinstance(content, list) else self._error(content["error"], str(content["why"]))
@@ -166,7 +164,7 @@ class ChatTemplate:
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         return f"{self.named}: the process that renders it ended ({how}); correct the template, or use another one"
 
-    def _started(self) -> _Process:
+    def _started(self) -> "_Process":
         if self._process is not None and self._process.usable:
             return self._process
         self.close()

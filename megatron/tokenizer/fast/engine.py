@@ -1,7 +1,5 @@
 """Wraps gigatoken: one document at a time, without special tokens."""
 
-from __future__ import annotations
-
 import json
 import logging
 from typing import Any

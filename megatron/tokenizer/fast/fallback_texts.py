@@ -1,7 +1,5 @@
 """Finds texts that must fall back to the exact encoder, because two Unicode tables may treat them differently."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence

@@ -6,8 +6,6 @@
 4. A sample of all text is encoded again by the exact encoder. A difference is an EncoderDifference.
 """
 
-from __future__ import annotations
-
 import logging
 import zlib
 from collections.abc import Callable, Sequence
@@ -47,7 +45,7 @@ def build_guarded(
     encoder: Encoder,
     eod_token: str | None,
     announce: bool = True,
-) -> GuardedEncoder | None:
+) -> "GuardedEncoder | None":
     """The guarded fast encoder, or None to use the exact one. `description` is the tokenizer.json."""
     if encoder == "exact":
         return None
@@ -61,7 +59,7 @@ def build_guarded(
         return None
 
 
-def _build(description: dict[str, Any], exact: ExactEncoder, eod_token: str | None) -> GuardedEncoder:
+def _build(description: dict[str, Any], exact: ExactEncoder, eod_token: str | None) -> "GuardedEncoder":
     kind = fast_kind(description, eod_token)
     engine = FastEngine(kind)
     fallback = FallbackTexts(composes=kind.composes, cased=kind.cased, plain_tokens=kind.plain_tokens)

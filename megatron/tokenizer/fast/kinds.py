@@ -4,8 +4,6 @@ A closed list, proved by comparing every character and millions of random texts;
 encoder. The fast library ignores settings that it does not know, so every setting must be checked here.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

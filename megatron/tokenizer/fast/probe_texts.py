@@ -1,7 +1,5 @@
 """Probe texts: texts that each broke some tokenizer once, and texts made from the vocabulary."""
 
-from __future__ import annotations
-
 import unicodedata
 from collections.abc import Iterator, Mapping
 

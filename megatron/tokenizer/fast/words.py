@@ -1,7 +1,5 @@
 """Splits long texts where a word ends, so that the parts' encodings concatenate to the encoding of the whole."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

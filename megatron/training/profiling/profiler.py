@@ -1,7 +1,5 @@
 """`--profile`: a window of iterations traced with PyTorch's profiler, and a table of where their time went."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +18,7 @@ from megatron.utils.log import RankLog, print_line, print_lines
 
 def build_profiler(
     config: ProfileConfig, rank: int, device: torch.device, done: int, log: RankLog
-) -> list[StepProfiler]:
+) -> "list[StepProfiler]":
     """At most one. `done` iterations lie behind, in an earlier run."""
     past = config.profile and done >= config.profile_step_end
     if past:

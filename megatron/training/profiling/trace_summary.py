@@ -5,8 +5,6 @@ is computed are communication where a collective is under way, else idle. On an 
 kernels: communication counts where nothing is computed beside it, and what is hidden is told apart.
 """
 
-from __future__ import annotations
-
 import gzip
 import heapq
 import json

@@ -1,7 +1,5 @@
 """The families that we export to and import from. A new one is a file here and an entry of FAMILIES."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The activation of an MLP without a gate, in the names of config.json."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron.config import ModelConfig

@@ -1,7 +1,5 @@
 """GPT-2: learned positions, LayerNorm, biases; fused QKV as [Q; K; V] and transposed linear layers (Conv1D)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

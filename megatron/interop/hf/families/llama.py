@@ -1,7 +1,5 @@
 """Llama, and what its descendants share: RoPE, RMSNorm, gated MLP, no fused weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

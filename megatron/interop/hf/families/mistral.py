@@ -1,7 +1,5 @@
 """Mistral: Llama with a sliding window."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Mixtral: Mistral with experts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GPT-NeoX and Pythia: partial RoPE, LayerNorm, GELU, biases, attention and MLP side by side, a head of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """OLMo-2: Llama with norms after attention and MLP, and one norm over all heads of queries and one of keys."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Qwen2 and Qwen2.5: Llama with biases of queries, keys and values, and a window that few of them use."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Qwen3: Qwen2 with norms of queries and keys."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from megatron.interop.hf.families.qwen2 import Qwen2

@@ -1,7 +1,5 @@
 """Qwen3-MoE: Qwen3 with experts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

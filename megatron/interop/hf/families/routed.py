@@ -1,7 +1,5 @@
 """Experts that a softmax chooses, as Mixtral and Qwen3-MoE have them."""
 
-from __future__ import annotations
-
 from megatron.config import ModelConfig, MoEConfig
 from megatron.interop.hf.exchange import TensorLayout, same, separate_gate_and_up
 from megatron.interop.hf.family import Lacking

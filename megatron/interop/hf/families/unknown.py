@@ -1,7 +1,5 @@
 """Models that no family is: which is nearest, and what it would lose."""
 
-from __future__ import annotations
-
 from difflib import get_close_matches
 
 _NEAREST: dict[str, tuple[str, str]] = {
