@@ -40,18 +40,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks.parts.turns import rotated
-from megatron.checkpoint import (
-    Background,
-    Retention,
-    RunHistory,
-    Save,
-    Sharded,
-    TrainState,
-    find_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-    storage,
-)
+from megatron.checkpoint import storage
+from megatron.checkpoint.background import Background
+from megatron.checkpoint.found_step import find_checkpoint
+from megatron.checkpoint.load import load_checkpoint
+from megatron.checkpoint.run_state import Retention, RunHistory, Sharded, TrainState
+from megatron.checkpoint.save import Save, save_checkpoint
 from megatron.distributed.parallel_state import ParallelState
 from megatron.layout import Layout
 from megatron.state.shard import Shard

@@ -167,16 +167,6 @@ class Layout:
                 if senders:
                     yield what, {ranks[s]: ranks[(s + step) % self.pp] for s in senders for ranks in pipelines}
 
-    def _key(self, axis: str, rank: int) -> tuple[int, ...]:
-        """The coordinates that identify the group of `axis` that holds `rank`."""
-        if axis not in AXES:
-            raise ValueError(f"unknown axis {axis!r}; there are {', '.join(AXES)}")
-        place = self.coordinates(rank)
-        key = tuple(getattr(place, name) for name in _SAME_WITHIN_GROUP[axis])
-        if axis == "embedding" and 0 < place.pp < self.pp - 1:
-            return (*key, place.pp)  # a middle stage forms a group of its own
-        return key
-
     def _sizes(self) -> tuple[tuple[str, int], ...]:
         own = (TP_FLAG, self.tp), (CP_FLAG, self.cp), (PP_FLAG, self.pp)
         return (*own, (EP_FLAG, self.ep), (INSTANCES_FLAG, self.instances))
@@ -217,24 +207,6 @@ class Layout:
         )
 
 
-_SAME_WITHIN_GROUP = {
-    "tp": ("pp", "dp", "cp"),
-    "cp": ("pp", "dp", "tp"),
-    "dp": ("pp", "cp", "tp"),
-    "pp": ("dp", "cp", "tp"),
-    "ep": ("pp", "expert_dp", "tp"),
-    "expert_dp": ("pp", "ep", "tp"),
-    "dp_cp": ("pp", "tp"),
-    "shard": ("pp", "instance", "tp"),
-    "expert_shard": ("pp", "instance", "ep", "tp"),
-    "replicate": ("pp", "shard", "tp"),
-    "embedding": ("dp", "cp", "tp"),
-    "model": ("dp", "cp"),
-    "world": (),
-}
-"""The coordinates that the members of one group have in common."""
-
-
 def nearest_divisors(number: int, size: int) -> tuple[int, ...]:
     """The largest divisor of `number` up to `size` and the smallest above it, as far as they exist."""
     small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
@@ -264,7 +236,8 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
 
 @lru_cache(maxsize=32)
 def _groups(layout: Layout, axis: str) -> tuple[tuple[int, ...], ...]:
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[int, tuple[int, ...]] = {}  # by member
     for rank in range(layout.world_size):
-        groups.setdefault(layout._key(axis, rank), []).append(rank)
-    return tuple(tuple(ranks) for ranks in groups.values())
+        if rank not in groups:
+            groups.update(dict.fromkeys(group := layout.group_of(axis, rank), group))
+    return tuple(dict.fromkeys(groups.values()))

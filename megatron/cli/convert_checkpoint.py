@@ -215,7 +215,7 @@ def _ours(arguments: argparse.Namespace, target: "TargetLayout") -> "Iterator[Fo
 
 
 def _step_in(directory: Path, step: int | None) -> "FoundStep":
-    from megatron.checkpoint import find_checkpoint
+    from megatron.checkpoint.found_step import find_checkpoint
     from megatron.distributed.parallel_state import ParallelState
     from megatron.interop.source import OTHER_PROGRAMS
     from megatron.layout import Layout

@@ -10,8 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.checkpoint import DamagedCheckpointError, RunHistory, find_checkpoint
+from megatron.checkpoint.found_step import find_checkpoint
+from megatron.checkpoint.run_state import RunHistory
 from megatron.checkpoint.step_source import OWN_STEPS, StepSource
+from megatron.checkpoint.verify import DamagedCheckpointError
 from megatron.config import RunConfig, TokenizerConfig
 from megatron.distributed.parallel_state import ParallelState
 from megatron.engine import Evaluation

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.checkpoint.step_source import ForeignModel, ForeignStep, Say, StepSource
 
 if TYPE_CHECKING:
-    from megatron.checkpoint import LoadedState
+    from megatron.checkpoint.run_state import LoadedState
 
 
 class OtherPrograms:

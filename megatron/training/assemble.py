@@ -9,7 +9,8 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from megatron.checkpoint import DamagedCheckpointError, RunHistory
+from megatron.checkpoint.run_state import RunHistory
+from megatron.checkpoint.verify import DamagedCheckpointError
 from megatron.data.datasets import Datasets
 from megatron.data.splits import sample_counts
 from megatron.engine import Engine, Evaluation, build_engine

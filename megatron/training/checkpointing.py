@@ -9,24 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.checkpoint import (
-    Background,
-    LoadedState,
-    NonPersistent,
-    Retention,
-    RunHistory,
-    Save,
-    SavedInfo,
-    TrainState,
-    determinism_fingerprint,
-    hold_directory,
-    load_checkpoint,
-    save_now,
-    saved_values,
-    warning_before_training,
-    writes,
-)
 from megatron.checkpoint.all_ranks import do_on_first, run_on_all
+from megatron.checkpoint.background import Background
+from megatron.checkpoint.besides_tensors import saved_values
+from megatron.checkpoint.determinism import determinism_fingerprint
+from megatron.checkpoint.load import load_checkpoint
+from megatron.checkpoint.non_persistent import NonPersistent
+from megatron.checkpoint.retention import warning_before_training
+from megatron.checkpoint.run_state import LoadedState, Retention, RunHistory, SavedInfo, TrainState, writes
+from megatron.checkpoint.save import Save, hold_directory, save_now
 from megatron.config import to_dict
 from megatron.distributed.rng import get_rng_state, set_rng_state
 from megatron.engine import Engine, Evaluation

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from megatron.checkpoint import find_checkpoint
+from megatron.checkpoint.found_step import find_checkpoint
 from megatron.config import CheckpointConfig, MoEConfig, ParallelConfig, RunConfig
 from megatron.config.blend import data_sources, given_sets
 from megatron.config.refusals import Refusals

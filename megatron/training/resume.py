@@ -10,16 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint import (
-    FoundStep,
-    NonPersistent,
-    RunHistory,
-    check_architecture,
-    find_checkpoint,
-    saved_values,
-)
+from megatron.checkpoint.architecture import check_architecture
+from megatron.checkpoint.besides_tensors import saved_values
+from megatron.checkpoint.found_step import FoundStep, find_checkpoint
 from megatron.checkpoint.local.steps import LocalNonPersistent
+from megatron.checkpoint.non_persistent import NonPersistent
 from megatron.checkpoint.paths import NON_PERSISTENT
+from megatron.checkpoint.run_state import RunHistory
 from megatron.config import BatchPlan, RunConfig, to_dict
 from megatron.config.split import parse_split
 from megatron.errors import ConfigError, DataError

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from megatron.checkpoint import Background, found_step, reader, save
+from megatron.checkpoint import found_step, reader, save
+from megatron.checkpoint.background import Background
 from megatron.data_parallel import BucketStore, fully_sharded
 from megatron.data_parallel.buckets import Bucket
 from megatron.distributed import collectives, parallel_state

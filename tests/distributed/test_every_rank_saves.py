@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import RunHistory, StepReader, content, inspect_step, manifest, save_checkpoint
+from megatron.checkpoint import content, manifest
 from megatron.checkpoint.manifest import Slice, TensorRecord
-from megatron.checkpoint.reader import _Places
+from megatron.checkpoint.reader import StepReader, _Places
+from megatron.checkpoint.run_state import RunHistory
+from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.storage import HashingFile
+from megatron.checkpoint.verify import inspect_step
 from megatron.distributed import collectives, messages
 from megatron.distributed.parallel_state import ParallelState
 from megatron.layout import Layout
@@ -84,7 +87,8 @@ def save_dealt(rank: int, folder: Path) -> Counter[str]:
 
 
 def load_rng(rank: int, folder: Path, ranks: int) -> int:
-    from megatron.checkpoint import find_checkpoint, load_checkpoint
+    from megatron.checkpoint.found_step import find_checkpoint
+    from megatron.checkpoint.load import load_checkpoint
 
     parallel = ParallelState.build(Layout(ranks), rank)
     found = find_checkpoint(folder, parallel=parallel)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import inspect_step
+from megatron.checkpoint.verify import inspect_step
 from tests.golden.make_schema_3 import KINDS, NEWEST, RANKS, STOPS_AFTER, command, digests, train
 from tests.helpers.distributed import run_ranks
 

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import find_checkpoint, found_step, load_checkpoint, manifest, reader, storage
+from megatron.checkpoint import found_step, manifest, reader, storage
 from megatron.checkpoint.besides_tensors import read_values
+from megatron.checkpoint.found_step import find_checkpoint
+from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.positions import Positions, Stretch
 from megatron.checkpoint.storage import FileRecord

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.checkpoint import StepReader, manifest
+from megatron.checkpoint import manifest
+from megatron.checkpoint.reader import StepReader
 from megatron.compat.any_model import ModelEngine, initialize
 from tests.helpers.any_model import batch_of, make_model
 from tests.helpers.distributed import run_ranks

@@ -15,10 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint import Save, StepReader, inspect_step, manifest
+from megatron.checkpoint import manifest
 from megatron.checkpoint.background import HostMemory
 from megatron.checkpoint.content import RankContent
+from megatron.checkpoint.reader import StepReader
+from megatron.checkpoint.save import Save
 from megatron.checkpoint.storage import HashingFile
+from megatron.checkpoint.verify import inspect_step
 from megatron.training.hooks import Hook
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import Recorder, flags, make_parts, pretrain_here

@@ -18,8 +18,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.checkpoint import RunHistory, TrainState, save_checkpoint
 from megatron.checkpoint.reader import StepReader
+from megatron.checkpoint.run_state import RunHistory, TrainState
+from megatron.checkpoint.save import save_checkpoint
 from megatron.cli.convert_checkpoint import main as convert_main
 from megatron.config import ModelConfig
 from megatron.distributed.parallel_state import ParallelState

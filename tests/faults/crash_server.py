@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from megatron.checkpoint import Retention, Save
+from megatron.checkpoint.run_state import Retention
+from megatron.checkpoint.save import Save
 from megatron.utils import durable
 from tests.faults.support import exit_codes, save_of_ranks
 

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint import Background, Retention, RunHistory, Save, inspect_step
-from megatron.checkpoint.save import save_now
+from megatron.checkpoint.background import Background
+from megatron.checkpoint.run_state import Retention, RunHistory
+from megatron.checkpoint.save import Save, save_now
+from megatron.checkpoint.verify import inspect_step
 from megatron.distributed.parallel_state import ParallelState
 from megatron.layout import Layout
 from tests.unit.checkpoint.support import load, loaded_equals, make_params, make_state, save, write_tokenizer

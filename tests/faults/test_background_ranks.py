@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import Retention, Save, retention
+from megatron.checkpoint import retention
+from megatron.checkpoint.run_state import Retention
+from megatron.checkpoint.save import Save
 from megatron.errors import CheckpointError
 from tests.faults.support import OLD, Point, assert_first_rank_commits, exit_codes, save_of_ranks, still_whole
 from tests.faults.test_checkpoint import KILLED, die_at, storage_hook

@@ -17,9 +17,11 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from megatron.checkpoint import Background, Retention, RunHistory, Save, SavedInfo, TrainState, inspect_step
-from megatron.checkpoint.background import HostMemory
+from megatron.checkpoint.background import Background, HostMemory
 from megatron.checkpoint.content import RankContent
+from megatron.checkpoint.run_state import Retention, RunHistory, SavedInfo, TrainState
+from megatron.checkpoint.save import Save
+from megatron.checkpoint.verify import inspect_step
 from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import NonFiniteError, StorageError
 from megatron.layout import Layout

@@ -18,8 +18,10 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint import RunHistory, inspect_step, save_checkpoint
+from megatron.checkpoint.run_state import RunHistory
+from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.storage import HashingFile
+from megatron.checkpoint.verify import inspect_step
 from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import CheckpointError, StorageError
 from megatron.layout import Layout
@@ -318,7 +320,8 @@ def test_every_data_parallel_rank_gets_its_own_random_state_back(tmp_path: Path)
         parallel = ParallelState.build(Layout(2), rank)
         state = make_state(names=FEW, rng={"stream": rank + 40})
         save_checkpoint(tmp_path, state, parallel=parallel, save_tokenizer=None, history=RunHistory("two"))
-        from megatron.checkpoint import find_checkpoint, load_checkpoint
+        from megatron.checkpoint.found_step import find_checkpoint
+        from megatron.checkpoint.load import load_checkpoint
 
         params = make_params(seed=8, names=FEW)
         found = find_checkpoint(tmp_path, parallel=parallel)
@@ -341,7 +344,9 @@ def test_damage_seen_by_one_rank_makes_all_fall_back(tmp_path: Path) -> None:
 
     def body(rank: int) -> int:
         import megatron.checkpoint.found_step as module
-        from megatron.checkpoint import DamagedCheckpointError, find_checkpoint, load_checkpoint
+        from megatron.checkpoint.found_step import find_checkpoint
+        from megatron.checkpoint.load import load_checkpoint
+        from megatron.checkpoint.verify import DamagedCheckpointError
 
         original = module.verified_manifest
 

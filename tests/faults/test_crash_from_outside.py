@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import pytest
 
-from megatron.checkpoint import RunHistory
+from megatron.checkpoint.run_state import RunHistory
 from tests.faults.crash_server import Case, Way
 from tests.faults.support import (
     FEW,

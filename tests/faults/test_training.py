@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import DirectoryLock, manifest
+from megatron.checkpoint import manifest
+from megatron.checkpoint.lock import DirectoryLock
 from tests.helpers.forked import launch_forked, start_forked
 from tests.helpers.runs import REPOSITORY, flags, launch, launch_command, pretrain_here, read_metrics, same_numbers
 

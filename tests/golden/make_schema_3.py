@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint import StepReader, lineage, manifest
+from megatron.checkpoint import lineage, manifest
+from megatron.checkpoint.reader import StepReader
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import Recorder, flags, make_parts
 

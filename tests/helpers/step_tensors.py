@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron.checkpoint import StepReader
+from megatron.checkpoint.reader import StepReader
 from megatron.optimizer import Optimizer
 
 

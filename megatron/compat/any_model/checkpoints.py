@@ -11,18 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint import (
-    FoundStep,
-    LoadedState,
-    RunHistory,
-    TrainState,
-    find_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-    saved_values,
-    writes,
-)
 from megatron.checkpoint.all_ranks import do_on_first, run_on_first
+from megatron.checkpoint.besides_tensors import saved_values
+from megatron.checkpoint.found_step import FoundStep, find_checkpoint
+from megatron.checkpoint.load import load_checkpoint
+from megatron.checkpoint.run_state import LoadedState, RunHistory, TrainState, writes
+from megatron.checkpoint.save import save_checkpoint
 from megatron.compat.any_model.facts import EngineFacts
 from megatron.compat.any_model.plain import mark_types, restore_types
 from megatron.data_parallel import FullySharded

@@ -9,18 +9,11 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint import (
-    LoadedState,
-    RunHistory,
-    SavedInfo,
-    Sharded,
-    TrainState,
-    find_checkpoint,
-    load_checkpoint,
-    manifest,
-    paths,
-    save_checkpoint,
-)
+from megatron.checkpoint import manifest, paths
+from megatron.checkpoint.found_step import find_checkpoint
+from megatron.checkpoint.load import load_checkpoint
+from megatron.checkpoint.run_state import LoadedState, RunHistory, SavedInfo, Sharded, TrainState
+from megatron.checkpoint.save import save_checkpoint
 from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import CheckpointError
 from megatron.layout import Layout

@@ -13,9 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint import RunHistory, StepReader, inspect_step, load_checkpoint, manifest
+from megatron.checkpoint import manifest
 from megatron.checkpoint.content import NonFiniteError
 from megatron.checkpoint.found_step import find_checkpoint
+from megatron.checkpoint.load import load_checkpoint
+from megatron.checkpoint.reader import StepReader
+from megatron.checkpoint.run_state import RunHistory
+from megatron.checkpoint.verify import inspect_step
 from megatron.compat.any_model.plain import mark_types, restore_types
 from megatron.config import OptimizerConfig, PrecisionConfig
 from megatron.data_parallel import BucketStore

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint import RunHistory
 from megatron.checkpoint.find import find_candidates
+from megatron.checkpoint.run_state import RunHistory
 from megatron.errors import CheckpointError, ConfigError
 from tests.unit.checkpoint.support import load, loaded_equals, make_params, make_state, save
 

@@ -13,16 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint import (
-    LoadedState,
-    Sharded,
-    TrainState,
-    find_checkpoint,
-    load_checkpoint,
-    manifest,
-    reader,
-    storage,
-)
+from megatron.checkpoint import manifest, reader, storage
+from megatron.checkpoint.found_step import find_checkpoint
+from megatron.checkpoint.load import load_checkpoint
+from megatron.checkpoint.run_state import LoadedState, Sharded, TrainState
 from megatron.checkpoint.verify import DamagedCheckpointError
 from megatron.state.shard import Shard
 from megatron.torch_files import safe_load

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import DamagedCheckpointError, RunHistory, inspect_step, manifest, storage
+from megatron.checkpoint import manifest, storage
 from megatron.checkpoint.besides_tensors import encode_values, read_values
 from megatron.checkpoint.content import RankContent, collect_notes, join_notes, rank_content
 from megatron.checkpoint.manifest import Manifest, Slice
 from megatron.checkpoint.positions import Positions, share_lengths
 from megatron.checkpoint.reader import StepReader
-from megatron.checkpoint.run_state import TrainState
+from megatron.checkpoint.run_state import RunHistory, TrainState
 from megatron.checkpoint.save import Save
-from megatron.checkpoint.verify import verified_manifest
+from megatron.checkpoint.verify import DamagedCheckpointError, inspect_step, verified_manifest
 from megatron.distributed.parallel_state import ParallelState
 from megatron.layout import Layout
 from megatron.state.division import Division, Members

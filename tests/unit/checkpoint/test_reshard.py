@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import RunHistory, Sharded, StepReader, inspect_step, manifest, save_checkpoint, slices
+from megatron.checkpoint import manifest, slices
 from megatron.checkpoint.manifest import Slice, TensorRecord
+from megatron.checkpoint.reader import StepReader
+from megatron.checkpoint.run_state import RunHistory, Sharded
+from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.verify import inspect_step
 from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import CheckpointError
 from megatron.layout import Layout

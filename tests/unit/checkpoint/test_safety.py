@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import inspect_step, manifest, storage
+from megatron.checkpoint import manifest, storage
+from megatron.checkpoint.verify import inspect_step
 from megatron.cli import verify_checkpoint as verify_cli
 from megatron.errors import CheckpointError
 from megatron.torch_files import safe_load

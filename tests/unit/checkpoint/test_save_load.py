@@ -15,7 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import DirectoryLock, RunHistory, hold_directory, inspect_step, manifest, paths
+from megatron.checkpoint import manifest, paths
+from megatron.checkpoint.lock import DirectoryLock
+from megatron.checkpoint.run_state import RunHistory
+from megatron.checkpoint.save import hold_directory
+from megatron.checkpoint.verify import inspect_step
 from megatron.errors import CheckpointError, ConfigError, NonFiniteError, StorageError
 from tests.unit.checkpoint.support import (
     MODEL,
@@ -245,7 +249,7 @@ def test_missing_extra_and_reshaped_tensors_are_listed(tmp_path: Path) -> None:
 
 
 def test_another_architecture_is_refused_listing_every_field(tmp_path: Path) -> None:
-    from megatron.checkpoint import model_config
+    from megatron.checkpoint.architecture import model_config
 
     save(tmp_path, make_state())
     same = model_config({**MODEL, "ffn_hidden_size": 32, "attention_dropout": 0.0})
@@ -258,7 +262,7 @@ def test_another_architecture_is_refused_listing_every_field(tmp_path: Path) -> 
 
 
 def test_longer_context_is_for_finetune_alone(tmp_path: Path) -> None:
-    from megatron.checkpoint import model_config
+    from megatron.checkpoint.architecture import model_config
 
     rope = {**MODEL, "position_embedding_type": "rope"}
     save(tmp_path, make_state(config={"model": rope}))
@@ -342,7 +346,7 @@ def test_the_manifest_keeps_its_format(tmp_path: Path) -> None:
 
 
 def test_find_gives_the_config_before_a_model_exists(tmp_path: Path) -> None:
-    from megatron.checkpoint import find_checkpoint
+    from megatron.checkpoint.found_step import find_checkpoint
 
     save(tmp_path, make_state())
     found = find_checkpoint(tmp_path, parallel=one_process())

@@ -13,9 +13,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megatron.checkpoint import inspect_step, manifest, saved_values, storage
+from megatron.checkpoint import manifest, storage
 from megatron.checkpoint.architecture import model_config, moe_config
-from megatron.checkpoint.besides_tensors import encode_values, read_values
+from megatron.checkpoint.besides_tensors import encode_values, read_values, saved_values
+from megatron.checkpoint.verify import inspect_step
 from megatron.config import ModelConfig, MoEConfig, adopt_checkpoint_args, parse_args, to_dict
 from megatron.data.indexed.record import read_record
 from megatron.errors import CheckpointError, ConfigError

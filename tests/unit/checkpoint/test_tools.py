@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint import RunHistory, TrainState, save_checkpoint
+from megatron.checkpoint.run_state import RunHistory, TrainState
+from megatron.checkpoint.save import save_checkpoint
 from megatron.cli.convert_checkpoint import main as convert
 from megatron.cli.verify_checkpoint import main as verify
 from megatron.config import ModelConfig

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint import load_checkpoint
+from megatron.checkpoint.load import load_checkpoint
 from megatron.cli import convert_checkpoint as convert_cli
 from megatron.cli import verify_checkpoint as verify_cli
 from megatron.errors import CheckpointError

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.checkpoint import RunHistory
+from megatron.checkpoint.run_state import RunHistory
 from megatron.config import check_paths, check_world
 from megatron.distributed.launch import LaunchInfo
 from megatron.errors import MegatronError

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint import StepReader, manifest
+from megatron.checkpoint import manifest
 from megatron.checkpoint.background import HostMemory
 from megatron.checkpoint.besides_tensors import encode_values
-from megatron.checkpoint.reader import read_and_verify
+from megatron.checkpoint.reader import StepReader, read_and_verify
 from megatron.data_parallel.broadcast import broadcast_parameters, share_buffers
 from megatron.distributed.parallel_state import Axis, ParallelState
 from megatron.layout import Layout

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.checkpoint import RunHistory
+from megatron.checkpoint.run_state import RunHistory
 from megatron.data.indexed.builder import IndexedDatasetBuilder
 from megatron.data.indexed.dataset import IndexedDataset
 from megatron.errors import StorageError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import FoundStep
+from megatron.checkpoint.found_step import FoundStep
 from tests.helpers.golden_megatron import GOLDEN, ROWS, model, weights, write_all
 from tests.helpers.megatron_lm import with_moments
 from tests.helpers.other_programs import find_checkpoint

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint import LoadedState, Sharded, load_checkpoint
+from megatron.checkpoint.load import load_checkpoint
+from megatron.checkpoint.run_state import LoadedState, Sharded
 from megatron.cli import convert_checkpoint as convert_cli
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError
