@@ -68,21 +68,15 @@ class Tokenizer(abc.ABC):
 
     name: str  # Megatron's name of the type, for messages and records
     engine = "exact"  # what encodes batches, for summaries
+    vocab_size: int
+    """The largest id plus one, before padding."""
+    eod_id: int | None
+    """The end-of-document id, or None if this vocabulary has none."""
 
     @classmethod
     @abc.abstractmethod
     def from_settings(cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool) -> "Tokenizer":
         """Opens the files that the settings name: all that its row of `megatron.tokenizer_types` needs are there."""
-
-    @property
-    @abc.abstractmethod
-    def vocab_size(self) -> int:
-        """The largest id plus one, before padding."""
-
-    @property
-    @abc.abstractmethod
-    def eod_id(self) -> int | None:
-        """The end-of-document id, or None if this vocabulary has none."""
 
     @property
     def eod(self) -> int:

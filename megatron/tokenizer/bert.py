@@ -37,18 +37,11 @@ class BertWordPieceTokenizer(Tokenizer):
         self._vocab_file = Path(vocab_file)
         self._vocab = _read_vocab(self._vocab_file)
         self._rust = _build(self._vocab, lower_case, self.name)
+        self.vocab_size, self.eod_id = len(self._vocab), None
 
     @classmethod
     def from_settings(cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool) -> "BertWordPieceTokenizer":
         return cls(config.vocab_file or "", lower_case=config.tokenizer_type == "BertWordPieceLowerCase")
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self._vocab)
-
-    @property
-    def eod_id(self) -> None:
-        return None
 
     def token_id(self, token: str) -> int | None:
         return self._vocab.get(token)

@@ -1,7 +1,5 @@
 """GPT2BPETokenizer: byte-level BPE from vocab.json and merges.txt, GPT-2's word pattern, no prefix space."""
 
-import importlib.util
-import logging
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +23,6 @@ from megatron.tokenizer.byte_lengths import Lengths, of_alphabet
 from megatron.tokenizer.export import tokenizer_json, write_gpt2_folder
 from megatron.tokenizer.fast.guard import build_guarded
 from megatron.tokenizer.fast.words import WORD_OR_LINE_END, split_at_words
-from megatron.tokenizer.python_bpe import PythonBPE
 
 # Longer texts are encoded in parts, which bounds the working memory.
 PART_CHARACTERS = 1 << 20
@@ -39,7 +36,8 @@ class GPT2BPETokenizer(Tokenizer):
     ) -> None:
         self._vocab_file, self._merge_file = Path(vocab_file), Path(merge_file)
         self._bpe = read_bpe(self._vocab_file, self._merge_file)
-        self._encoder = _build_encoder(self._bpe, announce)
+        self._rust = _built(self._bpe)
+        self.vocab_size, self.eod_id = self._bpe.vocab_size, self._bpe.eod_id
         self._fast = build_guarded(
             self.name,
             lambda: tokenizer_json(self._bpe),
@@ -54,14 +52,6 @@ class GPT2BPETokenizer(Tokenizer):
     def from_settings(cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool) -> "GPT2BPETokenizer":
         return cls(config.vocab_file or "", config.merge_file or "", encoder=encoder, announce=announce)
 
-    @property
-    def vocab_size(self) -> int:
-        return self._bpe.vocab_size
-
-    @property
-    def eod_id(self) -> int | None:
-        return self._bpe.eod_id
-
     def token_id(self, token: str) -> int | None:
         return self._bpe.vocab.get(token)
 
@@ -74,7 +64,9 @@ class GPT2BPETokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         refuse_surrogates(text)
-        return self._encoder.encode(text)
+        # One text at a time starts no threads, which would not survive a later fork.
+        with library_errors(gives_up(self.name)):
+            return self._rust.encode(text, add_special_tokens=False).ids
 
     def tokenize_special(self, text: str) -> list[int]:
         if self.eod_id is None:
@@ -83,7 +75,8 @@ class GPT2BPETokenizer(Tokenizer):
         return [*first, *(index for part in others for index in (self.eod_id, *part))]
 
     def detokenize(self, ids: Iterable[int]) -> str:
-        return self._encoder.decode(ids)
+        with library_errors(gives_up(self.name, "ids")):
+            return self._rust.decode(list(ids), skip_special_tokens=False)
 
     def byte_lengths(self) -> Lengths:
         lengths = of_alphabet(self._bpe.vocab, self.vocab_size)
@@ -95,14 +88,16 @@ class GPT2BPETokenizer(Tokenizer):
         if self._fast is not None:
             return self._fast.encode_batch(texts)
         if all(len(text) <= PART_CHARACTERS for text in texts):
-            return [np.array(ids, dtype=np.int32) for ids in self._encoder.encode_many(texts)]
+            with library_errors(gives_up(self.name)):
+                found = self._rust.encode_batch_fast(texts, add_special_tokens=False)
+            return [np.array(encoding.ids, dtype=np.int32) for encoding in found]
         return [self._encode_exactly(text) for text in texts]
 
     def _encode_exactly(self, text: str) -> Ids:
         if len(text) <= PART_CHARACTERS:
-            return np.array(self._encoder.encode(text), dtype=np.int32)
+            return np.array(self.tokenize(text), dtype=np.int32)
         parts = split_at_words(text, PART_CHARACTERS, WORD_OR_LINE_END)
-        return np.concatenate([np.array(self._encoder.encode(part), dtype=np.int32) for part in parts])
+        return np.concatenate([np.array(self.tokenize(part), dtype=np.int32) for part in parts])
 
     def files(self) -> dict[str, Path]:
         return {"vocab.json": self._vocab_file, "merges.txt": self._merge_file}
@@ -111,38 +106,12 @@ class GPT2BPETokenizer(Tokenizer):
         write_gpt2_folder(Path(directory), self._bpe, model_max_length)
 
 
-def _build_encoder(bpe: BPE, announce: bool) -> "_RustBPE | PythonBPE":
-    if importlib.util.find_spec("tokenizers") is not None:
-        return _RustBPE(bpe)
-    if announce:
-        logging.getLogger(__name__).warning(
-            "GPT2BPETokenizer: the package tokenizers is not installed; encoding in plain Python gives the same ids, "
-            "about 20 times slower (pip install tokenizers)"
-        )
-    return PythonBPE(bpe)
+def _built(bpe: BPE) -> Any:
+    from tokenizers import Tokenizer as RustTokenizer
+    from tokenizers import decoders, models, pre_tokenizers
 
-
-class _RustBPE:
-    def __init__(self, bpe: BPE) -> None:
-        from tokenizers import Tokenizer as RustTokenizer
-        from tokenizers import decoders, models, pre_tokenizers
-
-        with library_errors(
-            lambda reason: ConfigError(f"--vocab-file, --merge-file: tokenizers refuses them ({reason})")
-        ):
-            self._rust: Any = RustTokenizer(models.BPE(vocab=bpe.vocab, merges=bpe.merges))
-        self._rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self._rust.decoder = decoders.ByteLevel()
-
-    def encode(self, text: str) -> list[int]:
-        # One text at a time starts no threads, which would not survive a later fork.
-        with library_errors(gives_up(GPT2BPETokenizer.name)):
-            return self._rust.encode(text, add_special_tokens=False).ids
-
-    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        with library_errors(gives_up(GPT2BPETokenizer.name)):
-            return [encoding.ids for encoding in self._rust.encode_batch_fast(texts, add_special_tokens=False)]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        with library_errors(gives_up(GPT2BPETokenizer.name, "ids")):
-            return self._rust.decode(list(ids), skip_special_tokens=False)
+    with library_errors(lambda reason: ConfigError(f"--vocab-file, --merge-file: tokenizers refuses them ({reason})")):
+        rust = RustTokenizer(models.BPE(vocab=bpe.vocab, merges=bpe.merges))
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = decoders.ByteLevel()
+    return rust

@@ -81,15 +81,18 @@ class HuggingFaceTokenizer(Tokenizer):
         self._json_file = find_json(Path(tokenizer_model))
         self._description = read_json(self._json_file)
         self._rust = load_tokenizers(self._json_file)
-        check_ids(self._rust.get_vocab(with_added_tokens=True), f"{SETTING} {self._json_file}")
-        self._eod_token = self._find_eod_token()
+        vocabulary = self._rust.get_vocab(with_added_tokens=True)
+        check_ids(vocabulary, f"{SETTING} {self._json_file}")
+        self.eod_token = self._find_eod_token()
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.eod_id = None if self.eod_token is None else self._rust.token_to_id(self.eod_token)
         self._make_special_text_plain()
         self._fast = build_guarded(
             self.name,
             lambda: self._description,
             self._encode_exactly,
             encoder=encoder,
-            eod_token=self._eod_token,
+            eod_token=self.eod_token,
             announce=announce,
         )
         self.engine = "exact" if self._fast is None else "fast, guarded"
@@ -97,18 +100,6 @@ class HuggingFaceTokenizer(Tokenizer):
     @classmethod
     def from_settings(cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool) -> "HuggingFaceTokenizer":
         return cls(config.tokenizer_model or "", encoder=encoder, announce=announce)
-
-    @cached_property
-    def vocab_size(self) -> int:
-        return max(self._rust.get_vocab(with_added_tokens=True).values()) + 1
-
-    @cached_property
-    def eod_id(self) -> int | None:
-        return None if self._eod_token is None else self._rust.token_to_id(self._eod_token)
-
-    @property
-    def eod_token(self) -> str | None:
-        return self._eod_token
 
     def token_id(self, token: str) -> int | None:
         return self._rust.token_to_id(token)
@@ -121,12 +112,12 @@ class HuggingFaceTokenizer(Tokenizer):
         return tuple(whole[:before])
 
     def _why_no_eod(self) -> str:
-        if self._eod_token is None:
+        if self.eod_token is None:
             return (
                 f"{SETTING} {self._json_file.parent}: no eos_token in tokenizer_config.json; name one there, it is the "
                 "end-of-document token"
             )
-        return f"{SETTING} {self._json_file.parent}: eos_token {self._eod_token!r} is not in the vocabulary"
+        return f"{SETTING} {self._json_file.parent}: eos_token {self.eod_token!r} is not in the vocabulary"
 
     def _find_eod_token(self) -> str | None:
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
@@ -141,10 +132,10 @@ class HuggingFaceTokenizer(Tokenizer):
         from tokenizers import AddedToken
 
         if self.eod_id is not None and any(
-            token["content"] == self._eod_token for token in self._description.get("added_tokens") or ()
+            token["content"] == self.eod_token for token in self._description.get("added_tokens") or ()
         ):
             # Some files list their eos as an ordinary added token, which would then match text.
-            self._rust.add_special_tokens([AddedToken(self._eod_token, special=True, normalized=False)])
+            self._rust.add_special_tokens([AddedToken(self.eod_token, special=True, normalized=False)])
         self._rust.encode_special_tokens = True
 
     @property
@@ -153,13 +144,13 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def fingerprints(self) -> tuple[str, ...]:
-        as_gpt2 = _as_gpt2(self._description, self._eod_token)
+        as_gpt2 = _as_gpt2(self._description, self.eod_token)
         # The same ids as GPT2BPETokenizer, so the same fingerprint.
         if as_gpt2 is None:
-            today = fingerprint(self._description, self._eod_token, self._rust.token_to_id)
+            today = fingerprint(self._description, self.eod_token, self._rust.token_to_id)
         else:
             today = as_gpt2.fingerprint()
-        return today, earlier_fingerprint(self._description, self._eod_token)
+        return today, earlier_fingerprint(self._description, self.eod_token)
 
     def tokenize(self, text: str) -> list[int]:
         refuse_surrogates(text)
@@ -211,7 +202,7 @@ class HuggingFaceTokenizer(Tokenizer):
         model = self._description.get("model") or {}
         if self.eod_id is None:
             return False
-        vocab, token = model.get("vocab"), self._eod_token
+        vocab, token = model.get("vocab"), self.eod_token
         if model.get("type") != "BPE" or not isinstance(vocab, dict):
             return True
         if self.eod_id not in vocab.values():
@@ -223,7 +214,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if self.eod_id is not None and any((ids == self.eod_id).any() for ids in arrays):
             # Vocabularies without a byte or word pattern (Unigram) can encode text to their own eos.
             raise DataError(
-                f"{self.name}: the text {self._eod_token!r} becomes the end-of-document id in this vocabulary; "
+                f"{self.name}: the text {self.eod_token!r} becomes the end-of-document id in this vocabulary; "
                 "remove it from the text"
             )
 
@@ -255,8 +246,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def save_pretrained(self, directory: str | Path, *, model_max_length: int | None = None) -> None:
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        if self._eod_token is not None:
-            config["eos_token"] = self._eod_token
+        if self.eod_token is not None:
+            config["eos_token"] = self.eod_token
         files = self.files()
         if "tokenizer_config.json" in files:
             config = read_json(files.pop("tokenizer_config.json"))

@@ -17,39 +17,31 @@ class NullTokenizer(Tokenizer):
     def __init__(self, vocab_size: int, eod_id: int | None = None) -> None:
         if vocab_size < 1:
             raise ConfigError(f"--vocab-size {vocab_size}: NullTokenizer needs at least 1 token")
-        self._eod_id = vocab_size if eod_id is None else eod_id
-        if not 0 <= self._eod_id <= vocab_size:
+        self.eod_id: int = vocab_size if eod_id is None else eod_id
+        if not 0 <= self.eod_id <= vocab_size:
             raise ConfigError(
                 f"--null-tokenizer-eod-id {eod_id}: is not in the vocabulary of --vocab-size {vocab_size}; give one of "
                 f"0 to {vocab_size - 1}, or leave it out for {vocab_size}"
             )
-        self._size = max(vocab_size, self._eod_id + 1)
+        self.vocab_size = max(vocab_size, self.eod_id + 1)
 
     @classmethod
     def from_settings(cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool) -> "NullTokenizer":
         return cls(config.vocab_size or 0, eod_id=config.null_tokenizer_eod_id)
 
     @property
-    def vocab_size(self) -> int:
-        return self._size
-
-    @property
-    def eod_id(self) -> int:
-        return self._eod_id
-
-    @property
     def fingerprint(self) -> str:
-        inside = "" if self._eod_id == self._size - 1 else f", end of document {self._eod_id}"
-        return hashlib.sha256(f"null {self._size - 1}{inside}".encode("ascii")).hexdigest()
+        inside = "" if self.eod_id == self.vocab_size - 1 else f", end of document {self.eod_id}"
+        return hashlib.sha256(f"null {self.vocab_size - 1}{inside}".encode("ascii")).hexdigest()
 
     def tokenize(self, text: str) -> list[int]:
         ids = []
         for word in text.split():
             is_number = word.isascii() and word.isdigit() and len(word) < 20
-            if not is_number or int(word) >= self._size or int(word) == self._eod_id:
+            if not is_number or int(word) >= self.vocab_size or int(word) == self.eod_id:
                 raise DataError(
-                    f"NullTokenizer: {word[:30]!r} is not an id below {self._size} other than the end of document "
-                    f"({self._eod_id}); its text is numbers between spaces"
+                    f"NullTokenizer: {word[:30]!r} is not an id below {self.vocab_size} other than the end of document "
+                    f"({self.eod_id}); its text is numbers between spaces"
                 )
             ids.append(int(word))
         return ids

@@ -29,6 +29,8 @@ class GPTSentencePieceTokenizer(Tokenizer):
         self._bytes = _read(self._path)
         self._pieces = _load(self._path, self._bytes, self.name)
         self._added: dict[str, int] = self._add_tokens()
+        size = self._pieces.get_piece_size()
+        self.vocab_size, self.eod_id = size + sum(index >= size for index in self._added.values()), self._find_eod_id()
 
     @classmethod
     def from_settings(
@@ -39,12 +41,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
     def _add_tokens(self) -> dict[str, int]:
         return {}
 
-    @property
-    def vocab_size(self) -> int:
-        return self._pieces.get_piece_size() + sum(i >= self._pieces.get_piece_size() for i in self._added.values())
-
-    @cached_property
-    def eod_id(self) -> int | None:
+    def _find_eod_id(self) -> int | None:
         index = self._pieces.eos_id()
         return index if index >= 0 else None
 
@@ -141,8 +138,7 @@ class SentencePieceTokenizer(GPTSentencePieceTokenizer):
             added[token] = known.setdefault(token, len(known))
         return added
 
-    @cached_property
-    def eod_id(self) -> int | None:
+    def _find_eod_id(self) -> int | None:
         return self._added["<EOD>"]
 
 

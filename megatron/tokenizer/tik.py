@@ -65,6 +65,7 @@ class TikTokenizer(Tokenizer):
                 f"make at most {num_special_tokens + len(tokens)}, and at least {num_special_tokens + 256}"
             )
         self._tokens = tokens[:room]
+        self.vocab_size, self.eod_id = num_special_tokens + len(self._tokens), self._special.index("</s>")
         self._encoding = _encoding(self._pattern, self._tokens, self._special)
 
     @classmethod
@@ -76,14 +77,6 @@ class TikTokenizer(Tokenizer):
             num_special_tokens=config.tiktoken_num_special_tokens,
             special_tokens=config.tiktoken_special_tokens,
         )
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self._special) + len(self._tokens)
-
-    @property
-    def eod_id(self) -> int:
-        return self._special.index("</s>")
 
     def token_id(self, token: str) -> int | None:
         return self._special.index(token) if token in self._special else None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import unicodedata
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,10 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizer import gpt2, python_bpe
+from megatron.tokenizer import gpt2
+from megatron.tokenizer.bpe_files import read_bpe
 from megatron.tokenizer.byte_alphabet import BYTE_OF_CHARACTER, CHARACTER_OF_BYTE
 from megatron.tokenizer.fast.words import WORD_OR_LINE_END, split_at_words
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
+from tests.helpers import python_bpe
+from tests.helpers.python_bpe import PythonBPE
 from tests.unit.tokenizer.support import NASTY, SAMPLES, small_bpe, write_small_bpe
 
 
@@ -31,11 +32,8 @@ def build(folder: Path, **options: object) -> GPT2BPETokenizer:
     return GPT2BPETokenizer(folder / "vocab.json", folder / "merges.txt", **options)  # type: ignore[arg-type]
 
 
-def build_twin(folder: Path) -> GPT2BPETokenizer:
-    """The tokenizer as it is where the package tokenizers is not installed."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(gpt2.importlib.util, "find_spec", lambda name: None)
-        return build(folder, announce=False)
+def build_twin(folder: Path) -> PythonBPE:
+    return PythonBPE(read_bpe(folder / "vocab.json", folder / "merges.txt"))
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +42,7 @@ def fast(folder: Path) -> GPT2BPETokenizer:
 
 
 @pytest.fixture(scope="module")
-def twin(folder: Path) -> GPT2BPETokenizer:
+def twin(folder: Path) -> PythonBPE:
     return build_twin(folder)
 
 
@@ -67,21 +65,19 @@ def test_every_byte_has_one_character() -> None:
 
 @settings(max_examples=600, deadline=None)
 @given(text=TEXTS)
-def test_the_twin_equals_tokenizers(fast: GPT2BPETokenizer, twin: GPT2BPETokenizer, text: str) -> None:
+def test_the_twin_equals_tokenizers(fast: GPT2BPETokenizer, twin: PythonBPE, text: str) -> None:
     ids = fast.tokenize(text)
     assert twin.tokenize(text) == ids
     assert fast.detokenize(ids) == text == twin.detokenize(ids)
 
 
 @pytest.mark.parametrize("text", [*NASTY, *SAMPLES])
-def test_the_twin_equals_tokenizers_on_known_troubles(
-    fast: GPT2BPETokenizer, twin: GPT2BPETokenizer, text: str
-) -> None:
+def test_the_twin_equals_tokenizers_on_known_troubles(fast: GPT2BPETokenizer, twin: PythonBPE, text: str) -> None:
     assert twin.tokenize(text) == fast.tokenize(text)
     assert fast.encode_batch([text])[0].tolist() == fast.tokenize(text)
 
 
-def test_the_twin_equals_tokenizers_on_every_assigned_character(fast: GPT2BPETokenizer, twin: GPT2BPETokenizer) -> None:
+def test_the_twin_equals_tokenizers_on_every_assigned_character(fast: GPT2BPETokenizer, twin: PythonBPE) -> None:
     characters = (chr(code) for code in range(sys.maxunicode + 1))
     assigned = [c for c in characters if unicodedata.category(c) not in ("Cs", "Cn", "Co")]
     text = "".join(f"a{c} {c}1{c}" for c in assigned)
@@ -106,22 +102,22 @@ def test_the_comparison_sees_a_wrong_word_pattern(
 
 @settings(max_examples=200, deadline=None)
 @given(ids=st.lists(st.integers(0, 400), max_size=30))
-def test_any_ids_decode_alike(fast: GPT2BPETokenizer, twin: GPT2BPETokenizer, ids: list[int]) -> None:
+def test_any_ids_decode_alike(fast: GPT2BPETokenizer, twin: PythonBPE, ids: list[int]) -> None:
     ids = [index % fast.vocab_size for index in ids]
     assert fast.detokenize(ids) == twin.detokenize(ids)  # broken UTF-8 included
 
 
-def test_a_word_of_a_megabyte_is_not_quadratic(fast: GPT2BPETokenizer, twin: GPT2BPETokenizer) -> None:
+def test_a_word_of_a_megabyte_is_not_quadratic(fast: GPT2BPETokenizer, twin: PythonBPE) -> None:
     word = "hello" * 40_000
     assert twin.tokenize(word) == fast.tokenize(word)
 
 
-def test_text_that_looks_like_a_special_token_is_text(fast: GPT2BPETokenizer, twin: GPT2BPETokenizer) -> None:
+def test_text_that_looks_like_a_special_token_is_text(fast: GPT2BPETokenizer, twin: PythonBPE) -> None:
     pieces = [fast.tokenize(part) for part in ("<|", "endoftext", "|>")]
     for tokenizer in (fast, twin):
         ids = tokenizer.tokenize("<|endoftext|>")
         assert ids == [index for piece in pieces for index in piece]
-        assert tokenizer.eod not in ids and tokenizer.eod == small_bpe().vocab["<|endoftext|>"]
+        assert fast.eod not in ids and fast.eod == small_bpe().vocab["<|endoftext|>"]
 
 
 @settings(max_examples=200, deadline=None)
@@ -139,21 +135,9 @@ def test_long_texts_are_encoded_in_parts(fast: GPT2BPETokenizer, monkeypatch: py
     assert [ids.tolist() for ids in fast.encode_batch(texts)] == whole
 
 
-@pytest.mark.parametrize("made", [build, build_twin])
-def test_a_lone_surrogate_is_refused(folder: Path, made: Callable[[Path], GPT2BPETokenizer]) -> None:
+def test_a_lone_surrogate_is_refused(fast: GPT2BPETokenizer) -> None:
     with pytest.raises(DataError, match=r"lone surrogate \(U\+D800 at character 1\)"):
-        made(folder).tokenize("a\ud800")
-
-
-def test_without_tokenizers_the_twin_takes_over_and_says_so(
-    folder: Path, fast: GPT2BPETokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(gpt2.importlib.util, "find_spec", lambda name: None)
-    with caplog.at_level(logging.WARNING):
-        slow = build(folder)
-        build(folder, announce=False)
-    assert len(caplog.records) == 1 and "pip install tokenizers" in caplog.text
-    assert slow.tokenize(SAMPLES[1]) == fast.tokenize(SAMPLES[1])
+        fast.tokenize("a\ud800")
 
 
 # ---------------------------------------------------------------- identity

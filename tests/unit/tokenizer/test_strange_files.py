@@ -100,16 +100,15 @@ def panics(*given: Any, **options: Any) -> Any:
 def test_a_panic_of_the_library_is_one_line(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "gpt2":
         tokenizer: Any = GPT2BPETokenizer(*write_small_bpe(tmp_path))
-        holder = tokenizer._encoder
     else:
         path = tmp_path / "vocab.txt"
         path.write_text("\n".join([*NEEDED, "a"]))
-        tokenizer = holder = BertWordPieceTokenizer(path, lower_case=True)
+        tokenizer = BertWordPieceTokenizer(path, lower_case=True)
 
     class Broken:
         encode = encode_batch_fast = decode = panics
 
-    monkeypatch.setattr(holder, "_rust", Broken)
+    monkeypatch.setattr(tokenizer, "_rust", Broken)
     for call in (
         lambda: tokenizer.tokenize("a"),
         lambda: tokenizer.encode_batch(["a", "b"]),

@@ -1,13 +1,16 @@
-"""Byte-level BPE in plain Python: the tests' oracle, and the engine where `tokenizers` is not installed.
+"""Byte-level BPE in plain Python, the oracle of GPT-2's tokenizer.
 
 Ids equal those of `tokenizers` for every character in both libraries' Unicode tables. A character in only one of them
 (assigned in the last year or two) may be split differently.
 """
 
-import heapq
-from collections.abc import Iterable, Sequence
+from __future__ import annotations
 
-from megatron.errors import ConfigError
+import heapq
+from collections.abc import Iterable
+
+import regex
+
 from megatron.tokenizer.bpe_files import BPE
 from megatron.tokenizer.byte_alphabet import CHARACTER_OF_BYTE, token_bytes
 
@@ -21,29 +24,19 @@ LONGEST_CACHED_WORD = 256
 
 class PythonBPE:
     def __init__(self, bpe: BPE) -> None:
-        try:
-            import regex
-        except ImportError:
-            raise ConfigError(
-                "GPT2BPETokenizer: needs the package tokenizers, or regex for the slow engine; "
-                "install one: pip install tokenizers"
-            ) from None
         self._words = regex.compile(GPT2_PATTERN)
         self._id_of = bpe.vocab
         self._bytes_of = {index: token_bytes(token) for token, index in bpe.vocab.items()}
         self._rank = {merge: rank for rank, merge in enumerate(bpe.merges)}
         self._cache: dict[str, list[int]] = {}
 
-    def encode(self, text: str) -> list[int]:
+    def tokenize(self, text: str) -> list[int]:
         ids: list[int] = []
         for word in self._words.findall(text):
             ids.extend(self._encode_word(word))
         return ids
 
-    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
-    def decode(self, ids: Iterable[int]) -> str:
+    def detokenize(self, ids: Iterable[int]) -> str:
         """Decodes ids. Invalid UTF-8 (a model may stop inside a character) becomes U+FFFD."""
         return b"".join(self._bytes_of.get(index, b"") for index in ids).decode("utf-8", errors="replace")
 
