@@ -8,7 +8,6 @@ from typing import Any
 from megatron.data.indexed.record import read_record
 from megatron.errors import ConfigError, DataError, MegatronError, PeerLostError
 from megatron.preprocess.encoder import Advance, SegmentEncoder
-from megatron.preprocess.input.documents import FAST_JSON_HINT, FAST_LOADS
 from megatron.preprocess.input.files import InputFile, expand_inputs
 from megatron.preprocess.input.locate import Assigned, assigned
 from megatron.preprocess.input.segments import Segment, plan_segments, share_bytes
@@ -47,8 +46,6 @@ def preprocess(
     if settings.append_eod:
         tokenizer.eod  # noqa: B018  refused by name when the vocabulary has none
     sources = expand_inputs(settings.inputs)
-    if FAST_LOADS is None:
-        say(FAST_JSON_HINT)
     resumable = not any(source.kind == "stdin" for source in sources)
     if settings.resume and not resumable:
         raise ConfigError(

@@ -23,12 +23,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2, 
         raise ConfigError(f"--vocab-size {vocab_size}: at least {SMALLEST_VOCABULARY} (every byte, and {END_OF_TEXT})")
     if vocab_size > LARGEST_VOCABULARY:
         raise ConfigError(f"--vocab-size {vocab_size}: at most {LARGEST_VOCABULARY} tokens can be learned")
-    try:
-        from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    except ImportError:
-        raise ConfigError(
-            "training a tokenizer: needs the package tokenizers, which is not installed: pip install tokenizers"
-        ) from None
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(

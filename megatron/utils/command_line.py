@@ -18,7 +18,9 @@ from megatron.utils.loading import before_torch
 from megatron.utils.log import escape_unprintable, print_line, print_lines
 from megatron.utils.numerals import LARGEST, real_number, whole_number
 
-DEPENDENCIES = ("numpy", "regex", "safetensors", "tokenizers", "torch", "transformers", "xxhash", "yaml")
+DEPENDENCIES = (
+    *("numpy", "orjson", "regex", "safetensors", "tokenizers", "torch", "tqdm", "transformers", "xxhash", "yaml"),
+)
 _STDOUT = 1
 _NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
 """Errors of a path that the file system cannot take, whatever is done with it."""

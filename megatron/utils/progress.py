@@ -13,10 +13,8 @@ def bar_on_terminal(total: int, begun_at: int = 0, verb: str | None = None, unit
     """None where stderr is no terminal. `total` 0: it is not known."""
     if not sys.stderr.isatty():
         return None
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
+    from tqdm import tqdm
+
     return tqdm(total=total or None, initial=begun_at, desc=verb, unit=unit, unit_scale=True, dynamic_ncols=True)
 
 

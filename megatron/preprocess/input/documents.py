@@ -5,13 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-try:
-    from orjson import loads as _orjson_loads
-except ImportError:
-    _orjson_loads = None  # type: ignore[assignment]
-
-FAST_LOADS: Callable[[bytes], Any] | None = _orjson_loads
-FAST_JSON_HINT = "JSON is parsed by the standard library; pip install orjson to have it parsed several times as fast"
+import orjson
 
 # Numbers are not used. As floats they take constant memory however many digits they have, and Python's limit
 # on the digits of an int does not make a valid line invalid.
@@ -56,7 +50,7 @@ class Batch:
 
 
 def parse_lines(
-    block: bytes, keys: Sequence[str], first: int = 0, loads: Callable[[bytes], Any] | None = FAST_LOADS
+    block: bytes, keys: Sequence[str], first: int = 0, loads: Callable[[bytes], Any] = orjson.loads
 ) -> Batch:
     """Parses whole lines; `first` is the number of the first one.
 
@@ -66,10 +60,6 @@ def parse_lines(
     if not lines[-1]:
         lines.pop()
     batch = Batch(first, len(lines), len(block), [], 0, [])
-    if loads is None:
-        for number, line in enumerate(lines, start=first):
-            _parse_into(batch, number, line, keys)
-        return batch
     append = batch.documents.append
     key, one_key = keys[0], len(keys) == 1
     for number, line in enumerate(lines, start=first):

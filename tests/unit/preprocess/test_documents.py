@@ -5,22 +5,16 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron.preprocess import run
-from megatron.preprocess.input.documents import FAST_LOADS, TOO_LONG, BadLine, LineError, parse_line, parse_lines
-from megatron.preprocess.options import PreprocessSettings
-from megatron.tokenizer import TokenizerSettings
+from megatron.preprocess.input.documents import TOO_LONG, BadLine, LineError, parse_line, parse_lines
 
 KEYS = ["text", "meta.text"]
-needs_orjson = pytest.mark.skipif(
-    FAST_LOADS is None, reason="orjson is not installed: there is no fast path to compare"
-)
 
 
 def by_hand(block: bytes, keys: list[str]) -> tuple[list[Any], int, list[BadLine]]:
@@ -40,7 +34,7 @@ def by_hand(block: bytes, keys: list[str]) -> tuple[list[Any], int, list[BadLine
     return documents, blank, bad
 
 
-def compare(block: bytes, keys: list[str], loads: Callable[[bytes], Any] | None = FAST_LOADS) -> None:
+def compare(block: bytes, keys: list[str], loads: Callable[[bytes], Any] = orjson.loads) -> None:
     batch = parse_lines(block, keys, 0, loads)
     assert (batch.documents, batch.blank, batch.bad) == by_hand(block, keys)
 
@@ -111,7 +105,6 @@ TRICKY_LINES = [
 ]
 
 
-@needs_orjson
 @pytest.mark.parametrize("keys", [["text"], ["meta.text"], KEYS], ids=str)
 def test_the_fast_parser_is_never_noticed_on_tricky_lines(keys: list[str]) -> None:
     for line in TRICKY_LINES:
@@ -129,7 +122,6 @@ records = st.fixed_dictionaries(
 )
 
 
-@needs_orjson
 @settings(max_examples=400, deadline=None)
 @given(
     st.lists(st.tuples(records, st.booleans(), st.randoms(use_true_random=False)), max_size=4),
@@ -168,7 +160,6 @@ def test_the_fast_parser_is_never_noticed_on_broken_lines(
     compare(block, keys)
 
 
-@needs_orjson
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=40), st.text(alphabet='{}[]",:\\u0dDeE+-.t1 \n', max_size=40))
 @example(b"", '{"t":"\\ud0d0"}')
@@ -177,25 +168,17 @@ def test_the_fast_parser_is_never_noticed_on_garbage(noise: bytes, text: str) ->
         compare(block, ["t"])
 
 
-@needs_orjson
 def test_a_parser_that_differs_would_be_seen() -> None:
-    assert FAST_LOADS is not None
     with pytest.raises(AssertionError):  # the first of two equal keys instead of the last
         compare(b'{"text": "a", "text": "b"}', ["text"], lambda line: json.loads(line, object_pairs_hook=first_wins))
     with pytest.raises(AssertionError):  # takes what is no JSON
-        compare(b'{"text": "a",}', ["text"], lambda line: FAST_LOADS(line.replace(b",}", b"}")))
+        compare(b'{"text": "a",}', ["text"], lambda line: orjson.loads(line.replace(b",}", b"}")))
     with pytest.raises(AssertionError):  # another text
-        compare(b'{"text": "a"}', ["text"], lambda line: FAST_LOADS(line.replace(b"a", b"A")))
+        compare(b'{"text": "a"}', ["text"], lambda line: orjson.loads(line.replace(b"a", b"A")))
 
 
 def first_wins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(reversed(pairs))
-
-
-def test_without_orjson_the_same_comes_out() -> None:
-    block = b"\n".join(TRICKY_LINES)
-    slow, fast = parse_lines(block, KEYS, 7, None), parse_lines(block, KEYS, 7)
-    assert slow == fast and slow.lines == len(TRICKY_LINES) and slow.bad[0].number == 7
 
 
 def test_texts_are_those_of_the_standard_library() -> None:
@@ -209,19 +192,6 @@ def test_texts_are_those_of_the_standard_library() -> None:
     batch = parse_lines(b"\n".join(lines) + b"\n", ["text"], 10)
     assert batch.documents == [(10 + i, [[json.loads(line)["text"]]]) for i, line in enumerate(lines)]
     assert (batch.first_line, batch.lines, batch.size) == (10, 99, sum(map(len, lines)) + 99)
-
-
-def test_a_missing_fast_parser_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "FAST_LOADS", None)
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "1 2"}\n')
-    settings = PreprocessSettings(
-        inputs=(str(tmp_path / "a.jsonl"),),
-        output_prefix=str(tmp_path / "out"),
-        tokenizer=TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=10),
-    )
-    said: list[str] = []
-    run.preprocess(settings, said.append)
-    assert sum("pip install orjson" in line for line in said) == 1
 
 
 # ---------------------------------------------------------------- reasons
