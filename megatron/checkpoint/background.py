@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 import torch
@@ -27,43 +27,10 @@ from megatron.distributed.collectives import all_reduce
 from megatron.distributed.parallel_state import ParallelState
 from megatron.utils.device import ToHost
 from megatron.utils.dtype import resolved
+from megatron.utils.task import Task
 
 _STOPS_WITHIN = 10.0
 """Seconds that a run which ends by an error leaves to its thread; what it wrote is no checkpoint."""
-
-
-class Task:
-    """Work of a thread, and how it ended."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._work = work
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._thread = Thread(target=self._run, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._result = self._work()
-        except BaseException as error:  # raised by `result`
-            self._error = error
-
-    @property
-    def ended(self) -> bool:
-        return not self._thread.is_alive()
-
-    @property
-    def failed(self) -> bool:
-        return self.ended and self._error is not None
-
-    def wait(self, seconds: float | None = None) -> None:
-        self._thread.join(seconds)
-
-    def result(self) -> Any:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._result
 
 
 @dataclass

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ import xxhash
 
 from megatron.errors import StorageError
 from megatron.utils.durable import BlockHasher, Hash
+from megatron.utils.task import Task
 
 BLOCK_BYTES = 16 * 2**20
 _READ_BYTES = _WRITE_BYTES = 2**20
@@ -67,12 +68,12 @@ class FileHasher:
 
 
 class HashingFile:
-    """A file that hashes the bytes as they are handed to the disk, not from a later re-read. A thread of `pool` has the
-    disk write what has come while more is coming."""
+    """A file that hashes the bytes as they are handed to the disk, not from a later re-read. A thread has the disk
+    write what has come while more is coming."""
 
-    def __init__(self, file: IO[bytes], algorithm: str, pool: Executor, stop: Event | None = None) -> None:
-        self._file, self._stop, self._pool = file, stop, pool
-        self._sync: Future[None] | None = None
+    def __init__(self, file: IO[bytes], algorithm: str, stop: Event | None = None) -> None:
+        self._file, self._stop = file, stop
+        self._sync: Task | None = None
         self._unsynced = 0
         self.hasher = FileHasher(algorithm)
 
@@ -88,13 +89,13 @@ class HashingFile:
             if written != len(piece):
                 raise OSError(errno.ENOSPC, f"only {written} of {len(piece)} bytes written")
             self._unsynced += written
-            if self._unsynced >= _SYNC_BYTES and (self._sync is None or self._sync.done()):
+            if self._unsynced >= _SYNC_BYTES and (self._sync is None or self._sync.ended):
                 self._sync_beside()
         return len(view)
 
     def _sync_beside(self) -> None:
         self._raise_lost()
-        self._sync, self._unsynced = self._pool.submit(os.fsync, self._file.fileno()), 0
+        self._sync, self._unsynced = Task(partial(os.fsync, self._file.fileno())), 0
 
     def _raise_lost(self) -> None:
         """The system tells of a write that was lost once, to the next sync: that of the thread may have heard it."""
@@ -109,15 +110,23 @@ class HashingFile:
         self._file.flush()
         os.fsync(self._file.fileno())
 
+    def wait(self) -> None:
+        """Until no thread has the file."""
+        if self._sync is not None:
+            self._sync.wait()
+
 
 def write_durable(
     path: Path, write: Callable[[HashingFile], object], algorithm: str = HASH, stop: Event | None = None
 ) -> FileRecord:
     """Creates `path`, lets `write` fill it and syncs it; the caller syncs the directory. Fails once `stop` is set."""
-    with open(path, "xb") as raw, ThreadPoolExecutor(1) as pool:
-        file = HashingFile(raw, algorithm, pool, stop)
-        write(file)
-        file.sync()
+    with open(path, "xb") as raw:
+        file = HashingFile(raw, algorithm, stop)
+        try:
+            write(file)
+            file.sync()
+        finally:
+            file.wait()
     return file.hasher.record()
 
 

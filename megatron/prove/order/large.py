@@ -10,11 +10,11 @@ from threading import Event
 from unittest.mock import patch
 
 from megatron.checkpoint import found_step, save, storage
-from megatron.checkpoint.background import Task
 from megatron.checkpoint.content import Part, RankContent
 from megatron.data_parallel import BucketStore
 from megatron.engine import Engine
 from megatron.engine import assembly as build
+from megatron.utils.task import Task
 
 _BUCKET = 4096
 """Elements: several buckets of gradients, as a large model has."""
