@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -44,17 +45,18 @@ class EngineConfig:
             self._read: DeepSpeedSettings = read_deepspeed(source)
         except ConfigError as error:  # of a file, which another program names in a flag
             raise ConfigError(str(error).replace("--deepspeed_config ", "config ")) from None
-        self.run: RunConfig = build(self._read.values, origins=self._read.origins, keys=keys_by_field())
+        origins = {name: self._read.origin_of(name) for name in self._read.values}
+        self.run: RunConfig = build(self._read.values, origins=origins, keys=keys_by_field())
         for check in (check_precision, check_deepspeed_scheduler, check_zero):
             with refusals.of_checking():
                 check(self.run)
         for text in exclusions(self.run, counts=_is_used):
             refusals.refuse(ConfigError(text))
-        if (directory := self._read.keys.get("optimizer_offload_directory")) is not None:
+        if (directory := self._read.spelled.get("optimizer_offload_directory")) is not None:
             refusals.refuse(
                 ConfigError(
-                    f"in {self._read.name}: {directory}: the engine for any model keeps optimizer state in memory; use "
-                    "offload_optimizer.device cpu, or leave offload_optimizer out"
+                    f"in {self._read.origin}: {directory}: the engine for any model keeps optimizer state in memory; "
+                    "use offload_optimizer.device cpu, or leave offload_optimizer out"
                 )
             )
         refusals.end()
@@ -65,7 +67,7 @@ class EngineConfig:
         try:
             batch = BatchSizes.fit(*sizes, ranks)
         except ConfigError as error:
-            raise ConfigError(f"in {self._read.name}: {error}") from None
+            raise ConfigError(f"in {self._read.origin}: {error}") from None
         return EngineSettings(
             batch=batch,
             precision=self.run.precision,
@@ -75,7 +77,7 @@ class EngineConfig:
             parameters_on_host=self.run.parallel.parameters_on_host,
             overlap=given.get("overlap_grad_reduce", True),
             log_interval=given.get("log_interval"),
-            given=self._read.content,
+            given=MappingProxyType(self._read.content),
             momentum=self._momentum(),
         )
 
@@ -90,16 +92,16 @@ class EngineConfig:
         try:
             return build_rule(self.run.optimizer, device)
         except ConfigError as error:
-            raise ConfigError(f"in {self._read.name}: {self.optimizer_key}: {error}") from None
+            raise ConfigError(f"in {self._read.origin}: {self.optimizer_key}: {error}") from None
 
     @property
     def optimizer_key(self) -> str | None:
         """The key that names an optimizer, with its value."""
-        return self._read.keys.get("optimizer")
+        return self._read.spelled.get("optimizer")
 
     @property
     def scheduler_key(self) -> str | None:
-        return self._read.keys.get("lr_schedule")
+        return self._read.spelled.get("lr_schedule")
 
     @property
     def lr(self) -> float:
@@ -117,9 +119,9 @@ class EngineConfig:
             lines.append(f"{self.optimizer_key}: no effect, for optimizer= is given and is used")
         if own_scheduler and self.scheduler_key is not None:
             lines.append(f"{self.scheduler_key}: no effect, for lr_scheduler= is given and is used")
-        unused = [name for name in self._read.keys if not _is_used(name)]
+        unused = [name for name in self._read.spelled if not _is_used(name)]
         lines += [
-            f"{self._read.keys[name]}: no effect in megatron.compat.initialize(model=...); it is for pretrain_gpt.py"
+            f"{self._read.spelled[name]}: no effect in megatron.compat.initialize(model=...); it is for pretrain_gpt.py"
             for name in unused
         ]
         for setting, need in without_effect(self.run):
@@ -127,7 +129,7 @@ class EngineConfig:
                 needed = need.text
                 for flag, key in _KEYS_OF_FLAGS.items():
                     needed = needed.replace(flag, key)
-                lines.append(f"{self._read.keys[setting.name]}: has no effect without {needed}")
+                lines.append(f"{self._read.spelled[setting.name]}: has no effect without {needed}")
         return lines
 
 

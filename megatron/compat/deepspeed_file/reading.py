@@ -16,18 +16,32 @@ from megatron.errors import ConfigError
 
 
 @dataclass
+class DeepSpeedSettings(Assignments):
+    """What a DeepSpeed configuration says, in our settings. What it leaves out is in none of the mappings.
+
+    `origin` is the file, or what else the configuration is called in messages; each notice begins with it.
+    """
+
+    named_by_key: bool = True
+    content: dict[str, Any] = field(default_factory=dict)
+    """Key with dots -> its value, without null and "auto"."""
+
+
+@dataclass
 class FileReading:
     """What has been read so far; functions that read several keys together (blocks.py) look there."""
 
-    name: str
+    settings: DeepSpeedSettings
     refusals: Refusals
     stronger: Mapping[str, Any]
     """What flags and other files say, by field."""
-    given: dict[str, Any] = field(default_factory=dict)
-    """The value of each key, by its path."""
     left: set[str] = field(default_factory=set)
     """The keys that are there and leave their value to the flags: "auto" and null."""
-    assignments: Assignments = field(default_factory=lambda: Assignments(origin=""))
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The value of each key, by its path."""
+        return self.settings.content
 
     @contextmanager
     def naming(self, *doubted: str) -> Iterator[None]:
@@ -35,11 +49,11 @@ class FileReading:
         try:
             yield
         except ConfigError as error:
-            self.refusals.refuse(ConfigError(f"in {self.name}: {error}"), *doubted)
+            self.refusals.refuse(ConfigError(f"in {self.settings.origin}: {error}"), *doubted)
 
     def say(self, text: str) -> None:
         """A line for the user, about a key."""
-        self.assignments.notices.append(f"{self.name}: {text}")
+        self.settings.notices.append(f"{self.settings.origin}: {text}")
 
     def spelled(self, path: str) -> str:
         """A key with its value."""
@@ -59,7 +73,7 @@ class FileReading:
                 elif spelled.partition(" ")[2].startswith("["):
                     reason = f"{named.split()[-1]}: {reason}"  # of a list, the wrong value alone
                 raise ConfigError(f"{spelled}: {reason}") from None
-        self.assignments.set(setting, value, spelled)
+        self.settings.set(setting, value, spelled)
 
     def walk(self, path: str, block: Mapping[Any, Any]) -> None:
         """Reads the keys of a block."""

@@ -17,10 +17,7 @@ def deepspeed_assignments(others: Sequence[Assignments], refusals: Refusals) -> 
     if path is None or not value_of(others, "deepspeed"):
         return None
     stronger = {name: value for source in others for name, value in source.values.items()}
-    read = read_deepspeed(path, refusals=refusals, stronger=stronger)
-    assignments = Assignments(origin=path, notices=list(read.notices), named_by_key=True)
-    for name, value in read.values.items():
-        assignments.set(settings_by_name()[name], value, read.keys[name])
+    assignments = read_deepspeed(path, refusals=refusals, stronger=stronger)
     _complete_schedule(assignments, stronger)
     for other in others:
         _compare(assignments, other, refusals)

@@ -75,7 +75,7 @@ def test_a_made_up_dict_is_read_or_refused() -> None:
             continue
         read += 1
         assert all(line.isprintable() and line.startswith("ds.json: ") for line in settings.notices)
-        assert settings.values.keys() == settings.keys.keys() == settings.origins.keys()
+        assert settings.values.keys() == settings.spelled.keys()
     assert 400 < read < 3600
 
 

@@ -190,7 +190,7 @@ def test_a_block_that_is_off_has_no_effect_and_says_so() -> None:
 
 
 def test_the_boolean_of_old_files_is_a_stage() -> None:
-    assert json.dumps(dict(read_deepspeed({"zero_optimization": False}).content)) == '{"zero_optimization.stage": 0}'
+    assert json.dumps(read_deepspeed({"zero_optimization": False}).content) == '{"zero_optimization.stage": 0}'
 
 
 def test_the_optimizer_in_a_file_has_its_directory() -> None:

@@ -132,7 +132,7 @@ def test_a_key_sets_its_field_and_no_other(path: str) -> None:
     for name, wanted in fields.items():
         assert found.values[name] == wanted
         assert wanted != settings_by_name()[name].default, "the example shows nothing"
-        assert path in found.keys[name] or wanted == 65536.0 or "without" in found.keys[name]
+        assert path in found.spelled[name] or wanted == 65536.0 or "without" in found.spelled[name]
     assert {name for name in found.values if found.values[name] != without.get(name)} == fields.keys()
     assert found.content[path] == value
 
@@ -144,7 +144,7 @@ def test_a_key_without_effect_says_why_and_sets_nothing(key: Key) -> None:
     assert any(line.startswith(f"ds.json: {key.path}") and line.endswith(key.line) for line in found.notices)
     assert found.values == beside
     if key.kind == "block":
-        assert read_deepspeed(nested((key.path, {"enabled": False}))).notices == ()
+        assert read_deepspeed(nested((key.path, {"enabled": False}))).notices == []
 
 
 @pytest.mark.parametrize("key", [key for key in ROWS if key.way_out], ids=lambda key: key.path)
@@ -154,7 +154,7 @@ def test_a_key_that_would_change_the_result_is_refused_by_name(key: Key) -> None
         read_deepspeed(nested(*on(key), (key.path, asks)), name="ds.json")
     assert str(caught.value).startswith(f"in ds.json: {key.path}") and key.way_out in str(caught.value)
     for neutral in key.neutral or ({"enabled": False},) * (key.kind == "block"):
-        assert read_deepspeed(nested(*on(key), (key.path, neutral))).notices == ()
+        assert read_deepspeed(nested(*on(key), (key.path, neutral))).notices == []
 
 
 @pytest.mark.parametrize("key", [key for key in ROWS if key.kind != "block"], ids=lambda key: key.path)
@@ -203,9 +203,9 @@ def test_a_block_that_is_off_names_its_keys_and_refuses_others(block: str, off: 
         if name == "enabled":
             continue
         found = read_deepspeed(nested((block, {**off, **nested((name, ANY[kind]))})), name="ds.json")
-        assert found.notices == (
+        assert found.notices == [
             f"ds.json: {block}.{name.partition('.')[0]}: no effect while {block}.enabled is not true",
-        )
+        ]
         assert not set(found.values) - {"fp16", "bf16"} and not any(found.values.values())
         wrong = nested((block, {**off, **nested((f"{name}x", ANY[kind]))}))
         with pytest.raises(ConfigError, match=rf"^in ds.json: {block}.{name}x: unknown key"):
