@@ -24,7 +24,7 @@ class Key:
     is false.
     """
 
-    path: str
+    path: str  # in what within() and block() are given: its name there, or several
     kind: Kind
     field: str = ""  # sets: the field of RunConfig
     becomes: Callable[[Any], Any] | None = None  # sets: the field's value from the key's; a ValueError refuses it
@@ -40,8 +40,8 @@ class Key:
 
 
 def within(path: str, *keys: Key) -> tuple[Key, ...]:
-    """The rows of keys of a block, whose paths are told from there."""
-    return tuple(replace(key, path=f"{path}.{key.path}") for key in keys)
+    """The rows of keys of a block, whose paths are told from there: one row for each of the names of a key."""
+    return tuple(replace(key, path=f"{path}.{name}") for key in keys for name in key.path.split())
 
 
 def block(path: str, *keys: Key) -> tuple[Key, ...]:
@@ -63,11 +63,6 @@ def no_effect(path: str, kind: Kind, line: str) -> Key:
 
 def refused(path: str, kind: Kind, way_out: str, *neutral: Any) -> Key:
     return Key(path=path, kind=kind, way_out=way_out, neutral=neutral)
-
-
-def many(make: Callable[..., Key], kind: Kind, text: str, names: str, *more: Any) -> tuple[Key, ...]:
-    """One row for each of these keys."""
-    return tuple(make(name, kind, text, *more) for name in names.split())
 
 
 def wrong_kind(kind: Kind, value: Any) -> str | None:

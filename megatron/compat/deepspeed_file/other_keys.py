@@ -1,6 +1,6 @@
 """Keys of DeepSpeed's JSON about reports, activations, and what is not part of training here."""
 
-from megatron.compat.deepspeed_file.keys import block, decided, many, no_effect, refused, sets
+from megatron.compat.deepspeed_file.keys import block, decided, no_effect, refused, sets
 
 REPORTS = (
     sets("steps_per_print", "whole", "log_interval"),
@@ -35,15 +35,15 @@ ACTIVATIONS = (
         "activation_checkpointing",
         sets("partition_activations", "switch", "distribute_saved_activations"),
         refused("cpu_checkpointing", "switch", "use --cpu-offloading-num-layers", False),
-        *many(
-            no_effect,
-            "switch",
-            _ONE_RECOMPUTATION,
-            "contiguous_memory_optimization synchronize_checkpoint_boundary profile",
+        no_effect(
+            "contiguous_memory_optimization synchronize_checkpoint_boundary profile", "switch", _ONE_RECOMPUTATION
         ),
         no_effect("number_checkpoints", "whole", _ONE_RECOMPUTATION),
     ),
 )
+
+_OTHERS = """autotuning compression_training curriculum_learning data_efficiency eigenvalue elasticity hybrid_engine
+    nebula progressive_layer_drop quantize_training sparse_attention weight_quantization"""
 
 REST = (
     *block(
@@ -60,11 +60,5 @@ REST = (
     refused("expert_parallel", "block", "use --expert-model-parallel-size"),
     refused("pipeline", "block", "use --pipeline-model-parallel-size"),
     refused("compile", "block", "use --compile"),
-    *many(
-        refused,
-        "block",
-        "leave it out",
-        "autotuning compression_training curriculum_learning data_efficiency eigenvalue elasticity hybrid_engine "
-        "nebula progressive_layer_drop quantize_training sparse_attention weight_quantization",
-    ),
+    *(refused(name, "block", "leave it out") for name in _OTHERS.split()),
 )

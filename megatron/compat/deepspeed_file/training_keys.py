@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megatron.compat.deepspeed_file.keys import Kind, block, decided, many, no_effect, refused, sets
+from megatron.compat.deepspeed_file.keys import Kind, block, decided, no_effect, refused, sets
 
 _ONE_OPTIMIZER = "one implementation of each optimizer, see --kernels"
 
@@ -66,8 +66,7 @@ OPTIMIZER = (
                 "`--sgd-momentum` (left out 0, as in torch.optim), `--muon-momentum` (left out 0.95)",
             ),
             decided("adam_w_mode", "switch", "of Adam; `false`: `--no-decoupled-weight-decay`"),
-            decided("muon_lr", "number", "of Muon; another value than `lr` is refused: one rate is used"),
-            decided("adam_lr", "number", "of Muon; another value than `lr` is refused: one rate is used"),
+            decided("muon_lr adam_lr", "number", "of Muon; another value than `lr` is refused: one rate is used"),
             no_effect("ns_method", "text", "the Newton-Schulz steps have one form"),
             refused("per_head_muon", "switch", "queries, keys and values are matrices each; leave it out", False),
             refused("max_grad_norm", "number", "clipping is the key gradient_clipping"),
@@ -76,7 +75,7 @@ OPTIMIZER = (
             refused("maximize", "switch", "a loss is minimised; leave it out", False),
             refused("nesterov", "switch", "leave it out", False),
             refused("dampening", "number", "leave it out", 0),
-            *many(no_effect, "switch", _ONE_OPTIMIZER, "torch_adam fused foreach capturable differentiable"),
+            no_effect("torch_adam fused foreach capturable differentiable", "switch", _ONE_OPTIMIZER),
         ),
     ),
 )
@@ -94,7 +93,7 @@ SCHEDULER = (
                 "left out (DeepSpeed stops there) it is --train-iters, and a line says so",
             ),
             *(sets(f"{name}", kind, name) for kind, names in _SCHEDULER_PARAMETERS.items() for name in names.split()),
-            *many(no_effect, "number", "the momentum stays as it is set", "cycle_min_mom cycle_max_mom decay_mom_rate"),
+            no_effect("cycle_min_mom cycle_max_mom decay_mom_rate", "number", "the momentum stays as it is set"),
             refused(
                 "cycle_momentum",
                 "switch",

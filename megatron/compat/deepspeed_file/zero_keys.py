@@ -1,6 +1,6 @@
 """Keys of DeepSpeed's JSON about communication, ZeRO and offload."""
 
-from megatron.compat.deepspeed_file.keys import block, decided, many, no_effect, refused, sets, within
+from megatron.compat.deepspeed_file.keys import block, decided, no_effect, refused, sets, within
 
 _BUCKETS = "weights are gathered in the buckets of reduce_bucket_size, and updated there"
 _STAGE3 = "at stage 3 each layer is gathered before it runs and freed after it, which changes no result"
@@ -33,15 +33,14 @@ ZERO = (
         "zero_optimization",
         sets("stage", "whole", "zero_stage", '0 to 3; `"zero_optimization": true` is stage 1'),
         sets("overlap_comm", "switch", "overlap_grad_reduce"),
-        *many(
-            no_effect,
+        no_effect(
+            "reduce_scatter allgather_partitions use_multi_rank_bucket_allreduce",
             "switch",
             "how ranks communicate changes no result",
-            "reduce_scatter allgather_partitions use_multi_rank_bucket_allreduce",
         ),
         no_effect("contiguous_gradients", "switch", "gradients always live in contiguous buffers"),
         sets("reduce_bucket_size", "whole", "ddp_bucket_size", "left out, buckets have our own size"),
-        *many(no_effect, "whole", _BUCKETS, "allgather_bucket_size sub_group_size"),
+        no_effect("allgather_bucket_size sub_group_size", "whole", _BUCKETS),
         no_effect("round_robin_gradients", "switch", "each rank copies its own share of the gradients"),
         no_effect("parameter_alignment", "switch", "how buffers are laid out changes no result"),
         no_effect("compute_grad_norm", "switch", "the norm is computed where it is clipped or logged"),
@@ -49,18 +48,16 @@ ZERO = (
         no_effect("load_from_fp32_weights", "switch", "a checkpoint holds the fp32 masters"),
         no_effect("elastic_checkpoint", "switch", "a checkpoint loads into any layout"),
         no_effect("legacy_stage1", "switch", "there is one stage 1"),
-        *many(
-            no_effect,
-            "switch",
-            "a detail of DeepSpeed's own implementation",
+        no_effect(
             "memory_efficient_linear override_module_apply pipeline_loading_checkpoint log_trace_cache_warnings "
             "enable_sanity_checks mics_hierarchical_params_gather save_muon_momentum_buffer_in_memory",
+            "switch",
+            "a detail of DeepSpeed's own implementation",
         ),
-        *many(
-            refused,
+        refused(
+            "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
             "switch",
             "it rounds what is communicated; leave it out",
-            "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
             False,
         ),
         refused(
@@ -80,8 +77,7 @@ ZERO = (
             -1,
         ),
         refused("zeropp_loco_param", "block", "it rounds what is communicated; leave it out"),
-        refused("zenflow", "block", "leave it out"),
-        refused("leaf_module", "block", "leave it out"),
+        refused("zenflow leaf_module", "block", "leave it out"),
     ),
     no_effect(
         "zero_allow_untested_optimizer",
@@ -93,20 +89,18 @@ ZERO = (
 
 STAGE3 = within(
     "zero_optimization",
-    *many(
-        no_effect,
-        "whole",
-        _STAGE3,
+    no_effect(
         "stage3_max_live_parameters stage3_max_reuse_distance stage3_prefetch_bucket_size "
         "stage3_param_persistence_threshold stage3_model_persistence_threshold stage3_module_granularity_threshold "
         "stage3_partition_stream_chunk_size",
+        "whole",
+        _STAGE3,
     ),
-    *many(no_effect, "switch", _STAGE3, "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential"),
-    *many(
-        no_effect,
+    no_effect("stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential", "switch", _STAGE3),
+    no_effect(
+        "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save",
         "switch",
         "saved weights are whole",
-        "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save",
     ),
 )
 
@@ -120,7 +114,7 @@ OFFLOAD = (
             no_effect("pin_memory", "switch", _PINNED),
             decided("nvme_path", "text", "`--optimizer-offload-directory`"),
             no_effect("buffer_count", "whole", _FILES),
-            *many(no_effect, "switch", _FILES, "fast_init pipeline_read pipeline_write"),
+            no_effect("fast_init pipeline_read pipeline_write", "switch", _FILES),
         ),
         *block(
             "offload_param",
@@ -132,11 +126,10 @@ OFFLOAD = (
             ),
             no_effect("pin_memory", "switch", _PINNED),
             no_effect("nvme_path", "text", "parameters are not kept in files"),
-            *many(no_effect, "whole", _BY_LAYER, "buffer_count buffer_size max_in_cpu"),
+            no_effect("buffer_count buffer_size max_in_cpu", "whole", _BY_LAYER),
         ),
         decided("cpu_offload", "switch", "as `offload_optimizer` to the cpu"),
-        decided("cpu_offload_param", "switch", "as `offload_param` to the cpu"),
-        decided("cpu_offload_params", "switch", "as `offload_param` to the cpu"),
+        decided("cpu_offload_param cpu_offload_params", "switch", "as `offload_param` to the cpu"),
         no_effect("cpu_offload_use_pin_memory", "switch", _PINNED),
     ),
     no_effect("aio", "block", _FILES),
