@@ -27,7 +27,6 @@ class Passes(Protocol):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
         """(sum of the losses, number of counted tokens), as the forward step gives them."""
-        ...
 
     def forward_backward(
         self, batches: Sequence[Batch], factor: float | Tensor, arm: Callable[[], None]
@@ -37,7 +36,6 @@ class Passes(Protocol):
         `arm` is called once, when only the last batch's gradients are still to come: from then on a gradient may be
         reduced as soon as it is complete.
         """
-        ...
 
 
 class SinglePass:

@@ -30,12 +30,10 @@ class AdamMemory(Protocol):
 
     def start(self, decision: Decision) -> Decision | None:
         """Begins an update. Returns the decision where the update is made, None if there is none to make."""
-        ...
 
     def sweep(self, *, changes: bool = True, refreshed: bool = False) -> Iterator[FlatRun]:
         """Yields each run where it is updated, with its state in `kinds`. What is changed is kept and the model gets
         the weights, unless `changes` is False. `refreshed`: the weights are first those of the model."""
-        ...
 
 
 class Resident:

@@ -23,21 +23,17 @@ class Update(Protocol):
 
     def state(self) -> OptimizerState:
         """The live tensors, not copies, unless it says otherwise."""
-        ...
 
     def loadable_in_place(self) -> OptimizerState:
         """Live tensors of `state()` that may be filled first and then given to `load`, which reads them before it
         writes to them. None of what `state()` computes, or copies from elsewhere; and no master that is itself the
         model's piece of a weight: the weights are loaded too, rounded, after what is read into places."""
-        ...
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
         """Restores `state()` and the number of updates; half-precision parameters are rounded from their masters."""
-        ...
 
     def refresh_masters(self) -> None:
         """After the weights were changed."""
-        ...
 
 
 class UserUpdate(Protocol):
@@ -45,21 +41,17 @@ class UserUpdate(Protocol):
 
     def step(self, decision: HostDecision) -> None:
         """Makes one update. Called with autograd off."""
-        ...
 
     def state(self) -> OptimizerState: ...
 
     def extra(self) -> dict[str, Any]:
         """What `state` leaves out, as plain values."""
-        ...
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]], extra: Mapping[str, Any]) -> None:
         """Restores `state()` and `extra()`; half-precision parameters are rounded from their masters."""
-        ...
 
     def refresh_masters(self) -> None:
         """After the weights were changed."""
-        ...
 
 
 class TorchUpdate:

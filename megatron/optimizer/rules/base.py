@@ -49,29 +49,23 @@ class UpdateRule(Protocol):
     @property
     def fused(self) -> bool:
         """Whether the device can decide that an update is not made (`skip`)."""
-        ...
 
     @property
     def loads_in_place(self) -> bool:
         """Whether `saved` gives the live tensors, so that a checkpoint may be read into them: what `restore` is given
         may be the same ones."""
-        ...
 
     def slot(self, name: str, tensor: Tensor) -> Slot:
         """The state before the first step. Allocated now, so that memory is known and a checkpoint can be loaded."""
-        ...
 
     def step(self, store: Slots, shards: Sequence[str], control: Control) -> None:
         """Updates the tensors of `shards`, which are named."""
-        ...
 
     def saved(self, slot: Slot) -> dict[str, Tensor]:
         """The state as a checkpoint holds it: tensors shaped like the weight, or of WHOLE_KINDS."""
-        ...
 
     def restore(self, slot: Slot, saved: Mapping[str, Tensor]) -> None:
         """The reverse of `saved`."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,6 @@ def orthogonalised(matrix: Tensor, steps: list[Coefficients], dtype: torch.dtype
 class Directions(Protocol):
     def __call__(self, momenta: Mapping[str, Tensor], /) -> dict[str, Tensor]:
         """The updates that follow from the momenta of all matrices, in the same pieces. A collective."""
-        ...
 
 
 @dataclass(frozen=True)
