@@ -215,13 +215,10 @@ def _ours(arguments: argparse.Namespace, target: "TargetLayout") -> "Iterator[Fo
 
 
 def _step_in(directory: Path, step: int | None) -> "FoundStep":
-    from megatron.checkpoint.found_step import find_checkpoint
-    from megatron.distributed.parallel_state import ParallelState
+    from megatron.checkpoint.found_step import describe_step
     from megatron.interop.source import OTHER_PROGRAMS
-    from megatron.layout import Layout
 
-    alone = ParallelState.build(Layout(1), 0)
-    found = find_checkpoint(directory, parallel=alone, step=step, strict=True, source=OTHER_PROGRAMS)
+    found = describe_step(directory, step=step, strict=True, check_hashes=True, log=print, source=OTHER_PROGRAMS)
     assert found is not None, "without a save directory there is no fresh start"
     return found
 

@@ -10,16 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.checkpoint.found_step import find_checkpoint
+from megatron.checkpoint.found_step import describe_step
 from megatron.checkpoint.run_state import RunHistory
 from megatron.checkpoint.step_source import OWN_STEPS, StepSource
 from megatron.checkpoint.verify import DamagedCheckpointError
 from megatron.config import RunConfig, TokenizerConfig
-from megatron.distributed.parallel_state import ParallelState
 from megatron.engine import Evaluation
 from megatron.errors import CheckpointError, ConfigError
 from megatron.inference.restore import saved_tokenizer
-from megatron.layout import Layout
 from megatron.model.gpt import GPT
 from megatron.model.parameters import WORD_TABLE
 from megatron.model.passes import Batch, Passes
@@ -209,15 +207,7 @@ def _describe(options: ModelOptions, source: StepSource) -> Described:
             _tokenizer_in(own),
             rows=folder.vocab_size,
         )
-    found = find_checkpoint(
-        load,
-        parallel=ParallelState.plan(Layout(1), 0),
-        step=options.ckpt_step,
-        strict=True,
-        check_hashes=False,  # the load itself checks them
-        log=lambda _: None,
-        source=source,
-    )
+    found = describe_step(load, step=options.ckpt_step, strict=True, source=source)
     assert found is not None, "without a save directory there is no fresh start"
     saved = found.saved_settings()
     if "model" not in saved or WORD_TABLE not in found.manifest.model:

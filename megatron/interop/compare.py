@@ -6,12 +6,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.found_step import FoundStep, find_checkpoint
+from megatron.checkpoint.found_step import FoundStep, describe_step
 from megatron.checkpoint.manifest import TensorRecord
 from megatron.checkpoint.paths import MANIFEST, step_of
-from megatron.distributed.parallel_state import ParallelState
 from megatron.interop.source import OTHER_PROGRAMS
-from megatron.layout import Layout
 from megatron.model.parameters import WORD_TABLE
 
 
@@ -20,14 +18,7 @@ def open_step(directory: Path) -> FoundStep:
     number = step_of(directory.name)
     step = number if number is not None and not (directory / MANIFEST).is_dir() else None
     place = directory.parent if step is not None else directory
-    found = find_checkpoint(
-        place,
-        parallel=ParallelState.build(Layout(1), 0),
-        step=step,
-        strict=True,
-        log=lambda text: None,
-        source=OTHER_PROGRAMS,
-    )
+    found = describe_step(place, step=step, strict=True, check_hashes=True, source=OTHER_PROGRAMS)
     assert found is not None, "without a save directory there is no fresh start"
     return found
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from megatron.checkpoint.found_step import find_checkpoint
+from megatron.checkpoint.found_step import describe_step
 from megatron.config import CheckpointConfig, MoEConfig, ParallelConfig, RunConfig
 from megatron.config.blend import data_sources, given_sets
 from megatron.config.refusals import Refusals
@@ -71,14 +71,11 @@ def _check_data(run: Run) -> None:
 
 def _check_checkpoint(run: Run, directory: Path) -> None:
     settings = run.config.checkpoint
-    found = find_checkpoint(
+    found = describe_step(
         directory,
-        parallel=ParallelState.plan(Layout(1), 0),
         step=settings.ckpt_step,
         save_dir=Path(settings.save) if settings.save else None,
         strict=settings.strict_load,
-        check_hashes=False,
-        log=lambda _: None,
         source=run.source,
     )
     point = ResumePoint(found)

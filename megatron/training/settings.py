@@ -85,19 +85,14 @@ def wandb_missing(project: str) -> ConfigError:
 
 
 def _with_checkpoint_args(config: RunConfig, source: StepSource) -> RunConfig:
-    from megatron.checkpoint.found_step import find_checkpoint
-    from megatron.distributed.parallel_state import ParallelState
-    from megatron.layout import Layout
+    from megatron.checkpoint.found_step import describe_step
 
     if config.checkpoint.load is None:
         raise ConfigError("--use-checkpoint-args: there is no checkpoint to take them from; give --load")
-    found = find_checkpoint(
+    found = describe_step(
         Path(config.checkpoint.load),
-        parallel=ParallelState.plan(Layout(1), 0),
         step=config.checkpoint.ckpt_step,
         save_dir=Path(config.checkpoint.save) if config.checkpoint.save else None,
-        check_hashes=False,  # the load itself checks them
-        log=lambda _: None,
         source=source,
     )
     if found is None:
