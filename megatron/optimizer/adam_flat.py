@@ -6,7 +6,6 @@ torch's update.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,30 +19,16 @@ from megatron.state.store import FlatRun, are_masters
 from megatron.utils.dtype import HALF
 
 
-class AdamMemory(Protocol):
-    runs: Sequence[FlatRun]
-    """Those of the store whose state is here."""
-    device: torch.device
-    """Where they are updated."""
-    loads_in_place: bool
-    """Whether a checkpoint's file may be read straight into the state."""
-
-    def start(self, decision: Decision) -> Decision | None:
-        """Begins an update. Returns the decision where the update is made, None if there is none to make."""
-
-    def sweep(self, *, changes: bool = True, refreshed: bool = False) -> Iterator[FlatRun]:
-        """Yields each run where it is updated, with its state in `kinds`. What is changed is kept and the model gets
-        the weights, unless `changes` is False. `refreshed`: the weights are first those of the model."""
-
-
 class Resident:
-    """The state is in the memory of the weights."""
+    """The state of some of the store's runs, in the memory of their weights; a subclass keeps it elsewhere."""
 
     loads_in_place = True
+    """Whether a checkpoint's file may be read straight into the state."""
 
     def __init__(self, runs: Sequence[FlatRun], *, remainders: bool = False) -> None:
         """`remainders`: of the fp32 master of a bf16 parameter, keep only the 16 bits that the parameter lacks."""
         self.runs = runs
+        # where the runs are updated
         self.device = next((run.weights.device for run in runs), torch.device("cpu"))
         for run in runs:
             wide = torch.promote_types(run.grads.dtype, torch.float32)
@@ -56,9 +41,12 @@ class Resident:
                 run.kinds["master"] = run.weights.float()
 
     def start(self, decision: Decision) -> Decision | None:
+        """Begins an update. Returns the decision where the update is made, None if there is none to make."""
         return decision
 
     def sweep(self, *, changes: bool = True, refreshed: bool = False) -> Iterator[FlatRun]:
+        """Yields each run where it is updated, with its state in `kinds`. What is changed is kept and the model gets
+        the weights, unless `changes` is False. `refreshed`: the weights are first those of the model."""
         del changes, refreshed
         return iter(self.runs)
 
@@ -95,7 +83,7 @@ class _Factors:
 class _Part:
     """The runs of one memory."""
 
-    def __init__(self, memory: AdamMemory, store: TrainingStore, rules: Mapping[str, GroupRule]) -> None:
+    def __init__(self, memory: Resident, store: TrainingStore, rules: Mapping[str, GroupRule]) -> None:
         self.memory = memory
         self.factors = [_Factors.of(run, rules, memory.device) for run in memory.runs]
         self.are_masters = [are_masters(store, run) for run in memory.runs]
@@ -112,7 +100,7 @@ class FlatAdam:
         betas: tuple[float, float],
         eps: float,
         kernel: Callable[..., None],
-        memories: Sequence[AdamMemory],
+        memories: Sequence[Resident],
     ) -> None:
         """`memories` have the runs of the store among them."""
         self._betas, self._eps, self._kernel = betas, eps, kernel

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.data_parallel import TrainingStore
+from megatron.optimizer.adam_flat import Resident
 from megatron.optimizer.decision import Decision
 from megatron.state.store import FlatRun
 from megatron.utils.device import HostLink
@@ -21,8 +22,8 @@ from megatron.utils.dtype import HALF
 DIRECTORY_FLAG = "--optimizer-offload-directory"
 
 
-class Offloaded:
-    """An `AdamMemory` on the host."""
+class Offloaded(Resident):
+    """The state is on the host, and updated there."""
 
     loads_in_place = False  # a file has another form, and no file is read into memory for an accelerator
     device = torch.device("cpu")
