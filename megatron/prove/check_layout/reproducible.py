@@ -72,10 +72,9 @@ def _check_world(config: RunConfig, ranks: int) -> None:
     check_world(replace(config, profile=ProfileConfig()), ranks)
 
 
-def reproducible(config: RunConfig, ranks: int, steps: int, cache: Path) -> RunConfig:
-    """What a comparison to rounding needs: no randomness, no files, a learning rate that moves weights at once."""
-    dp = ranks // config.parallel.model_parallel_size
-    plan = BatchPlan(config, dp)
+def plain_run(config: RunConfig, ranks: int, steps: int) -> RunConfig:
+    """So many steps on CPUs, with one batch size and learning rate; nothing skips or traces them."""
+    plan = BatchPlan.on(config, ranks)
     training = replace(
         config.training,
         micro_batch_size=plan.micro_batch_size,
@@ -86,12 +85,22 @@ def reproducible(config: RunConfig, ranks: int, steps: int, cache: Path) -> RunC
         train_iters=steps,
         train_samples=None,
         exit_interval=None,
-        exit_duration_in_mins=None,
-        exit_signal_handler=False,
         iterations_to_skip=None,
         skip_train=False,
     )
-    optimizer = config.optimizer
+    return replace(
+        config,
+        training=training,
+        parallel=replace(config.parallel, pipeline_trace=None, check_replicas_every=None),
+        schedule=ScheduleConfig(lr=config.schedule.lr, lr_decay_style="constant"),
+        profile=ProfileConfig(),
+        runtime=RuntimeConfig(device="cpu", distributed_backend="gloo"),
+    )
+
+
+def reproducible(config: RunConfig, ranks: int, steps: int, cache: Path) -> RunConfig:
+    """What a comparison to rounding needs: no randomness, no files, a learning rate that moves weights at once."""
+    plain, optimizer = plain_run(config, ranks, steps), config.optimizer
     if optimizer.weight_decay_incr_style != "constant":
         decay = optimizer.end_weight_decay or 0.0
         optimizer = replace(
@@ -102,20 +111,16 @@ def reproducible(config: RunConfig, ranks: int, steps: int, cache: Path) -> RunC
             end_weight_decay=None,
         )
     return replace(
-        config,
+        plain,
         model=replace(config.model, attention_dropout=0.0, hidden_dropout=0.0),
-        parallel=replace(config.parallel, pipeline_trace=None, check_replicas_every=None),
-        training=training,
+        training=replace(plain.training, exit_duration_in_mins=None, exit_signal_handler=False),
         optimizer=optimizer,
-        schedule=ScheduleConfig(lr=config.schedule.lr, lr_decay_style="constant"),
         precision=replace(config.precision, fp16=False, bf16=False, loss_scale=None),
         data=replace(config.data, num_workers=0, data_cache_path=str(cache), data_table_path=None),
         checkpoint=CheckpointConfig(),
         tokenizer=_without_table_of_load(config),
         logging=LoggingConfig(),
         evaluation=EvaluationConfig(eval_iters=0),
-        profile=ProfileConfig(),
-        runtime=RuntimeConfig(device="cpu", distributed_backend="gloo"),
     )
 
 

@@ -11,23 +11,12 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.step_source import OWN_STEPS, StepSource
-from megatron.config import (
-    BatchPlan,
-    DataConfig,
-    EvaluationConfig,
-    KernelsConfig,
-    ProfileConfig,
-    RunConfig,
-    RuntimeConfig,
-    ScheduleConfig,
-    TokenizerConfig,
-    check_world,
-)
+from megatron.config import DataConfig, EvaluationConfig, KernelsConfig, RunConfig, TokenizerConfig, check_world
 from megatron.config.sources import SettingsSource, no_other_file
 from megatron.config.stages import stage_layers
 from megatron.pipeline_schedules import SCHEDULES
 from megatron.prove.check_layout.check import load_script
-from megatron.prove.check_layout.reproducible import changed_settings, shrink
+from megatron.prove.check_layout.reproducible import changed_settings, plain_run, shrink
 from megatron.prove.order.classes import representatives
 from megatron.prove.order.cluster import ClusterRecording, compared_ranks, record_runs
 from megatron.prove.order.events import Mark, Op, Recording
@@ -84,19 +73,7 @@ def prove(
 
 def for_order(config: RunConfig, world_size: int, cache: Path) -> RunConfig:
     """The settings that decide who talks to whom and when, with a model, batches and data as small as they can be."""
-    plan = BatchPlan.on(config, world_size)
-    training = replace(
-        config.training,
-        global_batch_size=plan.final_batch_size,
-        rampup_batch_size=None,
-        step_batch_size_schedule=None,
-        train_iters=2,
-        train_samples=None,
-        exit_interval=None,
-        iterations_to_skip=None,
-        skip_train=False,
-        check_for_nan_in_loss_and_grad=False,  # of made-up messages
-    )
+    plain = plain_run(config, world_size, 2)
     data = DataConfig(
         seq_length=config.data.seq_length,
         mock_data=True,
@@ -107,21 +84,15 @@ def for_order(config: RunConfig, world_size: int, cache: Path) -> RunConfig:
         reset_attention_mask=config.data.isolates_documents,
         eod_mask_loss=config.data.masks_loss,
     )
-    replicas = config.parallel.check_replicas_every and 1
-    evaluation = EvaluationConfig(eval_interval=2, eval_iters=min(config.evaluation.eval_iters, 1))
-    logging = replace(config.logging, log_interval=1, tensorboard_dir=None, metrics_jsonl=None, wandb_project=None)
     same_order = replace(
-        config,
-        training=training,
-        parallel=replace(config.parallel, pipeline_trace=None, check_replicas_every=replicas),
-        schedule=ScheduleConfig(lr=config.schedule.lr, lr_decay_style="constant"),
+        plain,
+        training=replace(plain.training, check_for_nan_in_loss_and_grad=False),  # of made-up messages
+        parallel=replace(plain.parallel, check_replicas_every=config.parallel.check_replicas_every and 1),
         data=data,
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=_VOCABULARY),
-        logging=logging,
-        evaluation=evaluation,
+        logging=replace(config.logging, log_interval=1, tensorboard_dir=None, metrics_jsonl=None, wandb_project=None),
+        evaluation=EvaluationConfig(eval_interval=2, eval_iters=min(config.evaluation.eval_iters, 1)),
         kernels=KernelsConfig(kernels="ref"),
-        profile=ProfileConfig(),
-        runtime=RuntimeConfig(device="cpu", distributed_backend="gloo"),
     )
     return _as_few_as_the_order_needs(shrink(same_order, world_size), world_size)
 
