@@ -126,8 +126,12 @@ def _analyse(annotation: Any) -> tuple[type, bool]:
 
 
 def settings_of(section: str, cls: type) -> Iterator[Setting]:
-    """The settings of one section class, in the order of their declaration."""
+    """The settings of one section class, in the order of their declaration. A class with a `needs_of(name)` says there
+    what its working fields need."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         base, many = _analyse(hints[field.name])
-        yield Setting(section, field.name, field.metadata["flag"], field.default, base, many)
+        declared = field.metadata["flag"]
+        if declared.status == "works" and hasattr(cls, "needs_of"):
+            declared = dataclasses.replace(declared, needs=cls.needs_of(field.name))
+        yield Setting(section, field.name, declared, field.default, base, many)

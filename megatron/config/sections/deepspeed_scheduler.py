@@ -17,13 +17,7 @@ PARAMETERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "WarmupLR": _WARMUP,
         "WarmupDecayLR": ("total_num_steps", *_WARMUP),
-        "WarmupCosineLR": (
-            "total_num_steps",
-            "warmup_num_steps",
-            "warmup_type",
-            "warmup_min_ratio",
-            "cos_min_ratio",
-        ),
+        "WarmupCosineLR": ("total_num_steps", "warmup_num_steps", "warmup_type", "warmup_min_ratio", "cos_min_ratio"),
         "OneCycle": _CYCLE,
         "LRRangeTest": tuple(f"lr_range_test_{name}" for name in _RANGE),
     }
@@ -44,11 +38,6 @@ _OF_EVERY_SCHEDULE = ("lr", "override_opt_param_scheduler", "use_checkpoint_opt_
 _OF_MEGATRON = tuple(field.name for field in fields(ScheduleConfig) if field.name not in _OF_EVERY_SCHEDULE)
 
 
-def _of(name: str) -> tuple[Need, ...]:
-    kinds = [kind for kind, names in PARAMETERS.items() if name in names]
-    return (Need(f"--lr-schedule {' or '.join(kinds)}", lambda run: run.deepspeed_scheduler.lr_schedule in kinds),)
-
-
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedSchedulerConfig:
     """All lengths are in optimizer steps."""
@@ -62,77 +51,44 @@ class DeepSpeedSchedulerConfig:
             *excludes("rampup_batch_size", "step_batch_size_schedule", why="DeepSpeed's count steps of one batch size"),
         ),
     )
-    warmup_min_lr: float = flag(
-        0.0, "Learning rate at the start of the warm-up.", at_least=0.0, needs=_of("warmup_min_lr")
-    )
+    warmup_min_lr: float = flag(0.0, "Learning rate at the start of the warm-up.", at_least=0.0)
     warmup_max_lr: float | None = flag(
         None,
         "Learning rate at the end of the warm-up. Unset: --lr with WarmupLR, 0.001 with WarmupDecayLR (DeepSpeed's).",
         at_least=0.0,
-        needs=_of("warmup_max_lr"),
     )
-    warmup_num_steps: int = flag(1000, "Length of the warm-up.", at_least=1, needs=_of("warmup_num_steps"))
-    warmup_type: str = flag("log", "Shape of the warm-up.", choices=("log", "linear"), needs=_of("warmup_type"))
-    total_num_steps: int | None = flag(
-        None, "Where the decay ends, counted from the first step.", at_least=1, needs=_of("total_num_steps")
-    )
-    warmup_min_ratio: float = flag(
-        0.0,
-        "Learning rate at the start of the warm-up, as a share of --lr.",
-        at_least=0.0,
-        needs=_of("warmup_min_ratio"),
-    )
-    cos_min_ratio: float = flag(
-        0.0001, "Learning rate at the end of the decay, as a share of --lr.", at_least=0.0, needs=_of("cos_min_ratio")
-    )
-    cycle_min_lr: float | None = flag(
-        None, "Learning rate at both ends of the cycle.", at_least=0.0, needs=_of("cycle_min_lr")
-    )
-    cycle_max_lr: float | None = flag(
-        None, "Learning rate in the middle of the cycle.", at_least=0.0, needs=_of("cycle_max_lr")
-    )
+    warmup_num_steps: int = flag(1000, "Length of the warm-up.", at_least=1)
+    warmup_type: str = flag("log", "Shape of the warm-up.", choices=("log", "linear"))
+    total_num_steps: int | None = flag(None, "Where the decay ends, counted from the first step.", at_least=1)
+    warmup_min_ratio: float = flag(0.0, "Learning rate at the start of the warm-up, as a share of --lr.", at_least=0.0)
+    cos_min_ratio: float = flag(0.0001, "Learning rate at the end of the decay, as a share of --lr.", at_least=0.0)
+    cycle_min_lr: float | None = flag(None, "Learning rate at both ends of the cycle.", at_least=0.0)
+    cycle_max_lr: float | None = flag(None, "Learning rate in the middle of the cycle.", at_least=0.0)
     decay_lr_rate: float = flag(
-        0.0,
-        "After the cycle the rate is --cycle-min-lr / (1 + this x steps / --decay-step-size).",
-        at_least=0.0,
-        needs=_of("decay_lr_rate"),
+        0.0, "After the cycle the rate is --cycle-min-lr / (1 + this x steps / --decay-step-size).", at_least=0.0
     )
-    cycle_first_step_size: int = flag(
-        2000, "Length of the cycle's rise.", at_least=1, needs=_of("cycle_first_step_size")
-    )
-    cycle_second_step_size: int | None = flag(
-        None, "Length of the cycle's fall. Unset: that of its rise.", at_least=1, needs=_of("cycle_second_step_size")
-    )
-    cycle_first_stair_count: int = flag(
-        0, "Stairs of the rise; 0 is continuous.", at_least=0, needs=_of("cycle_first_stair_count")
-    )
-    cycle_second_stair_count: int | None = flag(
-        None, "Stairs of the fall. Unset: those of the rise.", at_least=0, needs=_of("cycle_second_stair_count")
-    )
-    decay_step_size: int = flag(
-        0, "Unit of the decay after the cycle; 0 is no decay.", at_least=0, needs=_of("decay_step_size")
-    )
+    cycle_first_step_size: int = flag(2000, "Length of the cycle's rise.", at_least=1)
+    cycle_second_step_size: int | None = flag(None, "Length of the cycle's fall. Unset: that of its rise.", at_least=1)
+    cycle_first_stair_count: int = flag(0, "Stairs of the rise; 0 is continuous.", at_least=0)
+    cycle_second_stair_count: int | None = flag(None, "Stairs of the fall. Unset: those of the rise.", at_least=0)
+    decay_step_size: int = flag(0, "Unit of the decay after the cycle; 0 is no decay.", at_least=0)
     cycle_momentum: bool = flag(
         False,
         "Cycle the momentum against the learning rate. DeepSpeed's files mean True where they do not say.",
         status="later",
         note='leave it out (in a file: "cycle_momentum": false), and the momentum stays as it is set',
     )
-    lr_range_test_min_lr: float = flag(
-        1e-3, "Learning rate at the start of the test.", at_least=0.0, needs=_of("lr_range_test_min_lr")
-    )
-    lr_range_test_step_size: int = flag(
-        2000, "Steps in which the rate grows by one unit.", at_least=1, needs=_of("lr_range_test_step_size")
-    )
-    lr_range_test_step_rate: float = flag(
-        1.0,
-        "The unit, as a share of --lr-range-test-min-lr.",
-        at_least=0.0,
-        needs=_of("lr_range_test_step_rate"),
-    )
-    lr_range_test_staircase: bool = flag(
-        False, "Grow once per --lr-range-test-step-size steps.", needs=_of("lr_range_test_staircase")
-    )
+    lr_range_test_min_lr: float = flag(1e-3, "Learning rate at the start of the test.", at_least=0.0)
+    lr_range_test_step_size: int = flag(2000, "Steps in which the rate grows by one unit.", at_least=1)
+    lr_range_test_step_rate: float = flag(1.0, "The unit, as a share of --lr-range-test-min-lr.", at_least=0.0)
+    lr_range_test_staircase: bool = flag(False, "Grow once per --lr-range-test-step-size steps.")
+
+    @staticmethod
+    def needs_of(name: str) -> tuple[Need, ...]:
+        """One of the schedules that have this parameter."""
+        kinds = [kind for kind, names in PARAMETERS.items() if name in names]
+        need = Need(f"--lr-schedule {' or '.join(kinds)}", lambda run: run.deepspeed_scheduler.lr_schedule in kinds)
+        return (need,) if kinds else ()
 
     @property
     def parameters(self) -> tuple[str, ...]:
