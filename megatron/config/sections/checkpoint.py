@@ -1,6 +1,7 @@
 """Saving and loading of checkpoints."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from megatron.config.flag import Need, flag
 
@@ -10,6 +11,8 @@ _GLOBAL = Need("--non-persistent-ckpt-type global", lambda run: run.checkpoint.n
 _LOCAL = Need("--non-persistent-ckpt-type local", lambda run: run.checkpoint.non_persistent_ckpt_type == "local")
 _REPLICATION = Need("--replication", lambda run: run.checkpoint.replication)
 RESUME = Need("--load without --finetune", lambda run: run.checkpoint.resumes)
+_save_flag = partial(flag, needs=(_SAVE,))
+_load_flag = partial(flag, needs=(_LOAD,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,27 +26,22 @@ class CheckpointConfig:
         "Hugging Face model.",
         path=True,
     )
-    save_interval: int | None = flag(
-        None,
-        "Steps between checkpoints. Unset: one at the end.",
-        at_least=1,
-        aliases=("--persistent-save-interval",),
-        needs=(_SAVE,),
+    save_interval: int | None = _save_flag(
+        None, "Steps between checkpoints. Unset: one at the end.", at_least=1, aliases=("--persistent-save-interval",)
     )
-    save_optim: bool = flag(True, "Leave the optimizer out of checkpoints.", off="--no-save-optim", needs=(_SAVE,))
-    save_rng: bool = flag(True, "Leave the random states out of checkpoints.", off="--no-save-rng", needs=(_SAVE,))
+    save_optim: bool = _save_flag(True, "Leave the optimizer out of checkpoints.", off="--no-save-optim")
+    save_rng: bool = _save_flag(True, "Leave the random states out of checkpoints.", off="--no-save-rng")
     load_optim: bool = flag(True, "Do not load the optimizer.", off="--no-load-optim", needs=(RESUME,))
     load_rng: bool = flag(True, "Do not load the random states.", off="--no-load-rng", needs=(RESUME,))
-    finetune: bool = flag(False, "Load weights only and start at iteration 0.", needs=(_LOAD,), insists=True)
-    use_checkpoint_args: bool = flag(
-        False, "Take the model's shape and the tokenizer from the checkpoint.", needs=(_LOAD,), insists=True
+    finetune: bool = _load_flag(False, "Load weights only and start at iteration 0.", insists=True)
+    use_checkpoint_args: bool = _load_flag(
+        False, "Take the model's shape and the tokenizer from the checkpoint.", insists=True
     )
-    save_tokenizer_assets: bool = flag(
+    save_tokenizer_assets: bool = _save_flag(
         True,
         "Leave the tokenizer out of checkpoints: an export and tools/generate.py need it.",
         off="--no-save-tokenizer-assets",
         aliases=("--disable-save-tokenizer-assets",),
-        needs=(_SAVE,),
     )
     exit_on_missing_checkpoint: bool = flag(
         False,
@@ -51,23 +49,16 @@ class CheckpointConfig:
         status="no-op",
         note="a --load without a checkpoint always stops the run, unless it is also --save",
     )
-    strict_load: bool = flag(
-        False,
-        "Refuse a damaged checkpoint or a lost tracker instead of falling back to the newest valid step.",
-        needs=(_LOAD,),
+    strict_load: bool = _load_flag(
+        False, "Refuse a damaged checkpoint or a lost tracker instead of falling back to the newest valid step."
     )
-    skip_hash: bool = flag(
+    skip_hash: bool = _load_flag(
         False,
         "Do not verify checksums before loading, which reads every file once more; sizes are always compared.",
         cli_only=True,
-        needs=(_LOAD,),
     )
-    perform_initialization: bool = flag(
-        True,
-        "Do not draw initial weights (they are loaded from --load).",
-        off="--no-initialization",
-        needs=(_LOAD,),
-        insists=True,
+    perform_initialization: bool = _load_flag(
+        True, "Do not draw initial weights (they are loaded from --load).", off="--no-initialization", insists=True
     )
     ckpt_format: str = flag(
         "torch",
@@ -76,9 +67,7 @@ class CheckpointConfig:
         status="no-op",
         note="checkpoints are written in the format torch, which loads into any layout",
     )
-    ckpt_step: int | None = flag(
-        None, "Load this iteration instead of the newest.", at_least=0, needs=(_LOAD,), insists=True
-    )
+    ckpt_step: int | None = _load_flag(None, "Load this iteration instead of the newest.", at_least=0, insists=True)
     override_ckpt_iteration: int | None = flag(
         None,
         "Go on from the loaded state as iteration N: with the samples and the learning rate that follow on N "
@@ -87,30 +76,23 @@ class CheckpointConfig:
         needs=(RESUME,),
         insists=True,
     )
-    async_save: bool = flag(
-        False,
-        "Write checkpoints in the background: training waits for a copy in host memory alone.",
-        needs=(_SAVE,),
+    async_save: bool = _save_flag(
+        False, "Write checkpoints in the background: training waits for a copy in host memory alone."
     )
-    save_retain_interval: int | None = flag(
-        None,
-        "Of the older checkpoints keep only those at multiples of this; the newest is always kept.",
-        at_least=1,
-        needs=(_SAVE,),
+    save_retain_interval: int | None = _save_flag(
+        None, "Of the older checkpoints keep only those at multiples of this; the newest is always kept.", at_least=1
     )
-    save_retain_last: int | None = flag(
+    save_retain_last: int | None = _save_flag(
         None,
         "Of the older checkpoints keep only so many of the newest, and those that --save-retain-interval keeps.",
         at_least=2,
-        needs=(_SAVE,),
     )
-    non_persistent_save_interval: int | None = flag(
+    non_persistent_save_interval: int | None = _save_flag(
         None,
         "Steps between non-persistent checkpoints, of which the newest alone is kept: for a restart that loses little.",
         at_least=1,
-        needs=(_SAVE,),
     )
-    non_persistent_ckpt_type: str | None = flag(
+    non_persistent_ckpt_type: str | None = _save_flag(
         None,
         "Where non-persistent checkpoints are: global, in one directory that all ranks see; local, each rank's share "
         "on a disk, or in a file system in memory, of its machine.",
@@ -119,7 +101,6 @@ class CheckpointConfig:
             "in_memory": "the memory of a process ends with it; use local, with --non-persistent-local-ckpt-dir in a "
             "file system in memory, such as /dev/shm/NAME"
         },
-        needs=(_SAVE,),
     )
     non_persistent_global_ckpt_dir: str | None = flag(
         None,

@@ -87,15 +87,10 @@ class DataConfig:
         needs=(_FILES,),
     )
     data_table_path: str | None = flag(
-        None,
-        "File for the whole table of sources; a long one is abbreviated in the log.",
-        path=True,
+        None, "File for the whole table of sources; a long one is abbreviated in the log.", path=True
     )
     data_cache_path: str | None = flag(
-        None,
-        "Directory of the cached sample indices. Unset: beside the data.",
-        needs=(_FILES,),
-        path=True,
+        None, "Directory of the cached sample indices. Unset: beside the data.", needs=(_FILES,), path=True
     )
     seq_length: int = flag(
         0, "Tokens per sample.", at_least=1, at_most=INT32, required=True, aliases=("--encoder-seq-length",)

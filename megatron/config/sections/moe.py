@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from megatron.config.flag import Need, excludes, flag
@@ -23,6 +24,7 @@ _COEFFICIENT = Need(
 )
 _EXPERT_BIAS = Need("--moe-router-enable-expert-bias", lambda run: run.moe.moe_router_enable_expert_bias)
 _CAPACITY = Need("--moe-expert-capacity-factor", lambda run: run.moe.moe_expert_capacity_factor is not None)
+_expert_flag = partial(flag, needs=(_EXPERTS,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,47 +32,35 @@ class MoEConfig:
     num_experts: int | None = flag(
         None, "Experts of each MoE layer; unset is a dense model.", at_least=1, at_most=EXPERTS
     )
-    moe_layer_freq: str = flag(
-        "1",
-        "Which layers have experts: every N-th, beginning with the first, or a list such as ([0]*3+[1]*9).",
-        needs=(_EXPERTS,),
+    moe_layer_freq: str = _expert_flag(
+        "1", "Which layers have experts: every N-th, beginning with the first, or a list such as ([0]*3+[1]*9)."
     )
-    moe_ffn_hidden_size: int | None = flag(
-        None, "Width of an expert. Unset: --ffn-hidden-size.", at_least=1, at_most=WIDTH, needs=(_EXPERTS,)
+    moe_ffn_hidden_size: int | None = _expert_flag(
+        None, "Width of an expert. Unset: --ffn-hidden-size.", at_least=1, at_most=WIDTH
     )
-    moe_router_topk: int = flag(2, "Experts that each token goes to.", at_least=1, needs=(_EXPERTS,))
+    moe_router_topk: int = _expert_flag(2, "Experts that each token goes to.", at_least=1)
     moe_router_pre_softmax: bool = flag(
         False,
         "Softmax over all experts before the choice; the weights of a token then do not add up to 1.",
         needs=(_EXPERTS, _SOFTMAX),
     )
-    moe_router_score_function: str = flag(
-        "softmax", "How a router's logits become scores.", choices=("softmax", "sigmoid"), needs=(_EXPERTS,)
+    moe_router_score_function: str = _expert_flag(
+        "softmax", "How a router's logits become scores.", choices=("softmax", "sigmoid")
     )
-    moe_router_num_groups: int | None = flag(
-        None,
-        "Groups of experts; a token goes to experts of --moe-router-group-topk of them only.",
-        at_least=1,
-        needs=(_EXPERTS,),
+    moe_router_num_groups: int | None = _expert_flag(
+        None, "Groups of experts; a token goes to experts of --moe-router-group-topk of them only.", at_least=1
     )
-    moe_router_group_topk: int | None = flag(
+    moe_router_group_topk: int | None = _expert_flag(
         None,
         "Groups that a token's experts may be in: those whose best experts (--moe-router-topk over this many of each) "
         "score highest together.",
         at_least=1,
-        needs=(_EXPERTS,),
     )
-    moe_router_topk_scaling_factor: float | None = flag(
-        None,
-        "Factor on a token's weights; with sigmoid scores, or softmax before the choice.",
-        above=0.0,
-        needs=(_EXPERTS,),
+    moe_router_topk_scaling_factor: float | None = _expert_flag(
+        None, "Factor on a token's weights; with sigmoid scores, or softmax before the choice.", above=0.0
     )
-    moe_router_dtype: str | None = flag(
-        None,
-        "What routers compute in. Unset: logits as the model, scores in fp32.",
-        choices=("fp32", "fp64"),
-        needs=(_EXPERTS,),
+    moe_router_dtype: str | None = _expert_flag(
+        None, "What routers compute in. Unset: logits as the model, scores in fp32.", choices=("fp32", "fp64")
     )
     moe_router_load_balancing_type: str = flag(
         "aux_loss",
@@ -81,31 +71,19 @@ class MoEConfig:
             "sinkhorn": "Sinkhorn routing is not supported; use seq_aux_loss",
             "global_aux_loss": "a loss over the global batch is not supported; use seq_aux_loss",
         },
-        needs=(
-            _EXPERTS,
-            _COEFFICIENT,
-        ),
+        needs=(_EXPERTS, _COEFFICIENT),
     )
-    moe_aux_loss_coeff: float = flag(
-        0.0,
-        "Weight of the load-balance loss.",
-        at_least=0.0,
-        needs=(
-            _EXPERTS,
-            _BALANCED,
-        ),
-    )
-    moe_z_loss_coeff: float | None = flag(None, "Weight of the router z-loss.", at_least=0.0, needs=(_EXPERTS,))
-    moe_router_enable_expert_bias: bool = flag(
-        False, "Balance by a bias on the scores that the choice is made by; needs sigmoid scores.", needs=(_EXPERTS,)
+    moe_aux_loss_coeff: float = flag(0.0, "Weight of the load-balance loss.", at_least=0.0, needs=(_EXPERTS, _BALANCED))
+    moe_z_loss_coeff: float | None = _expert_flag(None, "Weight of the router z-loss.", at_least=0.0)
+    moe_router_enable_expert_bias: bool = _expert_flag(
+        False, "Balance by a bias on the scores that the choice is made by; needs sigmoid scores."
     )
     moe_router_bias_update_rate: float = flag(1e-3, "Step of that bias.", at_least=0.0, needs=(_EXPERT_BIAS,))
-    moe_expert_capacity_factor: float | None = flag(
+    moe_expert_capacity_factor: float | None = _expert_flag(
         None,
         "An expert takes at most this times its even share of each sequence's tokens and drops the rest. "
         "Unset: dropless.",
         above=0.0,
-        needs=(_EXPERTS,),
         excludes=excludes(
             "context_parallel_size",
             Need("--sequence-parallel", lambda run: run.parallel.splits_sequence),
@@ -134,8 +112,8 @@ class MoEConfig:
         note="taken wherever the device has one (grouped_linear in the table of kernels); "
         "--kernels auto,-grouped_linear multiplies expert after expert",
     )
-    moe_shared_expert_intermediate_size: int | None = flag(
-        None, "Width of the shared expert, which every token goes to.", at_least=1, at_most=WIDTH, needs=(_EXPERTS,)
+    moe_shared_expert_intermediate_size: int | None = _expert_flag(
+        None, "Width of the shared expert, which every token goes to.", at_least=1, at_most=WIDTH
     )
     multi_latent_attention: bool = flag(
         False, "Multi-latent attention.", status="later", note="use --num-query-groups for a small KV cache"

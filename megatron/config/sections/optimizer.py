@@ -1,6 +1,7 @@
 """The optimizer and the schedules of learning rate and weight decay."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from megatron.config.flag import Need, excludes, flag
 from megatron.config.sections.checkpoint import RESUME
@@ -44,14 +45,15 @@ _TAKES_LR = Need(
 _DECOUPLED = Need("--decoupled-lr", lambda run: run.schedule.decoupled_lr is not None)
 _DECAY = Need("a decay (--lr-decay-style other than constant)", lambda run: run.schedule.lr_decay_style != "constant")
 _DECAY_OR_SHARE = Need(
-    "a decay or --lr-warmup-fraction",
-    lambda run: _DECAY.met(run) or run.schedule.lr_warmup_fraction is not None,
+    "a decay or --lr-warmup-fraction", lambda run: _DECAY.met(run) or run.schedule.lr_warmup_fraction is not None
 )
 _WARMUP = Need(
     "a warm-up",
     lambda run: bool(run.schedule.lr_warmup_iters or run.schedule.lr_warmup_samples or run.schedule.lr_warmup_fraction),
 )
 _WSD = Need("--lr-decay-style WSD", lambda run: run.schedule.lr_decay_style == "WSD")
+_muon_flag = partial(flag, needs=_MUON)
+_adafactor_flag = partial(flag, needs=_ADAFACTOR)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,37 +133,31 @@ class OptimizerConfig:
     lion_beta2: float = flag(
         0.98, "Lion's second beta: of the momentum.", at_least=0.0, below=1.0, needs=_updates_with("lion")
     )
-    muon_momentum: float = flag(0.9, "Momentum of Muon.", at_least=0.0, below=1.0, needs=_MUON)
-    muon_nesterov: bool = flag(
-        False, "Nesterov's form of Muon's momentum.", aliases=("--muon-use-nesterov",), needs=_MUON
-    )
-    muon_split_qkv: bool = flag(
+    muon_momentum: float = _muon_flag(0.9, "Momentum of Muon.", at_least=0.0, below=1.0)
+    muon_nesterov: bool = _muon_flag(False, "Nesterov's form of Muon's momentum.", aliases=("--muon-use-nesterov",))
+    muon_split_qkv: bool = _muon_flag(
         True,
         "Orthogonalise fused queries, keys and values as one matrix. Default: each apart.",
         off="--muon-no-split-qkv",
-        needs=_MUON,
     )
-    muon_num_ns_steps: int = flag(5, "Newton-Schulz steps of Muon.", at_least=1, at_most=99, needs=_MUON)
-    muon_coefficient_type: str = flag(
+    muon_num_ns_steps: int = _muon_flag(5, "Newton-Schulz steps of Muon.", at_least=1, at_most=99)
+    muon_coefficient_type: str = _muon_flag(
         "quintic",
         "Coefficients of the Newton-Schulz steps; simple are those of torch.optim.Muon.",
         choices=("simple", "quintic", "polar_express", "aol"),
-        needs=_MUON,
     )
-    muon_scale_mode: str = flag(
+    muon_scale_mode: str = _muon_flag(
         "spectral",
         "Factor on Muon's update of a matrix of m rows and n columns: spectral sqrt(max(m, n)), unit_rms_norm "
         "sqrt(m / n), shape_scaling sqrt(max(1, m / n)).",
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
-        needs=_MUON,
     )
-    muon_extra_scale_factor: float = flag(1.0, "A further factor on Muon's updates.", above=0.0, needs=_MUON)
-    muon_fp32_matmul_prec: str = flag(
+    muon_extra_scale_factor: float = _muon_flag(1.0, "A further factor on Muon's updates.", above=0.0)
+    muon_fp32_matmul_prec: str = _muon_flag(
         "medium",
         "Type of the Newton-Schulz products of fp32 momenta: medium is bf16, highest fp32.",
         choices=("medium", "highest"),
         refused={"low": "there is no such precision; use medium", "high": "use medium, or highest with --allow-tf32"},
-        needs=_MUON,
     )
     muon_tp_mode: str = flag(
         "distributed",
@@ -171,46 +167,41 @@ class OptimizerConfig:
         status="no-op",
         note="each matrix is orthogonalised whole, by one of the ranks that hold it",
     )
-    muon_scalar_optimizer: str = flag(
+    muon_scalar_optimizer: str = _muon_flag(
         "adam",
         "With Muon, what updates the parameters that are no matrices, and the tables of words and positions.",
         choices=("adam", "lion"),
-        needs=_MUON,
     )
-    adafactor_beta1: float = flag(
+    adafactor_beta1: float = _adafactor_flag(
         0.0,
         "Adafactor's first moment, of updates; 0 keeps none, which saves 4 bytes per parameter.",
         at_least=0.0,
         below=1.0,
-        needs=_ADAFACTOR,
     )
-    adafactor_decay_rate: float = flag(
+    adafactor_decay_rate: float = _adafactor_flag(
         -0.8,
         "Exponent of Adafactor's second moment: at update t, t to this power is the share of the new squares.",
         at_most=0.0,
-        needs=_ADAFACTOR,
     )
-    adafactor_clip_threshold: float = flag(
-        1.0, "Largest root mean square of an update of Adafactor, before its rate.", above=0.0, needs=_ADAFACTOR
+    adafactor_clip_threshold: float = _adafactor_flag(
+        1.0, "Largest root mean square of an update of Adafactor, before its rate.", above=0.0
     )
-    adafactor_eps1: float = flag(1e-30, "Added to Adafactor's squared gradients.", above=0.0, needs=_ADAFACTOR)
+    adafactor_eps1: float = _adafactor_flag(1e-30, "Added to Adafactor's squared gradients.", above=0.0)
     adafactor_eps2: float = flag(
         1e-3,
         "Smallest root mean square that Adafactor takes a parameter to have.",
         at_least=0.0,
         needs=(*_ADAFACTOR, _SCALED),
     )
-    adafactor_scale_parameter: bool = flag(
+    adafactor_scale_parameter: bool = _adafactor_flag(
         True,
         "Adafactor's rate is --lr. Default: --lr times the root mean square of the parameter.",
         off="--adafactor-no-scale-parameter",
-        needs=_ADAFACTOR,
     )
-    adafactor_relative_step: bool = flag(
+    adafactor_relative_step: bool = _adafactor_flag(
         False,
         "Adafactor's rate at update t is at most 1 / sqrt(t), as in torch.optim; with a constant --lr of 0.01 it is "
         "the paper's.",
-        needs=_ADAFACTOR,
     )
     use_precision_aware_optimizer: bool = flag(
         False, "Adam's moments in the types of --exp-avg-dtype and --exp-avg-sq-dtype.", needs=(*_is("adam"), _A_TYPE)
@@ -255,9 +246,7 @@ class ScheduleConfig:
     lr: float | None = flag(None, "Peak learning rate.", at_least=0.0, needs=(_TAKES_LR,))
     min_lr: float = flag(0.0, "Smallest learning rate.", at_least=0.0, needs=(_DECAY,))
     decoupled_lr: float | None = flag(
-        None,
-        "Peak learning rate of the word table and the output layer, in place of --lr.",
-        at_least=0.0,
+        None, "Peak learning rate of the word table and the output layer, in place of --lr.", at_least=0.0
     )
     decoupled_min_lr: float | None = flag(
         None,
@@ -266,9 +255,7 @@ class ScheduleConfig:
         needs=(_DECOUPLED, _DECAY),
     )
     lr_decay_style: str = flag(
-        "linear",
-        "Shape of the decay.",
-        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+        "linear", "Shape of the decay.", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )
     lr_decay_iters: int | None = flag(
         None, "Length of the decay in steps. Unset: --train-iters.", at_least=1, needs=(_DECAY_OR_SHARE,)

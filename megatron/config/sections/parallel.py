@@ -47,11 +47,7 @@ def _gathering(asking: str) -> Iterator[Exclude]:
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     tensor_model_parallel_size: int = flag(
-        1,
-        "Ranks that share each layer.",
-        aliases=("--model-parallel-size",),
-        at_least=1,
-        at_most=LARGEST_WORLD,
+        1, "Ranks that share each layer.", aliases=("--model-parallel-size",), at_least=1, at_most=LARGEST_WORLD
     )
     pipeline_model_parallel_size: int = flag(1, "Pipeline stages.", at_least=1, at_most=LARGEST_WORLD)
     pipeline_schedule: str | None = flag(
@@ -130,8 +126,7 @@ class ParallelConfig:
         excludes=(*_gathering("zero_stage"),),
     )
     use_distributed_optimizer: bool = flag(
-        False,
-        "Divide the optimizer's state over the data-parallel ranks, as --zero-stage 1.",
+        False, "Divide the optimizer's state over the data-parallel ranks, as --zero-stage 1."
     )
     num_distributed_optimizer_instances: int = flag(
         1,
@@ -161,10 +156,7 @@ class ParallelConfig:
         None, "Parameters whose gradients are added up in fp32.", nargs="+", status="no-op", note=_FP32_GRADIENTS
     )
     ddp_bucket_size: int | None = flag(
-        None,
-        "Gradients in a message between data-parallel ranks. Unset: 40 million.",
-        at_least=1,
-        needs=(_BUCKETS,),
+        None, "Gradients in a message between data-parallel ranks. Unset: 40 million.", at_least=1, needs=(_BUCKETS,)
     )
     overlap_param_gather: bool = flag(
         False, "Gather the updated weights while the next forward pass runs.", needs=(_ZERO_1,)
