@@ -1,6 +1,7 @@
 """The flags of megatron_lm_flags.py, as data: way out (or meaning here) -> flags.
 
-"--x" is a switch, "--x=" takes a value, "--x=1" takes a value of which 1 asks for nothing new, "--x=..." takes several.
+"--x" is a switch, "--x=" takes a value, "--x=1" takes a value of which 1 asks for nothing new, "--x=a|b" takes one of
+these two, "--x=..." takes several.
 """
 
 LATER: dict[str, str] = {
@@ -153,84 +154,55 @@ FAMILIES: dict[str, str] = {
     "--megatron-fsdp-": "Megatron-FSDP is not supported; remove the --megatron-fsdp-* flags",
 }
 
-# flag -> (what it is taken as, the fields that it sets; None is the given text)
-RETIRED: dict[str, tuple[str, dict[str, str | bool | None]]] = {
-    "--activations-checkpoint-method=": (
-        "taken as --recompute-granularity full with this --recompute-method",
-        {"recompute_granularity": "full", "recompute_method": None},
-    ),
-    "--checkpoint-granularity=": ("taken as --recompute-granularity", {"recompute_granularity": None}),
-    "--checkpoint-method=": ("taken as --recompute-method", {"recompute_method": None}),
-    "--activations-checkpoint-num-layers=": ("taken as --recompute-num-layers", {"recompute_num_layers": None}),
-    "--use-megatron-fsdp": (
-        "taken as --data-parallel-sharding-strategy optim_grads_params",
-        {"data_parallel_sharding_strategy": "optim_grads_params"},
-    ),
-    "--use-custom-fsdp": (
-        "taken as --data-parallel-sharding-strategy optim_grads_params",
-        {"data_parallel_sharding_strategy": "optim_grads_params"},
-    ),
-    "--check-weight-hash-across-dp-replicas-interval=": (
-        "taken as --check-replicas-every",
-        {"check_replicas_every": None},
-    ),
-    "--no-query-key-layer-scaling": (
-        "query-key layer scaling is off unless --apply-query-key-layer-scaling is given",
-        {"apply_query_key_layer_scaling": False},
-    ),
+# what they are taken as -> old flags; sets what it names: to the word after it, else to what the old flag was given.
+# A sentence says what is off without the switch that it names.
+RETIRED: dict[str, str] = {
+    "--recompute-granularity full with this --recompute-method": "--activations-checkpoint-method=",
+    "--recompute-granularity": "--checkpoint-granularity=",
+    "--recompute-method": "--checkpoint-method=",
+    "--recompute-num-layers": "--activations-checkpoint-num-layers=",
+    "--data-parallel-sharding-strategy optim_grads_params": "--use-megatron-fsdp --use-custom-fsdp",
+    "--check-replicas-every": "--check-weight-hash-across-dp-replicas-interval=",
+    "query-key layer scaling is off unless --apply-query-key-layer-scaling is given": "--no-query-key-layer-scaling",
 }
 
-# flag -> (what it means now, the values that are accepted; none listed = any)
-NO_OPS: dict[str, tuple[str, str]] = {
-    "--accumulate-allreduce-grads-in-fp32": (
-        "gradients are accumulated and reduced in fp32, unless --grad-reduce-in-bf16 is given",
-        "",
-    ),
-    "--calculate-per-token-loss": ("the loss is always the mean over the counted tokens of the global batch", ""),
-    "--moe-pad-expert-input-to-capacity": ("an expert multiplies the rows it has; padding them changes no result", ""),
-    "--use-cpu-initialization": ("initial weights never depend on the device or the layout", ""),
-    "--DDP-impl=": ("there is one data parallelism, which gives the same gradients", "local torch"),
-    "--data-impl=": ("data is always read as .bin/.idx", "mmap infer lazy cached"),
-    "--mmap-warmup": ("the operating system's page cache does this", ""),
-    "--no-async-tensor-model-parallel-allreduce": (
-        "tensor-parallel communication always overlaps, which changes no result",
-        "",
-    ),
-    "--no-contiguous-buffers-in-local-ddp": ("gradients always live in contiguous buffers", ""),
-    "--no-scatter-gather-tensors-in-pipeline": (
-        "stages exchange whole activations, or with --sequence-parallel each rank's slice",
-        "",
-    ),
-    "--overlap-p2p-communication": ("pipeline communication always overlaps where it can, which changes no result", ""),
-    "--use-mcore-models": ("there is one model implementation", ""),
-    "--use-legacy-models": ("there is one model implementation", ""),
-    "--no-create-attention-mask-in-dataloader": ("attention masks are never made in the data loader", ""),
-    "--create-attention-mask-in-dataloader": ("attention masks are made from document ids inside the model", ""),
-    "--fp16-lm-cross-entropy": ("the loss is computed in fp32, which is more exact and overflows nowhere", ""),
-    "--cross-entropy-loss-fusion": ("--kernels chooses the cross-entropy", ""),
-    "--test-mode": ("no tests run beside a training; tools/check_layout.py compares layouts", ""),
-    "--no-one-logger": ("there is no one-logger", ""),
-    "--one-logger-project=": ("there is no one-logger", ""),
-    "--one-logger-run-name=": ("there is no one-logger", ""),
-    "--one-logger-async": ("there is no one-logger", ""),
-    "--app-tag-run-name=": ("there is no one-logger", ""),
-    "--app-tag-run-version=": ("there is no one-logger", ""),
-    "--disable-msc": ("there is no multi-storage client", ""),
-    "--legacy-tokenizer": ("tokenizers have one implementation, which gives the same ids", ""),
-    "--no-barrier-with-level-1-timing": ("timers never wait for other ranks", ""),
-    "--no-align-grad-reduce": ("gradients are reduced when a stage has them", ""),
-    "--no-align-param-gather": ("parameters are not gathered", ""),
-    "--no-clone-scatter-output-in-embedding": ("memory is not shared with the embedding's output", ""),
-    "--disable-gloo-process-groups": ("gloo is only used where the device asks for it", ""),
-    "--auto-detect-ckpt-format": ("the format of a checkpoint is always detected", ""),
-    "--ckpt-fully-parallel-save": ("only applies to distributed formats; --ckpt-format torch is written", ""),
-    "--no-ckpt-fully-parallel-save": ("only applies to distributed formats; --ckpt-format torch is written", ""),
-    "--ckpt-fully-parallel-load": ("only applies to distributed formats; --ckpt-format torch is read", ""),
-    "--ckpt-assume-constant-structure": ("only applies to distributed formats; --ckpt-format torch is written", ""),
-}
-
-# what they mean here -> flags that choose among implementations of the same result, a closed list
-IMPLEMENTATIONS: dict[str, str] = {
+# what they mean here -> flags
+NO_OPS: dict[str, str] = {
+    "gradients are accumulated and reduced in fp32, unless --grad-reduce-in-bf16 is given": """
+        --accumulate-allreduce-grads-in-fp32""",
+    "the loss is always the mean over the counted tokens of the global batch": "--calculate-per-token-loss",
+    "an expert multiplies the rows it has; padding them changes no result": "--moe-pad-expert-input-to-capacity",
+    "initial weights never depend on the device or the layout": "--use-cpu-initialization",
+    "there is one data parallelism, which gives the same gradients": "--DDP-impl=local|torch",
+    "data is always read as .bin/.idx": "--data-impl=mmap|infer|lazy|cached",
+    "the operating system's page cache does this": "--mmap-warmup",
+    "tensor-parallel communication always overlaps, which changes no result": """
+        --no-async-tensor-model-parallel-allreduce""",
+    "gradients always live in contiguous buffers": "--no-contiguous-buffers-in-local-ddp",
+    "stages exchange whole activations, or with --sequence-parallel each rank's slice": """
+        --no-scatter-gather-tensors-in-pipeline""",
+    "pipeline communication always overlaps where it can, which changes no result": "--overlap-p2p-communication",
+    "there is one model implementation": "--use-mcore-models --use-legacy-models",
+    "attention masks are never made in the data loader": "--no-create-attention-mask-in-dataloader",
+    "attention masks are made from document ids inside the model": "--create-attention-mask-in-dataloader",
+    "the loss is computed in fp32, which is more exact and overflows nowhere": "--fp16-lm-cross-entropy",
+    "--kernels chooses the cross-entropy": "--cross-entropy-loss-fusion",
+    "no tests run beside a training; tools/check_layout.py compares layouts": "--test-mode",
+    "there is no one-logger": """
+        --no-one-logger --one-logger-project= --one-logger-run-name= --one-logger-async --app-tag-run-name=
+        --app-tag-run-version=""",
+    "there is no multi-storage client": "--disable-msc",
+    "tokenizers have one implementation, which gives the same ids": "--legacy-tokenizer",
+    "timers never wait for other ranks": "--no-barrier-with-level-1-timing",
+    "gradients are reduced when a stage has them": "--no-align-grad-reduce",
+    "parameters are not gathered": "--no-align-param-gather",
+    "memory is not shared with the embedding's output": "--no-clone-scatter-output-in-embedding",
+    "gloo is only used where the device asks for it": "--disable-gloo-process-groups",
+    "the format of a checkpoint is always detected": "--auto-detect-ckpt-format",
+    "only applies to distributed formats; --ckpt-format torch is written": """
+        --ckpt-fully-parallel-save --no-ckpt-fully-parallel-save --ckpt-assume-constant-structure""",
+    "only applies to distributed formats; --ckpt-format torch is read": "--ckpt-fully-parallel-load",
+    # from here on: a closed list of flags that choose among implementations of the same result
     "--cpu-offloading-num-layers says of how many layers": "--cpu-offloading",
     "copies of an offloaded optimizer always overlap, through pinned memory; --kernels chooses its operations": """
         --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads

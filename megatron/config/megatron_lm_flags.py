@@ -4,9 +4,11 @@ A retired spelling sets the field that replaced it, a no-op prints one line, and
 with the way out. `docs/flags.md` lists them all. Whoever builds a feature moves its flags from here into a section.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal
 
@@ -17,6 +19,7 @@ from megatron.utils.numerals import real_number
 
 Takes = Literal["switch", "value", "values"]
 _TABLES = (megatron_lm_flag_table, megatron_deepspeed_flags)
+_SET = re.compile(r"--([\w-]+)(?: (?!with |--)(\S+))?")  # a setting and its value, if it has one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,19 +47,21 @@ class RetiredFlag:
 @cache
 def retired_flags() -> Mapping[str, RetiredFlag]:
     rows: dict[str, RetiredFlag] = {}
-    for table in _TABLES:
-        for word, (note, values) in table.RETIRED.items():
-            spelling, takes, _ = _parse(word)
+    for meaning, words in chain.from_iterable(table.RETIRED.items() for table in _TABLES):
+        renames = meaning.startswith("--")
+        note = f"taken as {meaning}" if renames else meaning
+        named = {name.replace("-", "_"): value or None for name, value in _SET.findall(meaning)}
+        values = named if renames else dict.fromkeys(named, False)
+        for spelling, takes, _ in map(_parse, words.split()):
             rows[spelling] = RetiredFlag(spelling=spelling, takes=takes, note=note, values=values)
     return MappingProxyType(rows)
 
 
-def _parse(word: str) -> tuple[str, Takes, str | None]:
-    """(spelling, what it takes, its neutral value) of a word in the table."""
-    spelling, equals, neutral = word.partition("=")
-    if neutral == "...":
-        return spelling, "values", None
-    return spelling, "value" if equals else "switch", neutral or None
+def _parse(word: str) -> tuple[str, Takes, str]:
+    """(spelling, what it takes, what stands after the =) of a word in the table."""
+    spelling, equals, value = word.partition("=")
+    takes: Takes = "values" if value == "..." else "value" if equals else "switch"
+    return spelling, takes, value.removeprefix("...")
 
 
 @cache
@@ -71,16 +76,16 @@ def _rows_of(table: ModuleType) -> Iterator[CompatFlag]:
     groups: tuple[tuple[Status, dict[str, str]], ...] = (
         ("later", table.LATER),
         ("never", table.NEVER),
-        ("no-op", table.IMPLEMENTATIONS),
+        ("no-op", table.NO_OPS),
     )
     for status, words_by_note in groups:
         for note, words in words_by_note.items():
-            for spelling, takes, neutral in map(_parse, words.split()):
-                yield CompatFlag(spelling=spelling, status=status, note=note, takes=takes, neutral=neutral)
-    for word, (note, accepts) in table.NO_OPS.items():
-        spelling, takes, _ = _parse(word)
-        values = tuple(accepts.split())
-        yield CompatFlag(spelling=spelling, status="no-op", note=note, takes=takes, accepts=values)
+            for spelling, takes, value in map(_parse, words.split()):
+                accepts = tuple(value.split("|")) if "|" in value else ()
+                neutral = None if accepts else value or None
+                yield CompatFlag(
+                    spelling=spelling, status=status, note=note, takes=takes, neutral=neutral, accepts=accepts
+                )
 
 
 def refused_family(spelling: str) -> str | None:
