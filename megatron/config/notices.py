@@ -30,14 +30,8 @@ def to_add(config: RunConfig, name: str) -> str:
 
 def notices_of(config: RunConfig) -> Iterator[str]:
     """The lines of this configuration; those of retired and no-op flags are made where they are read."""
-    yield from _activation(config)
-    yield from _attention(config)
-    yield from _context(config)
-    yield from _experts(config)
-    yield from _schedule(config)
-    yield from _loss_scale(config)
-    yield from _moments(config)
-    yield from _iterations_to_skip(config)
+    yield from _of_the_model(config)
+    yield from _of_the_training(config)
     for setting, need in without_effect(config):
         if not setting.flag.insists:
             yield f"{spelled(config, setting.name)}: has no effect without {need.text}"
@@ -55,28 +49,18 @@ def without_effect(config: RunConfig) -> Iterator[tuple[Setting, Need]]:
                 yield setting, unmet[0]
 
 
-def _activation(config: RunConfig) -> Iterator[str]:
+def _of_the_model(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.activation == "gelu_erf":
         turned_off = config.given("bias_gelu_fusion") and not model.bias_gelu_fusion
         cause = "--no-bias-gelu-fusion" if turned_off else "--disable-bias-linear"
         yield f"{cause}: GELU is computed in its erf form, as in Megatron; --openai-gelu keeps the tanh form"
-
-
-def _attention(config: RunConfig) -> Iterator[str]:
-    model = config.model
     if model.use_rotary_position_embeddings:
         yield "--use-rotary-position-embeddings: taken as --position-embedding-type rope, without a learned table"
     if config.given("num_query_groups") and not model.group_query_attention:
         yield f"{spelled(config, 'num_query_groups')}: turns grouped-query attention on"
-
-
-def _context(config: RunConfig) -> Iterator[str]:
     if "a2a+p2p" in config.parallel.cp_comm_type and config.parallel.context_parallel_size > 1:
         yield f"{spelled(config, 'cp_comm_type')}: taken as p2p, which gives the same result over one group of ranks"
-
-
-def _experts(config: RunConfig) -> Iterator[str]:
     if config.moe.balances and config.moe.balanced_over == "micro-batch":
         yield (
             f"{spelled(config, 'moe_router_load_balancing_type')}: looks at the tokens of a micro-batch together, so "
@@ -84,35 +68,26 @@ def _experts(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _loss_scale(config: RunConfig) -> Iterator[str]:
-    if config.given("loss_scale") and config.precision.loss_scale != 1.0 and not config.precision.fp16:
-        kind = "bf16" if config.precision.bf16 else "fp32"
-        yield (
-            f"{spelled(config, 'loss_scale')}: {kind} gradients need no scale; the loss is multiplied by it and the "
-            "gradients are divided by it, which changes only their rounding"
-        )
-
-
-def _moments(config: RunConfig) -> Iterator[str]:
-    optimizer, bf16 = config.optimizer, 2.0**-9  # what bf16 rounds off, as a share of the number
-    if optimizer.has_narrow_moments and optimizer.exp_avg_sq_dtype == "bf16" and 1.0 - optimizer.adam_beta2 < bf16:
-        yield (
-            f"{spelled(config, 'exp_avg_sq_dtype')}: with {spelled(config, 'adam_beta2')} a step changes the second "
-            "moment by less than bf16 can hold, so it hardly falls again; a beta of 0.99 or less would do"
-        )
-
-
-def _schedule(config: RunConfig) -> Iterator[str]:
-    scheduler = config.deepspeed_scheduler
+def _of_the_training(config: RunConfig) -> Iterator[str]:
+    scheduler, precision, optimizer = config.deepspeed_scheduler, config.precision, config.optimizer
     total = scheduler.total_num_steps if "total_num_steps" in scheduler.parameters else None
     if total is not None and total < scheduler.warmup_num_steps:
         yield (
             f"{spelled(config, 'total_num_steps')} is below {spelled(config, 'warmup_num_steps')}: nothing is left to "
             "decay after the warm-up, and the rate is at its lowest from there on"
         )
-
-
-def _iterations_to_skip(config: RunConfig) -> Iterator[str]:
+    if config.given("loss_scale") and precision.loss_scale != 1.0 and not precision.fp16:
+        kind = "bf16" if precision.bf16 else "fp32"
+        yield (
+            f"{spelled(config, 'loss_scale')}: {kind} gradients need no scale; the loss is multiplied by it and the "
+            "gradients are divided by it, which changes only their rounding"
+        )
+    bf16 = 2.0**-9  # what bf16 rounds off, as a share of the number
+    if optimizer.has_narrow_moments and optimizer.exp_avg_sq_dtype == "bf16" and 1.0 - optimizer.adam_beta2 < bf16:
+        yield (
+            f"{spelled(config, 'exp_avg_sq_dtype')}: with {spelled(config, 'adam_beta2')} a step changes the second "
+            "moment by less than bf16 can hold, so it hardly falls again; a beta of 0.99 or less would do"
+        )
     skipped, length = config.training.iterations_to_skip or (), config.training.train_iters
     beyond = [number for number in skipped if number < 1 or (length is not None and number > length)]
     if beyond:
