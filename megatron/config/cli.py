@@ -174,10 +174,7 @@ def _argparse_options(setting: Setting) -> dict[str, Any]:
         text += " Not supported yet." if flag.status == "later" else " Not supported."
     elif setting.has_default:
         text += f" [{show(setting.default)}]"
-    options: dict[str, Any] = {
-        "default": argparse.SUPPRESS,
-        "help": text.replace("%", "%%"),
-    }
+    options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
     if setting.is_switch:
         return {**options, "action": "store_true"}
     metavar = "{" + ",".join(map(str, flag.choices)) + "}" if flag.choices else setting.base.__name__.upper()
