@@ -35,22 +35,34 @@ NEVER: dict[str, str] = {
         --num-experts-teacher=... --hidden-size-teacher= --num-attention-heads-teacher=""",
 }
 
-RETIRED: dict[str, str] = {
-    "--recompute-granularity full --recompute-method uniform": "--checkpoint-activations",
-    "--recompute-num-layers": "--checkpoint-num-layers=",
-    "--distribute-saved-activations": "--partition-activations --distribute-checkpointed-activations",
-    "--optimizer-cpu-offload": "--cpu-optimizer",
-    "--pipeline-model-parallel-size 1": "--no-pipeline-parallel",
-    "--pipeline-schedule zero-bubble": "--enable-zbh1-pipeline",
-    "--context-parallel-size with --cp-comm-type a2a": "--ds-sequence-parallel-size=",
-    "--rotary-base": "--rotary-position-embeddings-theta=",
-    "--ddp-bucket-size": "--zero-reduce-bucket-size=",
-    "--moe-router-topk": "--topk=",
-    "--moe-aux-loss-coeff": "--moe-loss-coeff=",
-    "--expert-model-parallel-size": "--moe-expert-parallel-size=",
-    "--use-flash-attn": "--use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton",
-    "--deepspeed": "--deepscale",
-    "--deepspeed_config": "--deepscale_config=",
+RETIRED: dict[str, tuple[str, dict[str, str | bool | None]]] = {
+    "--checkpoint-activations": (
+        "taken as --recompute-granularity full --recompute-method uniform",
+        {"recompute_granularity": "full", "recompute_method": "uniform"},
+    ),
+    "--checkpoint-num-layers=": ("taken as --recompute-num-layers", {"recompute_num_layers": None}),
+    "--partition-activations": ("taken as --distribute-saved-activations", {"distribute_saved_activations": True}),
+    "--distribute-checkpointed-activations": (
+        "taken as --distribute-saved-activations",
+        {"distribute_saved_activations": True},
+    ),
+    "--cpu-optimizer": ("taken as --optimizer-cpu-offload", {"optimizer_cpu_offload": True}),
+    "--no-pipeline-parallel": ("taken as --pipeline-model-parallel-size 1", {"pipeline_model_parallel_size": "1"}),
+    "--enable-zbh1-pipeline": ("taken as --pipeline-schedule zero-bubble", {"pipeline_schedule": "zero-bubble"}),
+    "--ds-sequence-parallel-size=": (
+        "taken as --context-parallel-size with --cp-comm-type a2a",
+        {"context_parallel_size": None, "cp_comm_type": "a2a"},
+    ),
+    "--rotary-position-embeddings-theta=": ("taken as --rotary-base", {"rotary_base": None}),
+    "--zero-reduce-bucket-size=": ("taken as --ddp-bucket-size", {"ddp_bucket_size": None}),
+    "--topk=": ("taken as --moe-router-topk", {"moe_router_topk": None}),
+    "--moe-loss-coeff=": ("taken as --moe-aux-loss-coeff", {"moe_aux_loss_coeff": None}),
+    "--moe-expert-parallel-size=": ("taken as --expert-model-parallel-size", {"expert_model_parallel_size": None}),
+    "--use-flash-attn-v1": ("taken as --use-flash-attn", {"use_flash_attn": True}),
+    "--use-flash-attn-v2": ("taken as --use-flash-attn", {"use_flash_attn": True}),
+    "--use-flash-attn-triton": ("taken as --use-flash-attn", {"use_flash_attn": True}),
+    "--deepscale": ("taken as --deepspeed", {"deepspeed": True}),
+    "--deepscale_config=": ("taken as --deepspeed_config", {"deepspeed_config": None}),
 }
 
 NO_OPS: dict[str, str] = {

@@ -154,16 +154,31 @@ FAMILIES: dict[str, str] = {
     "--megatron-fsdp-": "Megatron-FSDP is not supported; remove the --megatron-fsdp-* flags",
 }
 
-# what they are taken as -> old flags; sets what it names: to the word after it, else to what the old flag was given.
-# A sentence says what is off without the switch that it names.
-RETIRED: dict[str, str] = {
-    "--recompute-granularity full with this --recompute-method": "--activations-checkpoint-method=",
-    "--recompute-granularity": "--checkpoint-granularity=",
-    "--recompute-method": "--checkpoint-method=",
-    "--recompute-num-layers": "--activations-checkpoint-num-layers=",
-    "--data-parallel-sharding-strategy optim_grads_params": "--use-megatron-fsdp --use-custom-fsdp",
-    "--check-replicas-every": "--check-weight-hash-across-dp-replicas-interval=",
-    "query-key layer scaling is off unless --apply-query-key-layer-scaling is given": "--no-query-key-layer-scaling",
+# flag -> (what it is taken as, the fields that it sets; None is the given text)
+RETIRED: dict[str, tuple[str, dict[str, str | bool | None]]] = {
+    "--activations-checkpoint-method=": (
+        "taken as --recompute-granularity full with this --recompute-method",
+        {"recompute_granularity": "full", "recompute_method": None},
+    ),
+    "--checkpoint-granularity=": ("taken as --recompute-granularity", {"recompute_granularity": None}),
+    "--checkpoint-method=": ("taken as --recompute-method", {"recompute_method": None}),
+    "--activations-checkpoint-num-layers=": ("taken as --recompute-num-layers", {"recompute_num_layers": None}),
+    "--use-megatron-fsdp": (
+        "taken as --data-parallel-sharding-strategy optim_grads_params",
+        {"data_parallel_sharding_strategy": "optim_grads_params"},
+    ),
+    "--use-custom-fsdp": (
+        "taken as --data-parallel-sharding-strategy optim_grads_params",
+        {"data_parallel_sharding_strategy": "optim_grads_params"},
+    ),
+    "--check-weight-hash-across-dp-replicas-interval=": (
+        "taken as --check-replicas-every",
+        {"check_replicas_every": None},
+    ),
+    "--no-query-key-layer-scaling": (
+        "query-key layer scaling is off unless --apply-query-key-layer-scaling is given",
+        {"apply_query_key_layer_scaling": False},
+    ),
 }
 
 # what they mean here -> flags

@@ -4,7 +4,6 @@ A retired spelling sets the field that replaced it, a no-op prints one line, and
 with the way out. `docs/flags.md` lists them all. Whoever builds a feature moves its flags from here into a section.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +18,6 @@ from megatron.utils.numerals import real_number
 
 Takes = Literal["switch", "value", "values"]
 _TABLES = (megatron_lm_flag_table, megatron_deepspeed_flags)
-_SET = re.compile(r"--([\w-]+)(?: (?!with |--)(\S+))?")  # a setting and its value, if it has one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +45,9 @@ class RetiredFlag:
 @cache
 def retired_flags() -> Mapping[str, RetiredFlag]:
     rows: dict[str, RetiredFlag] = {}
-    for meaning, words in chain.from_iterable(table.RETIRED.items() for table in _TABLES):
-        renames = meaning.startswith("--")
-        note = f"taken as {meaning}" if renames else meaning
-        named = {name.replace("-", "_"): value or None for name, value in _SET.findall(meaning)}
-        values = named if renames else dict.fromkeys(named, False)
-        for spelling, takes, _ in map(_parse, words.split()):
-            rows[spelling] = RetiredFlag(spelling=spelling, takes=takes, note=note, values=values)
+    for word, (note, values) in chain.from_iterable(table.RETIRED.items() for table in _TABLES):
+        spelling, takes, _ = _parse(word)
+        rows[spelling] = RetiredFlag(spelling=spelling, takes=takes, note=note, values=values)
     return MappingProxyType(rows)
 
 

@@ -176,7 +176,8 @@ def test_every_way_out_names_flags_that_exist_and_work() -> None:
 def test_no_flag_stands_twice_in_the_table() -> None:
     words: list[str] = []
     for table in (megatron_lm_flag_table, megatron_deepspeed_flags):
-        groups = (table.LATER, table.NEVER, table.NO_OPS, table.RETIRED)
+        groups = (table.LATER, table.NEVER, table.NO_OPS)
         words += [word for group in groups for text in group.values() for word in text.split()]
+        words += table.RETIRED
     words = [word.partition("=")[0] for word in words]
     assert len(words) == len(set(words))
