@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -34,8 +34,9 @@ class DiskTensors:
         self._lengths, self._what = tuple(lengths), f"{setting} {directory}"
         ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).mul(dtype.itemsize).tolist()
         self._starts, self.size = ends[:-1], ends[-1]
-        self._file = self._reserved(directory)
-        self._closed = weakref.finalize(self, os.close, self._file)  # frees the disk space with the object
+        file = self._reserved(directory)
+        self._file = file.fileno()
+        self._closed = weakref.finalize(self, file.close)  # frees the disk space with the object
         longest = max(lengths, default=0)
         self._buffers = [torch.empty(longest, dtype=dtype) for _ in range(min(_IN_MEMORY, len(lengths)))]
         self._reader, self._writer = (ThreadPoolExecutor(1, f"optimizer-{name}") for name in ("read", "write"))
@@ -97,18 +98,18 @@ class DiskTensors:
                 "checkpoint, with another directory"
             ) from None
 
-    def _reserved(self, directory: Path) -> int:
+    def _reserved(self, directory: Path) -> IO[bytes]:
         """Creates the file with all its disk space allocated: a disk that is too small is found before training."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            file = _nameless(directory)
+            file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
         except OSError as error:
             raise StorageError(f"{self._what}: cannot be written ({error.strerror}); name another directory") from None
         try:
             if self.size:
-                os.posix_fallocate(file, 0, self.size)
+                os.posix_fallocate(file.fileno(), 0, self.size)
         except OSError as error:
-            os.close(file)
+            file.close()
             free = 0
             with suppress(OSError):
                 free = shutil.disk_usage(directory).free
@@ -117,15 +118,6 @@ class DiskTensors:
                 f"free ({error.strerror}); name another directory, or offload less of it"
             ) from None
         return file
-
-
-def _nameless(directory: Path) -> int:
-    """Opens a file without a name, which disappears with the process."""
-    with suppress(OSError):  # a file system without O_TMPFILE
-        return os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600)
-    file, name = tempfile.mkstemp(prefix=".optimizer-", dir=directory)
-    Path(name).unlink()
-    return file
 
 
 def _bytes(tensor: Tensor) -> memoryview:

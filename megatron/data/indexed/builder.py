@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import TracebackType
 from typing import BinaryIO
 
@@ -14,7 +15,7 @@ import numpy as np
 from megatron.data.indexed.checksums import BLOCK_BYTES, FileChecksums
 from megatron.data.indexed.dataset import IndexedDataset, bin_path, idx_path
 from megatron.data.indexed.files import array_bytes, open_alone
-from megatron.data.indexed.growing import GrowingIndex, unnamed_file
+from megatron.data.indexed.growing import GrowingIndex
 from megatron.data.indexed.index_file import dtype_code
 from megatron.data.indexed.record import record_path
 from megatron.errors import ConfigError, DataError, MegatronError
@@ -72,7 +73,7 @@ class IndexedDatasetBuilder:
         self._refuse_existing()
         self._stream: BinaryIO | None = open_alone(self._partial)
         try:
-            self._index = GrowingIndex(unnamed_file(self._partial.parent), unnamed_file(self._partial.parent))
+            self._index = GrowingIndex(*(TemporaryFile(dir=self._partial.parent) for _ in range(2)))  # noqa: SIM115
         except OSError as error:
             self._partial.unlink(missing_ok=True)
             raise storage_error(self._partial, error) from error

@@ -4,7 +4,7 @@ import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import numpy as np
 
@@ -19,7 +19,7 @@ _BLOCK = 1 << 17  # entries per block; several copies exist while they are summe
 class GrowingIndex:
     """Sequence lengths in one file, sequences per document in another; both little-endian int32."""
 
-    def __init__(self, lengths: BinaryIO, counts: BinaryIO) -> None:
+    def __init__(self, lengths: IO[bytes], counts: IO[bytes]) -> None:
         self._lengths, self._counts = lengths, counts
         self.sequences = lengths.seek(0, io.SEEK_END) // 4
         self.documents = counts.seek(0, io.SEEK_END) // 4
@@ -65,14 +65,6 @@ class GrowingIndex:
         self._counts.close()
 
 
-def unnamed_file(folder: Path) -> BinaryIO:
-    """A temporary file without a name, which disappears with the process."""
-    path = folder / f".{os.getpid()}-{os.urandom(6).hex()}.tmp"
-    stream = open(path, "xb+")  # noqa: SIM115
-    path.unlink()
-    return stream
-
-
 def _running_sums(blocks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
     """0, and then the sum up to each number."""
     yield np.zeros(1, dtype="<i8")
@@ -83,7 +75,7 @@ def _running_sums(blocks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         yield sums.astype("<i8", copy=False)
 
 
-def _blocks(stream: BinaryIO) -> Iterator[np.ndarray]:
+def _blocks(stream: IO[bytes]) -> Iterator[np.ndarray]:
     stream.flush()
     position = 0
     while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from megatron.data.indexed.builder import IndexedDatasetBuilder
 from megatron.data.indexed.checksums import BLOCK_BYTES
 from megatron.data.indexed.dataset import IndexedDataset
 from megatron.data.indexed.files import array_bytes
-from megatron.data.indexed.growing import GrowingIndex, unnamed_file
+from megatron.data.indexed.growing import GrowingIndex
 from megatron.data.indexed.index_file import check_documents, check_sequences
 from megatron.errors import DataError
 from megatron.utils.durable import BlockHasher
@@ -55,7 +56,7 @@ def test_tokens_past_32_bits(tmp_path: Path, mmap: bool, pieces: int) -> None:
 
 def test_the_writer_counts_past_32_bits(tmp_path: Path) -> None:
     """The index of 2^40 tokens, without the tokens."""
-    index = GrowingIndex(unnamed_file(tmp_path), unnamed_file(tmp_path))
+    index = GrowingIndex(TemporaryFile(dir=tmp_path), TemporaryFile(dir=tmp_path))  # noqa: SIM115
     index.add(np.array([LONG] * 600 + [7], dtype=np.int32), np.ones(601, dtype=np.int32))
     content = b"".join(bytes(piece) for piece in index.index_bytes(np.dtype("<u2")))
     offsets = np.frombuffer(content, dtype="<i8", offset=34 + 4 * 601, count=601)

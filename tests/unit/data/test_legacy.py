@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import numpy as np
 import pytest
 
 from megatron.data.indexed.builder import IndexedDatasetBuilder
 from megatron.data.indexed.dataset import IndexedDataset
-from megatron.data.indexed.growing import GrowingIndex, unnamed_file
+from megatron.data.indexed.growing import GrowingIndex
 from megatron.errors import DataError
 
 DOCUMENTS = [[[3, 1], [4]], [], [[]], [[1, 5, 9, 2, 6]], [[5], [3, 5]]]
@@ -67,7 +68,7 @@ def test_all_kinds_read_alike(tmp_path: Path, mmap: bool) -> None:
 def test_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.data.indexed.growing._BLOCK", 3)
     documents = [[[7] * (n % 5)] * (n % 3) for n in range(50)]
-    index = GrowingIndex(unnamed_file(tmp_path), unnamed_file(tmp_path))
+    index = GrowingIndex(TemporaryFile(dir=tmp_path), TemporaryFile(dir=tmp_path))  # noqa: SIM115
     for document in documents:
         index.add(np.array([len(s) for s in document], dtype=np.int32), np.array([len(document)], dtype=np.int32))
     index.write(tmp_path / "d.idx", np.dtype("<i4"), "lazy")
