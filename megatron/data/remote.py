@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron.errors import ConfigError, DataError, MegatronError, StorageError, without_secrets
 from megatron.utils.durable import write_atomically
+from megatron.utils.ranged_file import RangedFile
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _PACKAGES = {  # every scheme that is taken, and the package that reads it
@@ -173,38 +174,14 @@ def files_in(url: str) -> list[str]:
         return sorted(str(store.unstrip_protocol(name)) for name in store.find(path))
 
 
-class RemoteFile(io.RawIOBase):
-    """A seekable file that reads complete ranges."""
+def open_remote(url: str, size: int, buffering: int) -> io.BufferedReader:
+    """A stream of an object, which reads complete ranges."""
+    store, path = _store(url)
 
-    def __init__(self, url: str, size: int) -> None:
-        self._url, self._size, self._position = url, size, 0
-        self._store, self._path = _store(url)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = max(0, start + offset)
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        count = max(0, min(len(buffer), self._size - self._position))
-        if count:
-            buffer[:count] = self._fetch(self._position, self._position + count)
-            self._position += count
-        return count
-
-    def _fetch(self, start: int, stop: int) -> bytes:
+    def fetch(start: int, stop: int) -> bytes:
         for pause in (*PAUSES, None):
             try:
-                data: bytes = self._store.cat_file(self._path, start=start, end=stop)
+                data: bytes = store.cat_file(path, start=start, end=stop)
                 if len(data) == stop - start:
                     return data
                 reason = f"{len(data)} bytes came"
@@ -215,13 +192,11 @@ class RemoteFile(io.RawIOBase):
             if pause is not None:
                 time.sleep(pause)
         raise DataError(
-            f"{self._url}: reading bytes {start} to {stop} failed {len(PAUSES) + 1} times ({reason}); check the "
+            f"{url}: reading bytes {start} to {stop} failed {len(PAUSES) + 1} times ({reason}); check the "
             "network and the object, or download it and name the file"
         )
 
-
-def open_remote(url: str, size: int, buffering: int) -> io.BufferedReader:
-    return io.BufferedReader(RemoteFile(url, size), max(buffering, 1 << 20))
+    return io.BufferedReader(RangedFile(size, fetch), max(buffering, 1 << 20))
 
 
 def download(url: str, path: Path) -> None:

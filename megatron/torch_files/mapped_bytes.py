@@ -4,12 +4,12 @@ import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.errors import CheckpointError
+from megatron.utils.ranged_file import RangedFile
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,9 @@ class Bytes:
         with open(self.path, "rb", buffering=0) as file:
             return os.pread(file.fileno(), self.length, self.start)
 
+    def stream(self) -> io.BufferedReader:
+        return io.BufferedReader(RangedFile(self.length, lambda start, stop: self.part(start, stop - start).read()))
+
     def view(self) -> memoryview:
         """The mapped bytes, which are read when they are touched."""
         return self.whole[self.start : self.start + self.length].numpy().data
@@ -52,33 +55,3 @@ class Bytes:
         storage = self.whole.untyped_storage()[self.start : self.start + self.length]
         raw = torch.empty(0, dtype=torch.uint8).set_(storage)
         return (raw if self.start % dtype.itemsize == 0 else raw.clone()).view(dtype)
-
-
-class Window(io.RawIOBase):
-    """A part of a mapped file as a stream."""
-
-    def __init__(self, data: Bytes) -> None:
-        self._data = data
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._data.length}[whence]
-        if base + offset < 0:
-            raise OSError("a position before the beginning")
-        self._position = base + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        count = min(len(buffer), max(self._data.length - self._position, 0))
-        buffer[:count] = self._data.part(self._position, count).read() if count else b""
-        self._position += count
-        return count

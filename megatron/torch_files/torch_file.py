@@ -4,7 +4,6 @@ names is neither imported nor called (`pickle_reader.py`), and tensors are views
 Read are torch's zip files, also within a larger file as the distributed format has them, and its format before 1.6.
 """
 
-import io
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import CheckpointError
-from megatron.torch_files.mapped_bytes import Bytes, Window
+from megatron.torch_files.mapped_bytes import Bytes
 from megatron.torch_files.member_checks import MemberChecks
 from megatron.torch_files.pickle_instructions import PickleRefused
 from megatron.torch_files.pickle_reader import Made, Name, Persistent, read_next, read_pickle
@@ -79,7 +78,7 @@ class TorchFile:
 
     def _zip(self) -> Any:
         try:
-            with zipfile.ZipFile(io.BufferedReader(Window(self._data))) as archive:
+            with zipfile.ZipFile(self._data.stream()) as archive:
                 members = archive.infolist()
         except (zipfile.BadZipFile, NotImplementedError, OSError) as error:
             raise CheckpointError(f"{self.path} is not a checkpoint file of torch ({error})") from error
@@ -106,7 +105,7 @@ class TorchFile:
     def _before_zip(self) -> Any:
         if self._checks is not None:
             self._checks.lacks(self.path, "is in torch's format from before 1.6, which has no checksums")
-        stream = io.BufferedReader(Window(self._data))
+        stream = self._data.stream()
         stream.seek(len(_BEFORE_ZIP))
         version, system, content, keys = (read_next(stream) for _ in range(4))
         if version != 1001 or not isinstance(system, dict) or system.get("little_endian") is not True:

@@ -169,7 +169,7 @@ def test_an_object_that_shrinks_is_refused(tmp_path: Path, impatient: None) -> N
     store = fsspec.filesystem("memory")
     store.pipe_file("/shrinks", b"x" * 1000)
     with remote.open_remote("memory://shrinks", 1000, 100) as file:
-        file.raw._fetch(0, 10)  # type: ignore[attr-defined]
+        file.raw._read(0, 10)  # type: ignore[attr-defined]
         store.pipe_file("/shrinks", b"x" * 900)
         with pytest.raises(DataError, match=r"memory://shrinks: .* 0 to 1000 failed 3 times \(900 bytes came"):
             file.read()
