@@ -19,7 +19,7 @@ from megatron.config import ModelConfig, MoEConfig
 from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import CheckpointError
 from megatron.interop.hf.exchange import Exchange
-from megatron.interop.hf.importer import HuggingFaceFolder, open_folder, shapes_of_config
+from megatron.interop.hf.importer import HuggingFaceFolder, open_folder
 from megatron.interop.hf.weights import compare_share, weights_files
 from megatron.state.division import Range
 from megatron.state.shard import Shard
@@ -62,7 +62,7 @@ def _fill(source: HuggingFaceFolder, params: Mapping[str, Sharded], take: Take |
     if missing:
         raise CheckpointError(f"{source.folder} does not fit the model (missing: {', '.join(missing[:8])})")
     for name, (spec, tensor) in params.items():
-        with shapes_of_config(source, exchanges[name]), in_memory(name, tensor, take) as target:
+        with in_memory(name, tensor, take) as target:
             _fill_one(source, exchanges[name], spec, target)
 
 
