@@ -38,38 +38,29 @@ def _experts(config: ModelConfig, moe: MoEConfig) -> int:
 
 # Dense (not sparse) peak of one device in FLOP/s, by a part of its name, most specific first. Half precision means
 # bf16 and fp16 alike. Only devices whose maker states the number are here: an unknown device has no MFU.
-_HALF_PEAKS: tuple[tuple[str, float], ...] = (
-    ("GB300", 2500e12),
-    ("GB200", 2500e12),
-    ("B300", 2250e12),
-    ("B200", 2250e12),
-    ("GH200", 989.4e12),
-    ("H200 NVL", 835.5e12),
-    ("H200", 989.4e12),
-    ("H100 NVL", 835.5e12),
-    ("H100 PCIe", 756.0e12),
-    ("H100", 989.4e12),
-    ("H800", 989.4e12),
-    ("H20", 148.0e12),
-    ("A100", 312.0e12),
-    ("A800", 312.0e12),
-    ("A40", 149.7e12),
-    ("A30", 165.0e12),
-    ("L40S", 362.0e12),
-    ("L4", 121.0e12),
-    ("V100", 125.0e12),
-    ("MI300X", 1307.4e12),
-    ("MI325X", 1307.4e12),
-    ("MI250X", 383.0e12),
-)
-_FULL_PEAKS: tuple[tuple[str, float], ...] = (
-    ("GH200", 66.9e12),
-    ("H200", 66.9e12),
-    ("H100 PCIe", 51.2e12),
-    ("H100", 66.9e12),
-    ("A100", 19.5e12),
-    ("A800", 19.5e12),
-    ("V100", 15.7e12),
+_PEAKS: tuple[tuple[str, float, float | None], ...] = (  # in half precision, in float32
+    ("GB300", 2500e12, None),
+    ("GB200", 2500e12, None),
+    ("B300", 2250e12, None),
+    ("B200", 2250e12, None),
+    ("GH200", 989.4e12, 66.9e12),
+    ("H200 NVL", 835.5e12, 66.9e12),
+    ("H200", 989.4e12, 66.9e12),
+    ("H100 NVL", 835.5e12, 66.9e12),
+    ("H100 PCIe", 756.0e12, 51.2e12),
+    ("H100", 989.4e12, 66.9e12),
+    ("H800", 989.4e12, None),
+    ("H20", 148.0e12, None),
+    ("A100", 312.0e12, 19.5e12),
+    ("A800", 312.0e12, 19.5e12),
+    ("A40", 149.7e12, None),
+    ("A30", 165.0e12, None),
+    ("L40S", 362.0e12, None),
+    ("L4", 121.0e12, None),
+    ("V100", 125.0e12, 15.7e12),
+    ("MI300X", 1307.4e12, None),
+    ("MI325X", 1307.4e12, None),
+    ("MI250X", 383.0e12, None),
 )
 
 
@@ -80,7 +71,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     if dtype == "bfloat16" and "V100" in device_name:
         return None  # has no bf16
     words = device_name.replace("-", " ").split()
-    for known, peak in _FULL_PEAKS if dtype == "float32" else _HALF_PEAKS:
+    for known, half, full in _PEAKS:
         if all(part in words for part in known.split()):
-            return peak
+            return full if dtype == "float32" else half
     return None
