@@ -16,18 +16,9 @@ _TOLD = {
     kind.__name__: kind
     for kind in (
         DamagedCheckpointError,  # all ranks fall back to an older step together
-        errors.ConfigError,
-        errors.DataError,
-        errors.CheckpointError,
-        errors.StorageError,
-        errors.NonFiniteError,
-        errors.ReplicaError,
-        errors.HangError,
-        errors.PeerLostError,
-        errors.MemoryShortError,
-        errors.NoProgressError,
-        errors.InterruptError,
-        MegatronError,
+        *(errors.ConfigError, errors.DataError, errors.CheckpointError, errors.StorageError, errors.NonFiniteError),
+        *(errors.ReplicaError, errors.HangError, errors.PeerLostError, errors.MemoryShortError),
+        *(errors.NoProgressError, errors.InterruptError, MegatronError),
     )
 }
 """The errors that travel between ranks, by name."""

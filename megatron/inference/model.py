@@ -267,14 +267,8 @@ def _command_line(options: ModelOptions, described: Described) -> list[str]:
 
 _OF_TOKENIZERS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 _PASSED_ON = (
-    "ckpt_step",
-    "device",
-    "kernels",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    *_OF_TOKENIZERS,
+    *("ckpt_step", "device", "kernels", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("context_parallel_size", "expert_model_parallel_size", *_OF_TOKENIZERS),
 )
 
 

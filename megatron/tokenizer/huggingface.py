@@ -32,14 +32,8 @@ from megatron.tokenizer.identity import earlier_fingerprint, fingerprint, steps
 SETTING = "--tokenizer-model"
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 KEPT_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
 )
 
 
