@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron.data.cache import Arrays, IndexCache
+from megatron.data.indexed.files import array_bytes
 from megatron.data.sft.messages import Conversation, read_conversations, wrong_line
 from megatron.errors import DataError
 
 _SAID_EVERY = 10.0  # seconds
-_BLOCK = 1 << 20  # ids that are joined at once
 Say = Callable[[str], None]
 
 
@@ -84,7 +84,7 @@ def _digest(path: Path, chat: ConversationEncoder) -> str:
 
 def _encoded(path: Path, chat: ConversationEncoder, say: Say | None) -> Arrays:
     began = said = time.monotonic()
-    tokens, counted = _Growing(np.int32), _Growing(np.bool_)
+    tokens, counted = bytearray(), bytearray()  # a list of millions of small arrays takes several times the memory
     lengths, lines, silent = [], [], []
     apart = 0
     wrong: list[tuple[int, DataError]] = []  # by place among the conversations
@@ -109,8 +109,8 @@ def _encoded(path: Path, chat: ConversationEncoder, say: Say | None) -> Arrays:
             continue
         apart += len(taught) - 1
         for ids, counts in taught:
-            tokens.add(ids)
-            counted.add(counts)
+            tokens += array_bytes(ids.astype(np.int32, copy=False))
+            counted += array_bytes(counts.astype(np.bool_, copy=False))
             lengths.append(len(ids))
             lines.append(conversation.line)
         if say is not None and time.monotonic() - said > _SAID_EVERY:
@@ -120,36 +120,10 @@ def _encoded(path: Path, chat: ConversationEncoder, say: Say | None) -> Arrays:
         others = f" ({len(wrong) - 1:,} others are wrong too)" if len(wrong) > 1 else ""
         raise DataError(f"{min(wrong, key=lambda found: found[0])[1]}{others}")
     return {
-        "tokens": tokens.whole(),
-        "counted": counted.whole(),
+        "tokens": np.frombuffer(tokens, dtype=np.int32),
+        "counted": np.frombuffer(counted, dtype=np.bool_),
         "starts": np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
         "lines": np.array(lines, dtype=np.int64),
         "silent": np.array(silent, dtype=np.int64),
         "apart": np.array([apart], dtype=np.int64),
     }
-
-
-class _Growing:
-    """An array that is added to, in blocks: a list of millions of small arrays takes several times the memory."""
-
-    def __init__(self, dtype: Any) -> None:
-        self._dtype, self._size = dtype, 0
-        self._blocks: list[np.ndarray] = []
-        self._parts: list[np.ndarray] = []
-
-    def add(self, part: np.ndarray) -> None:
-        self._parts.append(part)
-        self._size += len(part)
-        if self._size >= _BLOCK:
-            self._join()
-
-    def whole(self) -> np.ndarray:
-        self._join()
-        return self._joined(self._blocks)
-
-    def _join(self) -> None:
-        self._blocks.append(self._joined(self._parts))
-        self._parts, self._size = [], 0
-
-    def _joined(self, parts: Iterable[np.ndarray]) -> np.ndarray:
-        return np.concatenate([np.empty(0, self._dtype), *parts], dtype=self._dtype)
