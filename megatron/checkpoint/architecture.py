@@ -26,10 +26,7 @@ _ROPE = ("rotary_percent", "rotary_base")
 _ROPE_SCALING = {
     "none": (),
     "linear": ("rotary_seq_len_interpolation_factor",),
-    "llama3": (
-        *("rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor"),
-        "rope_original_max_position",
-    ),
+    "llama3": (*("rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor"), "rope_original_max_position"),
     "yarn": (
         *("yarn_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
         "yarn_attention_factor",

@@ -66,10 +66,7 @@ def _train(arguments: argparse.Namespace) -> None:
     with ProgressDisplay(input_bytes(files), arguments.log_interval) as progress:
         texts = _texts(files, arguments.json_key, progress)
         bpe = train_bpe(
-            texts,
-            arguments.vocab_size,
-            min_frequency=arguments.min_frequency,
-            show_progress=sys.stderr.isatty(),
+            texts, arguments.vocab_size, min_frequency=arguments.min_frequency, show_progress=sys.stderr.isatty()
         )
     if not progress.documents:
         raise DataError(f"--input {' '.join(arguments.input)}: holds no documents; nothing was written")

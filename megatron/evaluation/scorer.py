@@ -66,11 +66,7 @@ class Scorer:
 
     @torch.inference_mode()
     def score(
-        self,
-        rows: Sequence[Scored],
-        *,
-        greedy: bool = False,
-        on_batch: Callable[[int], object] = lambda tokens: None,
+        self, rows: Sequence[Scored], *, greedy: bool = False, on_batch: Callable[[int], object] = lambda tokens: None
     ) -> Scores:
         """In the order of `rows`. `on_batch` is told how many tokens of all ranks were read since the last call."""
         self.model.eval()

@@ -7,12 +7,7 @@ Window = tuple[int, int] | None  # how far a query may look back and ahead; -1 i
 
 
 def attention_mask(
-    queries: int,
-    keys: int,
-    *,
-    window: Window,
-    document_ids: Tensor | None,
-    device: torch.device,
+    queries: int, keys: int, *, window: Window, document_ids: Tensor | None, device: torch.device
 ) -> tuple[Tensor | None, bool]:
     """(mask, causal) for the last `queries` of `keys` positions; document_ids [batch, keys]. The mask is
     None where plain causal attention is all there is."""

@@ -138,11 +138,7 @@ class ParallelFactory(ModuleFactory):
         if self._ep.size == 1 and self._tp.size == 1:
             return super().dispatcher()
         return ExpertDispatcher(
-            self._ep,
-            self._tp,
-            split_tokens=self._splits_sequence,
-            copied=mappings.copied,
-            summed=mappings.summed,
+            self._ep, self._tp, split_tokens=self._splits_sequence, copied=mappings.copied, summed=mappings.summed
         )
 
     def sum_of_sequence(self, counts: Tensor) -> Tensor:

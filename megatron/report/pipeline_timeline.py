@@ -66,13 +66,7 @@ def cost_of_kinds(forward: float, backward: float, weights: float = 0.0) -> Cost
 
 
 def simulate(
-    schedule: Order,
-    ranks: int,
-    micro_batches: int,
-    chunks: int = 1,
-    *,
-    cost: Cost | None = None,
-    transfer: float = 0.0,
+    schedule: Order, ranks: int, micro_batches: int, chunks: int = 1, *, cost: Cost | None = None, transfer: float = 0.0
 ) -> Timeline:
     """Every rank runs its actions in order, each as soon as its input is there; `transfer` is a message's duration. A
     RuntimeError if the schedule deadlocks."""
@@ -104,11 +98,7 @@ def without_transfers(step: Timeline) -> Timeline:
         return [span.action for span in in_order if span.rank == rank]
 
     return simulate(
-        recorded_order,
-        step.ranks,
-        step.micro_batches,
-        step.chunks,
-        cost=lambda rank, action: durations[rank, action],
+        recorded_order, step.ranks, step.micro_batches, step.chunks, cost=lambda rank, action: durations[rank, action]
     )
 
 

@@ -97,12 +97,7 @@ class RowParallelLinear(_ParallelLinear):
 
 
 def _linear(
-    x: Tensor,
-    weight: nn.Parameter,
-    bias: Tensor | None,
-    axis: Axis,
-    sequence_parallel: bool,
-    wgrads: WgradRoute | None,
+    x: Tensor, weight: nn.Parameter, bias: Tensor | None, axis: Axis, sequence_parallel: bool, wgrads: WgradRoute | None
 ) -> Tensor:
     if wgrads is None or not wgrads.takes(x, weight):
         return _Linear.apply(x, weight, bias, axis, sequence_parallel, None)
@@ -116,13 +111,7 @@ class _Linear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        axis: Axis,
-        sequence_parallel: bool,
-        put: Put | None,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence_parallel: bool, put: Put | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight)  # of a split sequence only the piece is kept
         ctx.axis, ctx.sequence_parallel, ctx.has_bias = axis, sequence_parallel, bias is not None

@@ -17,14 +17,7 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from megatron.distributed.comm_log import is_timeout
-from megatron.errors import (
-    HangError,
-    InterruptError,
-    MegatronError,
-    MemoryShortError,
-    PeerLostError,
-    StorageError,
-)
+from megatron.errors import HangError, InterruptError, MegatronError, MemoryShortError, PeerLostError, StorageError
 from megatron.utils.command_line import explained, forget_stdout, stdout_is_unread
 from megatron.utils.durable import fix_of, write_atomically
 from megatron.utils.log import escape_unprintable, print_lines

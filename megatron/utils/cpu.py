@@ -45,11 +45,7 @@ def set_allocator(choice: str) -> str:
         return "CPU memory: as the C library does it, for it is not glibc"
     libc = ctypes.CDLL(None)
     kept = all(
-        (
-            libc.mallopt(_M_MMAP_MAX, 0),
-            libc.mallopt(_M_TRIM_THRESHOLD, _NEVER),
-            libc.mallopt(_M_TOP_PAD, _TOP_PAD),
-        )
+        (libc.mallopt(_M_MMAP_MAX, 0), libc.mallopt(_M_TRIM_THRESHOLD, _NEVER), libc.mallopt(_M_TOP_PAD, _TOP_PAD))
     )
     assert kept, "glibc refused a value that it documents"
     where = ", in large pages" if _ask_for_large_pages(libc) else ""

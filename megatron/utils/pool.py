@@ -58,10 +58,7 @@ class WorkerPool(Generic[Task, Answer]):
     forked worker closes: a lock lasts as long as any process holds its file open."""
 
     def __init__(
-        self,
-        handler: Callable[[Task, Callable[[Any], None]], Answer],
-        workers: int,
-        private: Sequence[BinaryIO] = (),
+        self, handler: Callable[[Task, Callable[[Any], None]], Answer], workers: int, private: Sequence[BinaryIO] = ()
     ) -> None:
         self._context = multiprocessing.get_context(START_METHOD)
         self._private = private
@@ -89,11 +86,7 @@ class WorkerPool(Generic[Task, Answer]):
         return _Worker(process, ours)
 
     def map(
-        self,
-        tasks: Iterator[Task],
-        *,
-        described: Callable[[Task], Any],
-        noted: Callable[[Any], None],
+        self, tasks: Iterator[Task], *, described: Callable[[Task], Any], noted: Callable[[Any], None]
     ) -> Iterator[Answer]:
         """Yields answers as they come. At most AHEAD tasks per worker are in flight beyond the oldest unanswered one.
 

@@ -38,12 +38,7 @@ class Comparison:
 
 
 def check_export(
-    export: Export,
-    folder: Path,
-    log: Callable[[str], object],
-    *,
-    insist: bool = False,
-    show: Show = no_progress,
+    export: Export, folder: Path, log: Callable[[str], object], *, insist: bool = False, show: Show = no_progress
 ) -> None:
     """Raises unless the folder holds our model: compares logits if transformers is installed and memory allows, else
     weights. `insist`: logits are compared, or nothing is exported."""
@@ -119,11 +114,7 @@ def compare_logits(export: Export, folder: Path) -> Comparison:
 def our_logits(export: Export, tokens: Tensor) -> Tensor:
     """Our model in reference kernels, because functions are compared, not implementations."""
     model = restore_model(
-        export.reader,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        kernels="ref",
-        tensors=our_tensors(export),
+        export.reader, dtype=torch.float32, device=torch.device("cpu"), kernels="ref", tensors=our_tensors(export)
     )
     return model(tokens).float()
 

@@ -157,13 +157,7 @@ def _place(found: DistDirectory, parameter: Parameter) -> _Source:
     return source
 
 
-def _record(
-    found: DistDirectory,
-    parameter: Parameter,
-    place: _Source,
-    key: str,
-    sources: Sources,
-) -> TensorRecord:
+def _record(found: DistDirectory, parameter: Parameter, place: _Source, key: str, sources: Sources) -> TensorRecord:
     """`key`: the tensor of the parameter, or one of the optimizer."""
     shape = found.tensors[place.key].shape[len(place.lead) :]
     piece = Slice(key, tuple(map(str, place.lead)), None, shape)
@@ -218,10 +212,7 @@ def _unknown(found: DistDirectory, used: set[str]) -> list[str]:
 
 
 def _optimizer(
-    found: DistDirectory,
-    wanted: Mapping[str, Parameter],
-    places: Mapping[str, _Source],
-    sources: Sources,
+    found: DistDirectory, wanted: Mapping[str, Parameter], places: Mapping[str, _Source], sources: Sources
 ) -> dict[str, dict[str, TensorRecord]]:
     state: dict[tuple[str, str], str] = {}
     for key in found.tensors:

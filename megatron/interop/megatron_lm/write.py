@@ -233,11 +233,7 @@ class _Writer:
         if not masters:
             return inner
         scaler = dict(extra.get("loss_scaler") or {})
-        return {
-            "optimizer": inner,
-            **({"grad_scaler": scaler} if scaler else {}),
-            "fp32_from_fp16_params": masters,
-        }
+        return {"optimizer": inner, **({"grad_scaler": scaler} if scaler else {}), "fp32_from_fp16_params": masters}
 
     def _group(self, decays: bool, step: int) -> dict[str, Any]:
         """A parameter group with all its options, because torch's load replaces the whole group by the file's."""

@@ -140,11 +140,7 @@ def _upstreams(proof: Proof, call: Call) -> list[Tensor]:
 
 
 def _outcome(
-    function: Callable[..., Any],
-    call: Call,
-    upstreams: Sequence[Tensor],
-    device: str,
-    dtype: torch.dtype | None = None,
+    function: Callable[..., Any], call: Call, upstreams: Sequence[Tensor], device: str, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
     """Outputs, then gradients, of a call on a device, its floating-point tensors cast to `dtype`; on the CPU."""
     chosen = _differentiated(call)

@@ -43,10 +43,7 @@ class _Unit:
 
 
 def plan_segments(
-    sources: Sequence[InputFile],
-    *,
-    segment_bytes: int = SEGMENT_BYTES,
-    share: tuple[int, int] = (0, 1),
+    sources: Sequence[InputFile], *, segment_bytes: int = SEGMENT_BYTES, share: tuple[int, int] = (0, 1)
 ) -> Iterator[Segment]:
     """The segments of share (rank, world): a contiguous run. The shares of all ranks together are the input."""
     number = position = 0

@@ -93,12 +93,7 @@ def _attend_within(parts: Parts, fault: str, group: Callable[[Tensor, int], Tens
     visible = SharedSequence.visible
 
     def within(
-        self: SharedSequence,
-        tokens: int,
-        *,
-        window: Window,
-        document_ids: Tensor | None,
-        device: torch.device,
+        self: SharedSequence, tokens: int, *, window: Window, document_ids: Tensor | None, device: torch.device
     ) -> tuple[Tensor | None, bool]:
         chunk = torch.arange(tokens * size, device=device) // (tokens // 2)
         groups = group(chunk, 2 * size - 1).long().unsqueeze(0)  # [1, tokens of the whole sequence]

@@ -30,8 +30,7 @@ _UNDER_WAY = re.compile(r"^(gloo|nccl):")
 # that weigh the rows of experts).
 _ATTENTION = re.compile(r"attention|flash|fmha|sdpa|^megatron_native::(softmax|block)_|^aten::(bmm|baddbmm)_?$", re.I)
 _PRODUCT = re.compile(
-    r"^aten::(mm|addmm|matmul|linear|_grouped_mm|mv|addmv)_?$|^mkldnn::|gemm|cutlass|nvjet|xmma",
-    re.I,
+    r"^aten::(mm|addmm|matmul|linear|_grouped_mm|mv|addmv)_?$|^mkldnn::|gemm|cutlass|nvjet|xmma", re.I
 )
 _COMPILED = re.compile(r"^## Call CompiledFxGraph")
 _OPTIMIZER = re.compile(r"^optimizer$|adam|multi_tensor", re.I)
