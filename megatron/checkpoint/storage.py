@@ -56,15 +56,12 @@ def blocks_for(places: Places) -> set[int]:
     }
 
 
-class FileHasher:
+class FileHasher(BlockHasher):
     def __init__(self, algorithm: str) -> None:
-        self._blocks = BlockHasher(BLOCK_BYTES, HASHES[algorithm])
-
-    def update(self, data: bytes | memoryview) -> None:
-        self._blocks.update(data)
+        super().__init__(BLOCK_BYTES, HASHES[algorithm])
 
     def record(self) -> FileRecord:
-        return FileRecord(size=self._blocks.size, blocks=self._blocks.blocks())
+        return FileRecord(size=self.size, blocks=self.blocks())
 
 
 class HashingFile:

@@ -46,12 +46,12 @@ class Problem:
     """Whose size already says it, so that its bytes need not be read."""
 
 
-def inspect_step(directory: Path, *, hashes: bool = True, deep: bool = False) -> tuple[Manifest | None, list[Problem]]:
+def inspect_step(directory: Path, *, deep: bool = False) -> tuple[Manifest | None, list[Problem]]:
     """All problems of one step directory. Sizes are always compared; `deep` also opens every tensor."""
     record, problems = _structure(directory)
     if record is not None and not problems:
         problems += [Problem("corrupt", f"{directory}: {text}") for text in model_problems(record)]
-    if record is not None and hashes:
+    if record is not None:
         problems += _damage(directory, record, record.blocks_of(0, 1), passed_over={p.file for p in problems})
     extra = None if record is None else unlisted(directory, record)
     if record is not None and deep and not problems:
