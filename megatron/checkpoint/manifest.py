@@ -74,8 +74,8 @@ class DividedFiles:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """A step: the run that saved it and how far it was, its files, and where in them the tensors are."""
+class RunRecord:
+    """The run that saved a step, and how far it was."""
 
     step: int
     consumed_train_samples: int
@@ -90,6 +90,12 @@ class Manifest:
     origin: Mapping[str, Any] = field(default_factory=dict)  # hf/origin.py; empty for a run started here
     holds: tuple[str, ...] = ()  # which of optimizer, scheduler and rng were saved
     line: Line | None = None  # of a non-persistent step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(RunRecord):
+    """A step: its run, its files, and where in them the tensors are."""
+
     files: Mapping[str, FileRecord]
     model: Mapping[str, TensorRecord]
     optimizer: Mapping[str, Mapping[str, TensorRecord]] = field(default_factory=dict)
