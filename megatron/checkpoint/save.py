@@ -175,7 +175,8 @@ class Save:
         step, committed = self.state.iteration, self.history.committed_steps(self.directory)
         known = step == self.history.loaded_step(self.directory) or step in committed
         done = known and not self.release and paths.is_plain_file(self._target / paths.MANIFEST)
-        if done and step in committed and paths.read_tracker(self.directory).step != step:
+        tracker = paths.read_tracker(self.directory)
+        if done and step in committed and not tracker.release and (tracker.step is None or tracker.step < step):
             with storage.storage_errors("committing a checkpoint", self.directory):
                 paths.write_tracker(self.directory, str(step))
         return done

@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -92,7 +92,8 @@ class HashingFile:
 
     def _sync_beside(self) -> None:
         self._raise_lost()
-        self._sync, self._unsynced = Task(partial(os.fsync, self._file.fileno())), 0
+        with suppress(RuntimeError):  # there may be no more threads: then it is synced at its end
+            self._sync, self._unsynced = Task(partial(os.fsync, self._file.fileno())), 0
 
     def _raise_lost(self) -> None:
         """The system tells of a write that was lost once, to the next sync: that of the thread may have heard it."""

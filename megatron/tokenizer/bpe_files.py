@@ -96,6 +96,8 @@ def _read_vocab(path: Path) -> dict[str, int]:
 
 def check_ids(vocab: Mapping[str, int], name: str) -> None:
     """Refuses ids far above the number of tokens: libraries and the embedding make a table up to the largest id."""
+    if not vocab:
+        raise ConfigError(f"{name}: has no tokens; give the tokenizer that the model was trained with")
     token, largest = max(vocab.items(), key=lambda item: item[1])
     if largest >= 2 * len(vocab) + SPARE_IDS:
         raise ConfigError(

@@ -18,6 +18,7 @@ _MAX_REPEATED = 10_000_000  # parts of values that occur more than once
 _MAX_DEPTH = 100
 _MAX_INTEGER_BYTES = 64
 _LONG_BITS = 64  # longer integers can all have one hash
+_MAX_COMPOUND_KEYS = 5000  # as can tuples of integers; a table of them takes quadratic time
 
 
 @dataclass(frozen=True)
@@ -74,18 +75,6 @@ def made(kind: Any, arguments: Any) -> Any:
     return Made(kind, arguments)
 
 
-def check_key(key: Any) -> None:
-    """Refuses keys whose hash is slow, or the same for many of them."""
-    if isinstance(key, (tuple, frozenset)):
-        for part in key:
-            check_key(part)
-    elif isinstance(key, int):
-        if key.bit_length() > _LONG_BITS:
-            raise PickleRefused("it has a key that is a very long integer")
-    elif key is not None and not isinstance(key, (str, bytes, float, Name, Made)):
-        raise PickleRefused(f"it has a key that is a {type(key).__name__}")
-
-
 @dataclass(slots=True)
 class _Cell:
     value: Any
@@ -127,6 +116,7 @@ def _run(interpreter: "Interpreter", instructions: Iterable[Instruction]) -> Any
 class _Stack:
     cells: list[_Cell] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
+    compound_keys: int = 0
 
     def push(self, value: Any) -> None:
         self.cells.append(_Cell(value))
@@ -158,6 +148,20 @@ class _Stack:
     def mark(self, _: Any) -> None:
         self.marks.append(len(self.cells))
 
+    def check_key(self, key: Any) -> None:
+        """Refuses keys whose hash is slow, or the same for many of them."""
+        if isinstance(key, (tuple, frozenset)):
+            self.compound_keys += 1
+            if self.compound_keys > _MAX_COMPOUND_KEYS:
+                raise PickleRefused(f"it has more than {_MAX_COMPOUND_KEYS} keys that are tuples or sets")
+            for part in key:
+                self.check_key(part)
+        elif isinstance(key, int):
+            if key.bit_length() > _LONG_BITS:
+                raise PickleRefused("it has a key that is a very long integer")
+        elif key is not None and not isinstance(key, (str, bytes, float, Name, Made)):
+            raise PickleRefused(f"it has a key that is a {type(key).__name__}")
+
 
 def _set_items(stack: _Stack, cells: list[_Cell]) -> None:
     if len(cells) % 2:
@@ -166,7 +170,7 @@ def _set_items(stack: _Stack, cells: list[_Cell]) -> None:
     if not isinstance(top, dict):
         raise PickleRefused("its pickle is malformed (items of what is no dictionary)")
     for key, value in zip(cells[::2], cells[1::2], strict=True):
-        check_key(key.value)
+        stack.check_key(key.value)
         top[key.value] = value.value
 
 
@@ -182,14 +186,14 @@ def _add_all(stack: _Stack, cells: list[_Cell]) -> None:
     if not isinstance(top, set):
         raise PickleRefused("its pickle is malformed (elements of what is no set)")
     for cell in cells:
-        check_key(cell.value)
+        stack.check_key(cell.value)
         top.add(cell.value)
 
 
 def _make_frozenset(stack: _Stack) -> None:
     cells = stack.pop_mark()
     for cell in cells:
-        check_key(cell.value)
+        stack.check_key(cell.value)
     stack.hold(frozenset(cell.value for cell in cells), cells)
 
 
@@ -246,7 +250,21 @@ class Interpreter(_Stack):
 
     def make(self, _: Any) -> None:
         kind, arguments = self.pop(2)
-        self.hold(made(kind.value, arguments.value), [kind, arguments])
+        name = kind.value.text if isinstance(kind.value, Name) else ""
+        if name.endswith("Storage"):
+            raise PickleRefused(f"it makes a {name}, which torch does not")
+        if name == "builtins.set":
+            self.hold(self._set_of(arguments.value), [kind, arguments])
+        else:
+            self.hold(made(kind.value, arguments.value), [kind, arguments])
+
+    def _set_of(self, arguments: Any) -> set[Any]:
+        """As sets are written by protocol 2. Of a tensor it would be a set of as many tensors."""
+        if not isinstance(arguments, tuple) or len(arguments) != 1 or not isinstance(arguments[0], list):
+            raise PickleRefused("it makes a set of what is no list")
+        for key in arguments[0]:
+            self.check_key(key)
+        return set(arguments[0])
 
     def make_with_keywords(self, _: Any) -> None:
         kind, arguments, keywords = self.pop(3)

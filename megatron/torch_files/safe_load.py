@@ -83,6 +83,8 @@ def check_storages(content: Any, path: Path) -> None:
         if tensor.layout != torch.strided or tensor.is_meta:
             raise UnsafeFileError(f"{path} holds a tensor that is not a plain one")
         storage = tensor.untyped_storage()
+        if tensor.nbytes > storage.nbytes():
+            raise UnsafeFileError(f"{path} holds a tensor that repeats its elements")
         seen[storage._cdata] = storage.nbytes()
     if sum(seen.values()) > path.stat().st_size:
         raise UnsafeFileError(f"{path} holds tensors that claim more bytes than the file has")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.policy import rules
-from tests.policy.measure import Source, defined_twice, sources
+from tests.policy.measure import Source, defined_twice, in_spine, most_members, sources
 
 Rule = Callable[[str, str], list[str]]
 
@@ -261,6 +261,12 @@ def test_files_and_functions_stay_small() -> None:
 def test_a_long_function_is_seen() -> None:
     source = "class A:\n    def f(self):\n" + "        x = 1\n" * LONGEST_FUNCTION
     assert rules.function_sizes(source, "a.py") == [("a.py::f", LONGEST_FUNCTION + 1)]
+
+
+def test_no_class_of_the_spine_has_many_members() -> None:
+    assert most_members([source for source in sources(rules.ROOT) if in_spine(source)]) <= (15, "z")
+    planted = "class A:\n" + "".join(f"    f{number}: int\n" for number in range(16)) + "    def _g(self): ..."
+    assert most_members([Source("a.py", planted, ast.parse(planted))]) == (16, "a.py:A")
 
 
 def test_every_test_folder_mirrors_a_part() -> None:

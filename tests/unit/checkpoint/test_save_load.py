@@ -155,6 +155,8 @@ def test_a_step_whose_tracker_failed_is_the_runs_own(tmp_path: Path, monkeypatch
         assert save(tmp_path, make_state(iteration=20), history).already_there
         assert paths.read_tracker(tmp_path).step == 20
         assert save(tmp_path, make_state(iteration=30), history).messages == ()
+        assert save(tmp_path, make_state(iteration=20), history).already_there
+        assert paths.read_tracker(tmp_path).step == 30, "it never goes back"
     assert paths.list_steps(tmp_path) == [30, 20, 10]
 
 

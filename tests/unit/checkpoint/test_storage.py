@@ -38,6 +38,14 @@ def test_a_large_file_is_synced_beside_its_writing_and_at_its_end(
     assert synced == [(True, len(PIECE))]
 
 
+def test_where_no_thread_can_start_the_end_syncs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert write(tmp_path / "large").size == MANY * len(PIECE)
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_that_only_one_sync_hears_of_fails_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from megatron.errors import DataError
+from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.bert import NEEDED, BertWordPieceTokenizer
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
+from megatron.tokenizer.huggingface import HuggingFaceTokenizer
 from megatron.tokenizer.tik import TikTokenizer
 from tests.helpers.mutations import only_our_errors, texts
 from tests.unit.tokenizer.support import write_small_bpe
@@ -86,6 +87,13 @@ def test_merges_txt(tmp_path: Path) -> None:
     read = reader(merges, lambda: GPT2BPETokenizer(vocab, merges))
     taken, refused = only_our_errors(read, damaged_lines(merges.read_text("utf-8").split("\n"), COUNT, 14))
     assert taken and refused
+
+
+@pytest.mark.parametrize("model", [{"type": "BPE", "vocab": {}, "merges": []}, {"type": "Unigram", "vocab": []}])
+def test_a_vocabulary_without_tokens_is_one_line(tmp_path: Path, model: dict[str, Any]) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: has no tokens"):
+        HuggingFaceTokenizer(tmp_path / "tokenizer.json")
 
 
 class PanicException(BaseException):

@@ -57,6 +57,15 @@ ATTACKS = {
         b"(" + b"".join(b"\x8a\x0b" + ((2**61 - 1) * n << 8).to_bytes(11, "little") for n in range(1, 1100)) + b"t",
         "many long ones",
     ),
+    "tuples of one hash": (
+        b"}(" + b"".join(b"J" + struct.pack("<i", n) + b"K\x02\x86N" for n in range(5001)) + b"u",
+        "more than 5000 keys",
+    ),
+    "a set of a tensor": (
+        b"c__builtin__\nset\nctorch._utils\n_rebuild_tensor_v2\n(tR\x85R",
+        "makes a set of what is no list",
+    ),
+    "a storage of 2 GB": (b"ctorch.storage\nUntypedStorage\nJ\x00\x00\x00\x7f\x85R", "makes a torch.storage.Untyped"),
     "a very long integer": (b"\x8a\x50" + (2**600).to_bytes(80, "little"), "more than 64 bytes"),
     "deep nesting": (b"]" * 200 + b"a" * 199, "more than 100 deep"),
     "an empty stack": (b"a", "malformed"),
@@ -104,6 +113,13 @@ def test_what_checkpoints_hold_is_read(tmp_path: Path) -> None:
     assert found["groups"] == content["groups"] and found["plain"] == content["plain"]
     assert torch.equal(found["view"], content["view"]) and torch.equal(found["tied"][1], shared)
     assert found["torch"][:3] == content["torch"][:3]
+
+
+def test_a_tensor_that_repeats_its_elements_is_refused(tmp_path: Path) -> None:
+    """Four bytes would be a tensor of any size to whoever copies it."""
+    with pytest.raises(CheckpointError, match="holds a tensor that repeats its elements"):
+        roundtrip(torch.zeros(1).expand(10**12), tmp_path / "x.pt")
+    assert torch.equal(roundtrip(torch.arange(4)[::2], tmp_path / "y.pt"), torch.tensor([0, 2]))
 
 
 def test_damaged_pickles_are_read_or_refused_in_bounded_time(tmp_path: Path) -> None:
