@@ -170,4 +170,4 @@ def say_nothing(text: str) -> None:
 
 
 describe_step = partial(find_checkpoint, parallel=ParallelState.plan(Layout(1), 0), check_hashes=False, log=say_nothing)
-"""Finds the step for one process alone, silently, to read what it says of itself: the load itself checks the hashes."""
+"""Finds the step that --load takes for one process, and prints nothing. Hashes are not checked: the load does that."""

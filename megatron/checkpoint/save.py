@@ -171,7 +171,7 @@ class Save:
         return None
 
     def _is_done(self) -> bool:
-        """Also has the tracker name what was committed when the tracker could not be written."""
+        """Whether this run has loaded or committed the step. Also writes the tracker that a failed save left out."""
         step, committed = self.state.iteration, self.history.committed_steps(self.directory)
         known = step == self.history.loaded_step(self.directory) or step in committed
         done = known and not self.release and paths.is_plain_file(self._target / paths.MANIFEST)

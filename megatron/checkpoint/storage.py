@@ -96,7 +96,7 @@ class HashingFile:
             self._sync, self._unsynced = Task(partial(os.fsync, self._file.fileno())), 0
 
     def _raise_lost(self) -> None:
-        """The system tells of a write that was lost once, to the next sync: that of the thread may have heard it."""
+        """Raises the error of the thread's sync. The system reports a lost write once, to the next sync alone."""
         if self._sync is not None:
             self._sync.result()
 
@@ -109,7 +109,7 @@ class HashingFile:
         os.fsync(self._file.fileno())
 
     def wait(self) -> None:
-        """Until no thread has the file."""
+        """Waits until no thread uses the file."""
         if self._sync is not None:
             self._sync.wait()
 

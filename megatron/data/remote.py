@@ -175,7 +175,7 @@ def files_in(url: str) -> list[str]:
 
 
 def open_remote(url: str, size: int, buffering: int) -> io.BufferedReader:
-    """A stream of an object, which reads complete ranges."""
+    """Opens an object as a stream that reads complete ranges."""
     store, path = _store(url)
 
     def fetch(start: int, stop: int) -> bytes:

@@ -20,7 +20,7 @@ from megatron.utils.dtype import HALF
 
 
 class Resident:
-    """The state of some of the store's runs, in the memory of their weights; a subclass keeps it elsewhere."""
+    """Adam's state for some runs of a store, in the memory of the weights. A subclass keeps it elsewhere."""
 
     loads_in_place = True
     """Whether a checkpoint's file may be read straight into the state."""
@@ -162,7 +162,7 @@ class FlatAdam:
                     _set_masters(run, run.weights.float())
 
     def _views(self, run: FlatRun, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Views of a flat tensor: each part of it, in its shape and in its order in memory (channels_last, say)."""
+        """Yields a view of each part of a flat tensor, in its shape and its order in memory (channels_last, say)."""
         return ((name, flat[place].as_strided(*self._layouts[name])) for name, place in run.places())
 
 

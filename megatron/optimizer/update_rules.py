@@ -99,7 +99,7 @@ class TorchUpdate:
         self._copy_back()
 
     def _widened(self, factor: float | Tensor, name: str) -> Tensor:
-        """A gradient times `factor`; the product is not rounded to half."""
+        """Returns a gradient times `factor`, in the type of the master: the product is not rounded to half."""
         return self._grads.grad(name).to(self._slots[name].tensor.dtype) * factor
 
     def state(self) -> OptimizerState:

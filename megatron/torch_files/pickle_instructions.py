@@ -1,4 +1,4 @@
-"""The instructions of a pickle, one after the other, without executing them."""
+"""Reads the instructions of a pickle without executing them."""
 
 import io
 import pickletools
@@ -22,7 +22,7 @@ class PickleRefused(ValueError):
 
 
 def in_bytes(data: bytes) -> Iterator[Instruction]:
-    """Ends after STOP; what is malformed is an error of some kind."""
+    """Yields the instructions of a pickle up to STOP. A malformed pickle raises an error of any type."""
     stream = io.BytesIO(data)
     position, code = 0, -1
     while code != _STOP:
@@ -49,6 +49,6 @@ def in_bytes(data: bytes) -> Iterator[Instruction]:
 
 
 def in_stream(stream: IO[bytes]) -> Iterator[Instruction]:
-    """Of the pickle that begins at the stream's position, which then stands after it."""
+    """Yields the instructions of the pickle at the stream's position, which is after the pickle then."""
     for opcode, argument, _ in pickletools.genops(stream):
         yield opcode.name, argument

@@ -207,7 +207,7 @@ class Interpreter(_Stack):
 
     actions: "Mapping[str, Action]" = field(default_factory=lambda: _ACTIONS)
     allowed: Collection[str] | None = None
-    """Names; None: all of them."""
+    """The names that a pickle may have; None: all."""
     max_repeated: int = _MAX_REPEATED
     max_long_integers: float = inf
     memo: dict[int, _Cell] = field(default_factory=dict)
@@ -259,7 +259,7 @@ class Interpreter(_Stack):
             self.hold(made(kind.value, arguments.value), [kind, arguments])
 
     def _set_of(self, arguments: Any) -> set[Any]:
-        """As sets are written by protocol 2. Of a tensor it would be a set of as many tensors."""
+        """Makes a set of a list, as protocol 2 writes sets. A set of a tensor would have a tensor per element."""
         if not isinstance(arguments, tuple) or len(arguments) != 1 or not isinstance(arguments[0], list):
             raise PickleRefused("it makes a set of what is no list")
         for key in arguments[0]:

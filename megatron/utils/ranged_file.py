@@ -1,4 +1,4 @@
-"""A stream over bytes that something else reads range by range."""
+"""A stream over bytes that a function reads range by range."""
 
 import io
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class RangedFile(io.RawIOBase):
-    """The `size` bytes of which `read(start, stop)` gives a range, as a stream."""
+    """A seekable stream of `size` bytes; `read(start, stop)` returns a range of them."""
 
     def __init__(self, size: int, read: Callable[[int, int], bytes]) -> None:
         self._size, self._read = size, read

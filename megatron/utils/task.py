@@ -1,4 +1,4 @@
-"""Work of a thread that the end of the program does not wait for."""
+"""Runs work in a thread that the end of the program does not wait for."""
 
 from collections.abc import Callable
 from threading import Thread
@@ -6,13 +6,13 @@ from typing import Any
 
 
 class Task:
-    """Work of a thread, and how it ended."""
+    """Runs `work` in a thread and keeps its result or its error."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work = work
         self._result: Any = None
         self._error: BaseException | None = None
-        self._thread = Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread = Thread(target=self._run, name="task", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:

@@ -24,7 +24,7 @@ class Key:
     is false.
     """
 
-    path: str  # in what within() and block() are given: its name there, or several
+    path: str  # with dots; a row that is given to within() or block() may name several keys
     kind: Kind
     field: str = ""  # sets: the field of RunConfig
     becomes: Callable[[Any], Any] | None = None  # sets: the field's value from the key's; a ValueError refuses it
@@ -40,7 +40,7 @@ class Key:
 
 
 def within(path: str, *keys: Key) -> tuple[Key, ...]:
-    """The rows of keys of a block, whose paths are told from there: one row for each of the names of a key."""
+    """Returns the rows of a block's keys, one for each name, with the block's path before it."""
     return tuple(replace(key, path=f"{path}.{name}") for key in keys for name in key.path.split())
 
 

@@ -17,7 +17,7 @@ from megatron.errors import ConfigError
 
 @dataclass
 class DeepSpeedSettings(Assignments):
-    """What a DeepSpeed configuration says, in our settings. What it leaves out is in none of the mappings.
+    """A DeepSpeed configuration as values of our settings. Keys that it leaves out are in none of the mappings.
 
     `origin` is the file, or what else the configuration is called in messages; each notice begins with it.
     """

@@ -73,7 +73,8 @@ class IndexedDatasetBuilder:
         self._refuse_existing()
         self._stream: BinaryIO | None = open_alone(self._partial)
         try:
-            self._index = GrowingIndex(*(TemporaryFile(dir=self._partial.parent) for _ in range(2)))  # noqa: SIM115
+            folder = self._partial.parent
+            self._index = GrowingIndex(TemporaryFile(dir=folder), TemporaryFile(dir=folder))  # noqa: SIM115
         except OSError as error:
             self._partial.unlink(missing_ok=True)
             raise storage_error(self._partial, error) from error

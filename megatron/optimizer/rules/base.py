@@ -36,7 +36,7 @@ class Control(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """A store as the rules see it."""
+    """The tensors of a store as rules see them: a slot and a gradient by name."""
 
     slots: Mapping[str, Slot]
     grad: Callable[[str], Tensor]
@@ -59,7 +59,7 @@ class UpdateRule(Protocol):
         """The state before the first step. Allocated now, so that memory is known and a checkpoint can be loaded."""
 
     def step(self, store: Slots, shards: Sequence[str], control: Control) -> None:
-        """Updates the tensors of `shards`, which are named."""
+        """Updates the tensors with these names."""
 
     def saved(self, slot: Slot) -> dict[str, Tensor]:
         """The state as a checkpoint holds it: tensors shaped like the weight, or of WHOLE_KINDS."""

@@ -73,7 +73,7 @@ def _check_world(config: RunConfig, ranks: int) -> None:
 
 
 def plain_run(config: RunConfig, ranks: int, steps: int) -> RunConfig:
-    """So many steps on CPUs, with one batch size and learning rate; nothing skips or traces them."""
+    """Settings of `steps` steps on CPUs with one batch size and one learning rate, which nothing skips or traces."""
     plan = BatchPlan.on(config, ranks)
     training = replace(
         config.training,

@@ -46,17 +46,20 @@ def test_where_no_thread_can_start_the_end_syncs_alone(tmp_path: Path, monkeypat
     assert write(tmp_path / "large").size == MANY * len(PIECE)
 
 
+@pytest.mark.parametrize("pieces", [storage.BLOCK_BYTES // len(PIECE), MANY])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_that_only_one_sync_hears_of_fails_the_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int, pieces: int
 ) -> None:
-    """The first sync, in the thread, or the last: the system tells of a lost write once."""
+    """The first sync, in the thread, or the last: the system tells of a lost write once. Of one block the thread's sync
+    is the last but one, so that nothing but the end asks for its error."""
     calls = iter(range(100))
     real = os.fsync
 
     def fsync(descriptor: int) -> None:
         at_end = (
-            os.fstat(descriptor).st_size == MANY * len(PIECE) and threading.current_thread() is threading.main_thread()
+            os.fstat(descriptor).st_size == pieces * len(PIECE)
+            and threading.current_thread() is threading.main_thread()
         )
         if (failing and at_end) or (not failing and next(calls) == 0):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -64,4 +67,4 @@ def test_an_error_that_only_one_sync_hears_of_fails_the_save(
 
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(OSError, match="Input/output error"):
-        write(tmp_path / "large")
+        write(tmp_path / "large", pieces)
