@@ -19,6 +19,7 @@ from megatron.distributed.parallel_state import Axis, ParallelState
 from megatron.errors import CheckpointError
 from megatron.layout import Layout
 from megatron.model.parameters import WORD_TABLE
+from megatron.tokenizer import Tokenizer, TokenizerSettings, build_tokenizer
 from megatron.tokenizer.for_transformers import TokenizerFiles
 
 Log = Callable[[str], object]
@@ -171,3 +172,21 @@ def say_nothing(text: str) -> None:
 
 describe_step = partial(find_checkpoint, parallel=ParallelState.plan(Layout(1), 0), check_hashes=False, log=say_nothing)
 """Finds the step that --load takes for one process, and prints nothing. Hashes are not checked: the load does that."""
+
+
+def saved_tokenizer(found: FoundStep) -> Tokenizer | None:
+    """None if the run saved no tokenizer, because its data came as token ids."""
+    files = found.tokenizer_files
+    if files is not None and files.has_json:
+        return files.tokenizer()
+    saved = found.manifest.config.get("tokenizer")
+    if not isinstance(saved, dict) or type(saved.get("vocab_size")) is not int:
+        return None
+    if saved.get("tokenizer_type") == "NullTokenizer" and saved["vocab_size"]:
+        settings = TokenizerSettings(
+            tokenizer_type="NullTokenizer",
+            vocab_size=saved["vocab_size"],
+            null_tokenizer_eod_id=saved.get("null_tokenizer_eod_id"),
+        )
+        return build_tokenizer(settings, announce=False)
+    return None

@@ -115,14 +115,14 @@ def _tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
 
 def inspect(prefix: str, arguments: argparse.Namespace, tokenizer: Tokenizer | None) -> dict[str, Any]:
     from megatron.data.indexed.dataset import IndexedDataset
-    from megatron.data.indexed.record import read_record
+    from megatron.data.indexed.record import difference_of, read_record
     from megatron.data.indexed.statistics import length_statistics
 
     data, record = IndexedDataset(prefix), read_record(prefix)
     if record is not None and tokenizer is not None and record.tokenizer_fingerprint not in tokenizer.fingerprints:
-        raise ConfigError(
+        raise DataError(
             f"{prefix}: made with another tokenizer (vocabulary {record.vocab_size}) than the one given (vocabulary "
-            f"{tokenizer.vocab_size}); give the tokenizer that the data was made with"
+            f"{tokenizer.vocab_size}){difference_of(record, tokenizer)}; give the tokenizer that the data was made with"
         )
     numbers = length_statistics(data)
     facts = _facts(data, record, numbers)

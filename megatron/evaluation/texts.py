@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.data.indexed.dataset import IndexedDataset, bin_path, idx_path, without_ending
-from megatron.data.indexed.record import check_files, read_record
+from megatron.data.indexed.record import check_files, difference_of, read_record
 from megatron.errors import ConfigError, DataError
 from megatron.evaluation.sequences import Tokens
 from megatron.evaluation.wikitext import count_words, detokenize
@@ -68,10 +68,10 @@ def _indexed(prefix: str, tokenizer: Tokenizer) -> Iterator[Document]:
     if record is not None:
         check_files(record, data, data.fingerprint)
         if record.tokenizer_fingerprint not in tokenizer.fingerprints:
-            raise ConfigError(
-                f"--data {prefix}: was made with another tokenizer (fingerprint {record.tokenizer_fingerprint[:12]}) "
-                f"than the model's ({tokenizer.name}, fingerprint {tokenizer.fingerprint[:12]}); preprocess the text "
-                "with the model's, or evaluate the text itself"
+            raise DataError(
+                f"--data {prefix}: made with another tokenizer (fingerprint {record.tokenizer_fingerprint[:12]}) than "
+                f"the model's ({tokenizer.name}, fingerprint {tokenizer.fingerprint[:12]})"
+                f"{difference_of(record, tokenizer)}; preprocess the text with the model's, or evaluate the text itself"
             )
     for first, stop in zip(data.document_indices[:-1], data.document_indices[1:], strict=True):
         pieces = [data.get(sequence) for sequence in range(first, stop)]

@@ -10,14 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.checkpoint.found_step import describe_step
+from megatron.checkpoint.found_step import describe_step, saved_tokenizer
 from megatron.checkpoint.run_state import RunHistory
 from megatron.checkpoint.step_source import OWN_STEPS, StepSource
 from megatron.checkpoint.verify import DamagedCheckpointError
 from megatron.config import RunConfig, TokenizerConfig
 from megatron.engine import Evaluation
-from megatron.errors import CheckpointError, ConfigError
-from megatron.inference.restore import saved_tokenizer
+from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.model.gpt import GPT
 from megatron.model.parameters import WORD_TABLE
 from megatron.model.passes import Batch, Passes
@@ -31,6 +30,7 @@ from megatron.training.model import build_model
 from megatron.training.resume import Progress, ResumePoint
 from megatron.training.settings import read_settings
 from megatron.utils.dtype import DTYPES
+from megatron.utils.first_difference import first_difference, tokens_of
 from megatron.utils.foreign import is_hugging_face, read_finite_json
 
 LONGEST_WINDOW = 4096
@@ -277,9 +277,10 @@ def _check_tokenizer(options: ModelOptions, described: Described, tokenizer: Tok
         return
     given, own = tokenizer.fingerprint, described.tokenizer.fingerprint
     if given != own:
-        raise ConfigError(
+        token = first_difference(tokens_of(described.tokenizer), "the model's", tokenizer)
+        raise DataError(
             f"--load {options.load}: the tokenizer given ({tokenizer.name}, fingerprint {given[:12]}) is not the "
-            f"model's ({described.tokenizer.name}, fingerprint {own[:12]}); leave the tokenizer's flags out"
+            f"model's ({described.tokenizer.name}, fingerprint {own[:12]}){token}; leave the tokenizer's flags out"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint describes: the model, filled with its weights, and the tokenizer that it was trained with."""
+"""Builds the model that a checkpoint describes and fills it with its weights."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.architecture import model_config, moe_config
-from megatron.checkpoint.found_step import FoundStep
 from megatron.checkpoint.reader import StepReader
 from megatron.errors import CheckpointError
 from megatron.model import GPT
@@ -14,7 +13,6 @@ from megatron.model.parameters import WORD_TABLE
 from megatron.ops import resolve
 from megatron.ops.operation import on_stderr
 from megatron.ops.select import usable_library
-from megatron.tokenizer import Tokenizer, TokenizerSettings, build_tokenizer
 from megatron.utils.dtype import default_dtype
 
 
@@ -45,21 +43,3 @@ def restore_model(
     for name, tensor in tensors or ((name, reader.logical(name, record)) for name, record in saved.model.items()):
         parameters[name].copy_(tensor)
     return model.eval()
-
-
-def saved_tokenizer(found: FoundStep) -> Tokenizer | None:
-    """None if the run saved no tokenizer, because its data came as token ids."""
-    files = found.tokenizer_files
-    if files is not None and files.has_json:
-        return files.tokenizer()
-    saved = found.manifest.config.get("tokenizer")
-    if not isinstance(saved, dict) or type(saved.get("vocab_size")) is not int:
-        return None
-    if saved.get("tokenizer_type") == "NullTokenizer" and saved["vocab_size"]:
-        settings = TokenizerSettings(
-            tokenizer_type="NullTokenizer",
-            vocab_size=saved["vocab_size"],
-            null_tokenizer_eod_id=saved.get("null_tokenizer_eod_id"),
-        )
-        return build_tokenizer(settings, announce=False)
-    return None

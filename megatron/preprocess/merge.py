@@ -8,8 +8,9 @@ from typing import Any
 
 from megatron.data.indexed.builder import give_names
 from megatron.data.indexed.checksums import FileChecksums
+from megatron.data.indexed.dataset import IndexedDataset
 from megatron.data.indexed.index_file import token_dtype
-from megatron.data.indexed.record import make_record, write_record
+from megatron.data.indexed.record import FIRST_TOKENS, first_tokens, make_record, write_record
 from megatron.errors import DataError, StorageError
 from megatron.preprocess.encoder import EXAMPLES_SHOWN, remove_files
 from megatron.preprocess.input.files import InputFile
@@ -203,6 +204,7 @@ class Merger:
         }
         if settings.world > 1:
             extra["partition"] = settings.partition(deciding, self._files)
+        extra[FIRST_TOKENS] = first_tokens(IndexedDataset(output), self._tokenizer)
         record = make_record(
             output,
             tokenizer_fingerprint=self._tokenizer.fingerprint,

@@ -57,6 +57,7 @@ def _check_data(run: Run) -> None:
         vocab_size=run.data_vocab_size,
         eod_id=run.eod_id,
         tokenizer_fingerprint=run.tokenizer_fingerprint,
+        tokenizer=run.tokenizer,
         chat=run.chat,
         say=run.log.info,
     )

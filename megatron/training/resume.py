@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.checkpoint.architecture import check_architecture
 from megatron.checkpoint.besides_tensors import saved_values
-from megatron.checkpoint.found_step import FoundStep, find_checkpoint
+from megatron.checkpoint.found_step import FoundStep, find_checkpoint, saved_tokenizer
 from megatron.checkpoint.local.steps import LocalNonPersistent
 from megatron.checkpoint.non_persistent import NonPersistent
 from megatron.checkpoint.paths import NON_PERSISTENT
@@ -23,6 +23,7 @@ from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import Tokenizer
 from megatron.training.checks import copies_of
 from megatron.training.initialize import Run
+from megatron.utils.first_difference import first_difference, tokens_of
 
 # The settings that decide the samples and their order, besides the files and --split.
 _ORDER = {
@@ -103,10 +104,12 @@ class ResumePoint:
         if self.found is None or not self.resumed or before is None or tokenizer is None:
             return
         if before not in tokenizer.fingerprints:
-            raise ConfigError(
+            saved = saved_tokenizer(self.found)
+            token = "" if saved is None else first_difference(tokens_of(saved), "the checkpoint", tokenizer)
+            raise DataError(
                 f"the tokenizer ({tokenizer.name}, fingerprint {tokenizer.fingerprint[:12]}) is not that of "
-                f"{self.found.directory} (fingerprint {str(before)[:12]}); resume with the tokenizer of the run "
-                "before, or start another run from its weights with --finetune"
+                f"{self.found.directory} (fingerprint {str(before)[:12]}){token}; resume with the tokenizer of the "
+                "run before, or start another run from its weights with --finetune"
             )
 
     def check_settings(self, config: RunConfig) -> list[str]:

@@ -9,14 +9,18 @@ from typing import Any
 from megatron.data.indexed.checksums import FileChecksums, checksums_of
 from megatron.data.indexed.dataset import IndexedDataset, bin_path, idx_path
 from megatron.data.indexed.files import regular_file_size
-from megatron.errors import ConfigError, DataError
+from megatron.errors import DataError
 from megatron.utils.durable import write_atomically, writing
+from megatron.utils.first_difference import Decoder, first_difference
 from megatron.utils.typed import typed
 from megatron.version import __version__
 
 FORMAT = "megatron-data-record"
 VERSION = 1
 _MAX_BYTES = 1 << 30
+FIRST_TOKENS = "first_tokens"
+"""The field of the record with ids from the beginning of the data and their texts."""
+_SAMPLED = 64
 OR_REMOVE = "run tools/preprocess_data.py again, or remove the record if the files are right"
 
 Fingerprint = str | tuple[str, ...] | None
@@ -160,6 +164,21 @@ def _parse_checksums(path: Path, content: Any, again: str) -> dict[str, FileChec
     return files
 
 
+def first_tokens(data: IndexedDataset, tokenizer: Decoder) -> list[list[Any]]:
+    """Different ids from the beginning of the data with their texts, by which another tokenizer can be recognised."""
+    beginning = data.get(0)[:_SAMPLED].tolist() if len(data) else []
+    return [[number, tokenizer.detokenize([number])] for number in dict.fromkeys(beginning)]
+
+
+def difference_of(record: DataRecord, tokenizer: Decoder | None) -> str:
+    """Names the first recorded token to which `tokenizer` gives another id; "" if none is known."""
+    listed = record.extra.get(FIRST_TOKENS)
+    pairs = [pair for pair in listed if isinstance(pair, list) and len(pair) == 2] if isinstance(listed, list) else []
+    recorded = [(number, text) for number, text in pairs if type(number) is int and number >= 0]
+    known = [(number, text) for number, text in recorded if isinstance(text, str)]
+    return "" if tokenizer is None else first_difference(known, "the data", tokenizer)
+
+
 def check_files(record: DataRecord, data: IndexedDataset, data_fingerprint: str) -> None:
     """Checks that the record belongs to these files, and counts what they hold."""
     path = record_path(data.prefix)
@@ -178,15 +197,22 @@ def check_files(record: DataRecord, data: IndexedDataset, data_fingerprint: str)
 
 
 def check_tokenizer(
-    record: DataRecord, prefix: str, *, tokenizer_fingerprint: Fingerprint, vocab_size: int | None, eod_id: int | None
+    record: DataRecord,
+    prefix: str,
+    *,
+    tokenizer_fingerprint: Fingerprint,
+    vocab_size: int | None,
+    eod_id: int | None,
+    tokenizer: Decoder | None = None,
 ) -> None:
-    """Checks that the data was made with the run's tokenizer."""
+    """Checks that the data was made with the run's tokenizer. With `tokenizer`, the error names a token."""
     known = (tokenizer_fingerprint,) if isinstance(tokenizer_fingerprint, str) else tokenizer_fingerprint
     if known is not None and record.tokenizer_fingerprint not in known:
-        raise ConfigError(
+        raise DataError(
             f"{prefix}: made with another tokenizer (vocabulary {record.vocab_size}, end of document "
-            f"{record.eod_id}) than the run's (vocabulary {vocab_size}, end of document {eod_id}); give the run the "
-            f"same tokenizer (--vocab-file and --merge-file, or --tokenizer-model), or preprocess the data again"
+            f"{record.eod_id}) than the run's (vocabulary {vocab_size}, end of document {eod_id})"
+            f"{difference_of(record, tokenizer)}; give the run the same tokenizer (--vocab-file and "
+            "--merge-file, or --tokenizer-model), or preprocess the data again"
         )
     if vocab_size is not None and record.max_id >= vocab_size:
         raise DataError(
@@ -194,7 +220,7 @@ def check_tokenizer(
             f"use the tokenizer that the data was made with (its vocabulary: {record.vocab_size})"
         )
     if eod_id is not None and record.eod_id is not None and record.eod_id != eod_id:
-        raise ConfigError(
+        raise DataError(
             f"{prefix}: end of document is id {record.eod_id} in the data and {eod_id} in the run's tokenizer; "
             f"use the same tokenizer"
         )

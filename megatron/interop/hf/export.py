@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.architecture import model_config, moe_config
-from megatron.checkpoint.found_step import FoundStep
+from megatron.checkpoint.found_step import FoundStep, saved_tokenizer
 from megatron.checkpoint.reader import StepReader
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError, ConfigError
-from megatron.inference.restore import saved_tokenizer
 from megatron.interop.conversion import Show, no_progress, written_aside
 from megatron.interop.hf.exchange import Exchange, gain_less_one
 from megatron.interop.hf.families import choose, keeping_tokenizer

@@ -99,7 +99,7 @@ def test_vocabulary_size_without_a_record(tmp_path: Path, capsys: pytest.Capture
 
 def test_another_tokenizer(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "50"]
-    assert "made with another tokenizer" in run(capsys, prefix, *words, code=ConfigError.exit_code)
+    assert "made with another tokenizer" in run(capsys, prefix, *words, code=DataError.exit_code)
 
 
 def test_json(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:

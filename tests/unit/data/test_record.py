@@ -18,7 +18,7 @@ from megatron.data.indexed.record import (
     record_path,
     write_record,
 )
-from megatron.errors import ConfigError, DataError
+from megatron.errors import DataError
 from tests.unit.data.oracle import write_dataset
 
 
@@ -59,9 +59,9 @@ def test_absent(tmp_path: Path) -> None:
 
 def test_other_tokenizer(tmp_path: Path) -> None:
     prefix, record = make(tmp_path)
-    with pytest.raises(ConfigError, match=r"made with another tokenizer .*same tokenizer \(--vocab-file"):
+    with pytest.raises(DataError, match=r"made with another tokenizer .*same tokenizer \(--vocab-file"):
         check(prefix, record, tokenizer_fingerprint="xyz")
-    with pytest.raises(ConfigError, match="end of document is id 9 in the data and 3"):
+    with pytest.raises(DataError, match="end of document is id 9 in the data and 3"):
         check(prefix, record, eod_id=3)
     with pytest.raises(DataError, match=r"max_id 9 is not below .* 9"):
         check(prefix, record, vocab_size=9, tokenizer_fingerprint=None)

@@ -185,7 +185,7 @@ def test_record_is_checked_before_anything_is_built(prefixes: dict[str, str]) ->
     record = make_record(prefix, tokenizer_fingerprint="abc", vocab_size=1000, eod_id=0, max_id=999)
     write_record(prefix, record)
     assert not any("no record" in note for note in build(data_path=prefix, tokenizer_fingerprint="abc").notes)
-    with pytest.raises(ConfigError, match="made with another tokenizer"):
+    with pytest.raises(DataError, match="made with another tokenizer"):
         build(data_path=prefix, tokenizer_fingerprint="xyz")
     with pytest.raises(DataError, match="max_id 999 is not below"):
         build(data_path=prefix, vocab_size=999)

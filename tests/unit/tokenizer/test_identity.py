@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron.data.indexed.record import DataRecord, check_tokenizer
-from megatron.errors import ConfigError
+from megatron.errors import DataError
 from megatron.tokenizer.bpe_files import BPE
 from megatron.tokenizer.huggingface import HuggingFaceTokenizer
 from megatron.tokenizer.identity import _as_read, earlier_fingerprint
@@ -261,7 +261,7 @@ def test_data_of_earlier_releases_is_data_of_its_tokenizer(tmp_path: Path) -> No
     assert tokenizer.fingerprints[1] == "fb4b86234dce9ed39b07373a4e40d2065a73a9b6b0452b26be74dec5b7e256f6"
     for recorded in tokenizer.fingerprints:
         check(tokenizer, recorded)
-        with pytest.raises(ConfigError, match="data: made with another tokenizer"):
+        with pytest.raises(DataError, match="data: made with another tokenizer"):
             check(opened(tmp_path / "b", CHANGED["no normalizer"]), recorded)
 
 
