@@ -1,7 +1,6 @@
 """The command line of tools/convert_checkpoint.py: between our checkpoints, Hugging Face's and Megatron-LM's."""
 
 import argparse
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from megatron.errors import ConfigError
 from megatron.utils.command_line import Parser, integer, run_tool
 from megatron.utils.foreign import hub_hint, is_hugging_face
 from megatron.utils.log import print_line
-from megatron.utils.numerals import INT32, LARGEST_WORLD
+from megatron.utils.numerals import INT32, LARGEST_WORLD, size_in_bytes
 from megatron.utils.progress import ByteProgress
 
 if TYPE_CHECKING:
@@ -263,11 +262,10 @@ def to_hugging_face(arguments: argparse.Namespace) -> None:
 
 
 def _shard_bytes(given: str | None) -> int:
-    """`transformers` counts in thousands too."""
-    match = re.fullmatch(r"([1-9][0-9]{0,17})([KMGT]?)B?", (given or "5GB").upper())
-    if match is None:
-        raise ConfigError(f"--max-shard-size {given}: not a size; give a number with MB or GB, such as 2GB")
-    return int(match[1]) * 1000 ** " KMGT".index(match[2] or " ")
+    try:
+        return size_in_bytes(given or "5GB")
+    except ValueError as error:
+        raise ConfigError(f"--max-shard-size {given}: {error}; give a number with MB or GB, such as 2GB") from None
 
 
 def from_hugging_face(arguments: argparse.Namespace) -> None:

@@ -30,8 +30,8 @@ from megatron.training.model import build_model
 from megatron.training.resume import Progress, ResumePoint
 from megatron.training.settings import read_settings
 from megatron.utils.dtype import DTYPES
-from megatron.utils.first_difference import first_difference, tokens_of
 from megatron.utils.foreign import is_hugging_face, read_finite_json
+from megatron.utils.token_difference import token_difference, tokens_of
 
 LONGEST_WINDOW = 4096
 """The window of a model that does not say how long its training samples were."""
@@ -277,7 +277,7 @@ def _check_tokenizer(options: ModelOptions, described: Described, tokenizer: Tok
         return
     given, own = tokenizer.fingerprint, described.tokenizer.fingerprint
     if given != own:
-        token = first_difference(tokens_of(described.tokenizer), "the model's", tokenizer)
+        token = token_difference(tokens_of(described.tokenizer), "the model's", tokenizer)
         raise DataError(
             f"--load {options.load}: the tokenizer given ({tokenizer.name}, fingerprint {given[:12]}) is not the "
             f"model's ({described.tokenizer.name}, fingerprint {own[:12]}){token}; leave the tokenizer's flags out"

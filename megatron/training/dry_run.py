@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megatron.checkpoint.found_step import describe_step
-from megatron.config import CheckpointConfig, MoEConfig, ParallelConfig, RunConfig
+from megatron.config import MoEConfig, ParallelConfig, RunConfig
 from megatron.config.blend import data_sources, given_sets
 from megatron.config.refusals import Refusals
 from megatron.config.stages import stage_layers
@@ -19,17 +19,27 @@ from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import printable
 from megatron.layout import Layout
 from megatron.model.gpt import GPT
-from megatron.optimizer import offloads
 from megatron.parallelize import check_can_be_split, held_parameters
 from megatron.training.batches import check_validation
+from megatron.training.fit import plan_rows
 from megatron.training.initialize import Run
-from megatron.training.memory import plan_rows
+from megatron.training.memory import offloaded_share, on_accelerator, state_of
 from megatron.training.model import count_by_stage, model_flops
+from megatron.training.output_places import check_output_places, space_for
 from megatron.training.resume import ResumePoint
-from megatron.training.state_bytes import copy_bytes, state_bytes
+from megatron.training.state_bytes import copy_bytes
 from megatron.utils.device import human_bytes
 from megatron.utils.dtype import refuse_complex
 
+NOT_CHECKED = (
+    "not checked, because it needs other processes or the device:",
+    "  - the connection between the ranks, and that their files, settings and packages are equal",
+    "  - that the device allocates the memory, and computes as the kernels' twins do",
+    "  - the sample order (built at the first launch) and the ids of data without a record",
+    "  - checksums of the checkpoint's files, and folders on each machine's own disk",
+    "  - code of your own: providers and hooks",
+)
+"""The end of the plan."""
 _SHOWN = 4
 """Longest list of groups, or of ranks in a group, that is shown whole."""
 _BUILT = 2048
@@ -47,6 +57,8 @@ def check_launch_files(run: Run, *, needs_data: bool) -> None:
     if load is not None and not finetune:  # else it may be Megatron-LM's own, which has no description
         with refusals.of_checking():
             _check_checkpoint(run, Path(load))
+    with refusals.of_checking():
+        check_output_places(config)
     refusals.end()
 
 
@@ -128,27 +140,24 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
         ("iterations", f"{plan.total_iterations}"),
         ("samples", f"{train} train, {valid} validation, {test} test"),
         ("tokens", f"{tokens}"),
-        ("checkpoints", _checkpoints(config.checkpoint)),
+        ("checkpoints", _checkpoints(config, parameters)),
         *_compute(run, model, tokens),
-        _memory(run, layout, held),
+        _memory(run, held),
         *plan_rows(run, model, moe),
         *(_copy_to_save(config, held, layout.expert_dp) if config.checkpoint.async_save else []),
     ]
     width = max(len(name) for name, _ in rows)
     lines = (f"  {name:<{width}}  {printable(text)}" for name, text in rows)
-    return "\n".join(["dry run: all settings are valid", *lines])
+    return "\n".join(["dry run: all settings are valid", *lines, *NOT_CHECKED])
 
 
-def _memory(run: Run, layout: Layout, held: int) -> tuple[str, str]:
+def _memory(run: Run, held: int) -> tuple[str, str]:
     """The row of weights, gradients and optimizer of a rank that holds so many parameters."""
-    config = run.config
-    on_host = config.parallel.parameters_on_host and run.device.type != "cpu"
-    offloaded = not on_host and offloads(config.optimizer, run.device)
-    away = config.optimizer.optimizer_offload_fraction if offloaded else 0.0
-    kept = state_bytes(config, held, layout.expert_dp // layout.instances, offloaded=away, on_host=on_host)
+    on_host = run.config.parallel.parameters_on_host and on_accelerator(run)
+    away = offloaded_share(run)
     return (
         "memory per rank",
-        f"{human_bytes(round(kept.total))} of weights, gradients and optimizer"
+        f"{human_bytes(round(state_of(run, held).total))} of weights, gradients and optimizer"
         + (", in host memory; a layer is on the device when it runs" if on_host else "")
         + (f"; {away:.0%} of the optimizer's state is offloaded" if away else ""),
     )
@@ -173,13 +182,15 @@ def _described(run: Run, model_provider: Callable[[Run], nn.Module]) -> tuple[nn
         return model_provider(run), None
 
 
-def _checkpoints(settings: CheckpointConfig) -> str:
+def _checkpoints(config: RunConfig, parameters: int) -> str:
+    settings = config.checkpoint
     if settings.save is None:
         return "none (no --save): the weights are lost when the run ends"
     often = "" if settings.save_interval is None else f"every {settings.save_interval} iterations and "
     kind, interval = settings.non_persistent_ckpt_type, settings.non_persistent_save_interval
     between = "" if kind is None or interval is None else f"; {kind} non-persistent ones every {interval} iterations"
-    return f"{often}at the end, in {settings.save}{between}"
+    space = space_for(copy_bytes(config, parameters, 1), settings.save)
+    return f"{often}at the end, in {settings.save}{between}{space}"
 
 
 def _groups(layout: Layout) -> list[tuple[str, str]]:

@@ -286,6 +286,8 @@ def _for_dry_run(config: RunConfig, launch: LaunchInfo) -> LaunchInfo:
         raise ConfigError(
             f"--dry-run-ranks {runtime.dry_run_ranks}: is for one process with --dry-run, without a launcher; remove it"
         )
+    if runtime.device_memory is not None and not runtime.plans:
+        raise ConfigError(f"--device-memory {runtime.device_memory}: has no effect without --dry-run; add that")
     if not (runtime.plans and alone):
         return launch
     return replace(launch, world_size=runtime.dry_run_ranks or config.parallel.fewest_ranks)

@@ -1,17 +1,19 @@
-"""The memory that a training on CPUs will need, predicted before any weight is drawn."""
+"""Predicts the memory of a training before any weight is drawn, and rejects one that cannot fit on a CPU."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from megatron.config import MoEConfig
 from megatron.errors import ConfigError
 from megatron.model.gpt import GPT
+from megatron.optimizer import offloads
 from megatron.training.activation_bytes import activation_bytes
 from megatron.training.initialize import Run
 from megatron.training.model import ModelProvider, count_by_stage
-from megatron.training.state_bytes import state_bytes
+from megatron.training.state_bytes import StateBytes, state_bytes
 from megatron.utils.device import human_bytes
 from megatron.utils.memory_limit import memory_limit
 
@@ -31,8 +33,8 @@ class RankBytes:
 
 
 def predicted(run: Run, model: GPT, ranks: Iterable[int], moe: MoEConfig | None = None) -> list[RankBytes]:
-    """What each of these ranks needs when it needs most; `model` describes the whole one, with the experts of `moe` if
-    that is given. Ranks of a pipeline stage need the same."""
+    """Bytes of each of these ranks at its peak. `model` is the whole one, with the experts of `moe` if that is given.
+    Ranks of a pipeline stage need the same."""
     layout, by_stage = run.config.parallel.layout(run.launch.world_size), {}
     stages = [layout.coordinates(rank).pp for rank in ranks]
     held = count_by_stage(run, model, moe)
@@ -42,31 +44,41 @@ def predicted(run: Run, model: GPT, ranks: Iterable[int], moe: MoEConfig | None 
 
 
 def _of_stage(run: Run, model: GPT, stage: int, held: int) -> RankBytes:
-    config, plan = run.config, run.batch_plan
-    layout = config.parallel.layout(run.launch.world_size)
+    plan = run.batch_plan
     activations = activation_bytes(
-        config,
+        run.config,
         stage,
         micro_batch=plan.micro_batch_size,
         micro_batches=plan.micro_batches(plan.final_batch_size),
         vocabulary=model.padded_vocab_size,
-        backend=run.kernels.backend,
+        backend=(lambda operation: "native") if on_accelerator(run) else run.kernels.backend,
     )
-    return RankBytes(state_bytes(config, held, layout.expert_dp // layout.instances).total, activations.total)
+    return RankBytes(state_of(run, held).total, activations.total)
 
 
-def plan_rows(run: Run, model: nn.Module, moe: MoEConfig | None = None) -> list[tuple[str, str]]:
-    """The rows of --dry-run about activations; on accelerators, and for a model that is not our GPT, there are none."""
-    if run.device.type != "cpu" or run.config.training.skip_train or not isinstance(model, GPT):
-        return []
-    needs, limit = predicted(run, model, range(run.launch.world_size), moe), memory_limit()
-    total = sum(rank.total for rank in needs)
-    allows = "" if limit is None else f"; this machine allows {human_bytes(limit)}"
-    little = ": too little for them" if limit is not None and total > limit else ""
-    return [
-        ("activations", f"{human_bytes(max(rank.activations for rank in needs))} at most on a rank"),
-        ("memory in all", f"{human_bytes(total)} for the ranks together{allows}{little}"),
-    ]
+def on_accelerator(run: Run) -> bool:
+    return run.device.type != "cpu" or run.config.runtime.device_memory is not None
+
+
+def state_of(run: Run, held: int) -> StateBytes:
+    """Bytes of weights, gradients and optimizer on a rank that holds `held` parameters."""
+    config, layout = run.config, run.config.parallel.layout(run.launch.world_size)
+    return state_bytes(
+        config,
+        held,
+        layout.expert_dp // layout.instances,
+        offloaded=offloaded_share(run),
+        on_host=config.parallel.parameters_on_host and on_accelerator(run),
+    )
+
+
+def offloaded_share(run: Run) -> float:
+    """Share of the optimizer's state that is not in the device's memory."""
+    config = run.config
+    if config.parallel.parameters_on_host and on_accelerator(run):
+        return 0.0
+    device = torch.device("meta") if on_accelerator(run) else run.device
+    return config.optimizer.optimizer_offload_fraction if offloads(config.optimizer, device) else 0.0
 
 
 def with_memory_checked(model_provider: ModelProvider) -> ModelProvider:

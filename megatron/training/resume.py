@@ -23,7 +23,7 @@ from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import Tokenizer
 from megatron.training.checks import copies_of
 from megatron.training.initialize import Run
-from megatron.utils.first_difference import first_difference, tokens_of
+from megatron.utils.token_difference import token_difference, tokens_of
 
 # The settings that decide the samples and their order, besides the files and --split.
 _ORDER = {
@@ -105,7 +105,7 @@ class ResumePoint:
             return
         if before not in tokenizer.fingerprints:
             saved = saved_tokenizer(self.found)
-            token = "" if saved is None else first_difference(tokens_of(saved), "the checkpoint", tokenizer)
+            token = "" if saved is None else token_difference(tokens_of(saved), "the checkpoint", tokenizer)
             raise DataError(
                 f"the tokenizer ({tokenizer.name}, fingerprint {tokenizer.fingerprint[:12]}) is not that of "
                 f"{self.found.directory} (fingerprint {str(before)[:12]}){token}; resume with the tokenizer of the "

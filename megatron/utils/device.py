@@ -39,6 +39,12 @@ def end_memory_history(device: torch.device, path: Path) -> None:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of the accelerator's memory; None if its torch plug-in does not report them."""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return None if properties is None else getattr(properties(device), "total_memory", None)
+
+
 def human_bytes(count: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(count) < 1024 or unit == "TiB":

@@ -17,6 +17,7 @@ MOST_PROCESSES = 4096
 _WHOLE = re.compile(r"\s*([+-]?)0*(\d+)\s*", re.ASCII)
 _REAL = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", re.ASCII | re.IGNORECASE)
 _NOT_FINITE = re.compile(r"\s*[+-]?(inf|infinity|nan)\s*", re.ASCII | re.IGNORECASE)
+_SIZE = re.compile(r"([1-9]\d{0,17})\s*([KMGT]?)(I?)B?", re.ASCII)
 _DIGITS = len(str(LARGEST))
 
 
@@ -40,3 +41,11 @@ def real_number(text: str) -> float:
     if math.isinf(number) or (number == 0.0 and re.search("[1-9]", match[1])):
         raise ValueError("out of range of a 64-bit number (5e-324 to 1.8e308)")
     return number
+
+
+def size_in_bytes(text: str) -> int:
+    """Returns the bytes of 500MB, 2G (thousands) or 80GiB (1024s), or raises a ValueError with the reason."""
+    match = _SIZE.fullmatch(text.strip().upper())
+    if match is None or (match[3] and not match[2]):
+        raise ValueError("not a size")
+    return int(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")

@@ -103,7 +103,7 @@ choose_layout() {
 }
 
 # too_little FLAGS...   whether the ranks need more memory than this machine has, with these flags instead of their like.
-too_little() { "$PYTHON" pretrain_gpt.py "${SETTINGS[@]}" "$@" --dry-run --dry-run-ranks "$devices" | grep 'too little' >/dev/null; }
+too_little() { "$PYTHON" pretrain_gpt.py "${SETTINGS[@]}" "$@" --dry-run --dry-run-ranks "$devices" | grep 'does not fit' >/dev/null; }
 
 # fit_memory   on CPUs a smaller micro batch, and then recomputation, where the memory asks for it. Neither changes what
 # is trained. Where that is too little, too, pretrain_gpt.py says what is missing.

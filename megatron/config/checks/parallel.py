@@ -150,4 +150,9 @@ def check_zero(config: RunConfig) -> None:
         )
 
 
-CHECKS = (check_tensor, check_pipeline, check_context, check_zero)
+def check_device_memory(config: RunConfig) -> None:
+    """Parses --device-memory."""
+    _ = config.runtime.device_bytes
+
+
+CHECKS = (check_tensor, check_pipeline, check_context, check_zero, check_device_memory)

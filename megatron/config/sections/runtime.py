@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from megatron.config.flag import Need, flag
-from megatron.utils.numerals import LARGEST_WORLD, MOST_PROCESSES
+from megatron.errors import ConfigError
+from megatron.utils.numerals import LARGEST_WORLD, MOST_PROCESSES, size_in_bytes
 
 _DEEPSPEED = Need("--deepspeed", lambda run: run.runtime.deepspeed)
 _DEEPSPEED_CONFIG = Need("--deepspeed_config FILE", lambda run: run.runtime.deepspeed_config is not None)
@@ -52,6 +53,21 @@ class RuntimeConfig:
         at_most=LARGEST_WORLD,
         cli_only=True,
     )
+
+    device_memory: str | None = flag(
+        None,
+        "Memory of one accelerator, such as 80GB or 80GiB: the plan is for accelerators and says whether the run fits.",
+        cli_only=True,
+    )
+
+    @property
+    def device_bytes(self) -> int | None:
+        if self.device_memory is None:
+            return None
+        try:
+            return size_in_bytes(self.device_memory)
+        except ValueError as error:
+            raise ConfigError(f"--device-memory {self.device_memory}: {error}; give a size such as 80GB") from None
 
     @property
     def plans(self) -> bool:

@@ -11,7 +11,7 @@ from megatron.data.indexed.dataset import IndexedDataset, bin_path, idx_path
 from megatron.data.indexed.files import regular_file_size
 from megatron.errors import DataError
 from megatron.utils.durable import write_atomically, writing
-from megatron.utils.first_difference import Decoder, first_difference
+from megatron.utils.token_difference import TokenTexts, token_difference
 from megatron.utils.typed import typed
 from megatron.version import __version__
 
@@ -164,19 +164,19 @@ def _parse_checksums(path: Path, content: Any, again: str) -> dict[str, FileChec
     return files
 
 
-def first_tokens(data: IndexedDataset, tokenizer: Decoder) -> list[list[Any]]:
+def first_tokens(data: IndexedDataset, tokenizer: TokenTexts) -> list[list[Any]]:
     """Different ids from the beginning of the data with their texts, by which another tokenizer can be recognised."""
     beginning = data.get(0)[:_SAMPLED].tolist() if len(data) else []
     return [[number, tokenizer.detokenize([number])] for number in dict.fromkeys(beginning)]
 
 
-def difference_of(record: DataRecord, tokenizer: Decoder | None) -> str:
+def difference_of(record: DataRecord, tokenizer: TokenTexts | None) -> str:
     """Names the first recorded token to which `tokenizer` gives another id; "" if none is known."""
     listed = record.extra.get(FIRST_TOKENS)
     pairs = [pair for pair in listed if isinstance(pair, list) and len(pair) == 2] if isinstance(listed, list) else []
     recorded = [(number, text) for number, text in pairs if type(number) is int and number >= 0]
     known = [(number, text) for number, text in recorded if isinstance(text, str)]
-    return "" if tokenizer is None else first_difference(known, "the data", tokenizer)
+    return "" if tokenizer is None else token_difference(known, "the data", tokenizer)
 
 
 def check_files(record: DataRecord, data: IndexedDataset, data_fingerprint: str) -> None:
@@ -203,7 +203,7 @@ def check_tokenizer(
     tokenizer_fingerprint: Fingerprint,
     vocab_size: int | None,
     eod_id: int | None,
-    tokenizer: Decoder | None = None,
+    tokenizer: TokenTexts | None = None,
 ) -> None:
     """Checks that the data was made with the run's tokenizer. With `tokenizer`, the error names a token."""
     known = (tokenizer_fingerprint,) if isinstance(tokenizer_fingerprint, str) else tokenizer_fingerprint

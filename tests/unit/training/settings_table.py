@@ -458,6 +458,7 @@ FOLLOWED = {
     "print_config": planned("--print-config"),
     "dry_run": planned("--dry-run", "--print-config"),
     "dry_run_ranks": planned("--dry-run-ranks 4"),
+    "device_memory": planned("--device-memory 1GB"),
 }
 
 CASES = MODEL | EXPERTS | PARALLEL | TRAINING | OPTIMIZER | DEEPSPEED | ROOM | DATA | CHECKPOINT | FOLLOWED

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.config import ParallelConfig, parse_args
 from megatron.distributed.launch import LaunchInfo
-from megatron.training import memory
+from megatron.training import fit, memory
 from megatron.training.memory import predicted
 from tests.helpers.runs import flags, make_run, pretrain_gpt, pretrain_here
 
@@ -51,10 +51,13 @@ def test_enough_memory_is_not_mentioned(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_a_dry_run_says_what_all_ranks_need(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(memory, "memory_limit", lambda: 1000)
+    monkeypatch.setattr(fit, "memory_limit", lambda: 1000)
     assert pretrain_here([*flags(), "--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert "activations " in said and "this machine allows 1000 B: too little for them" in said
+    assert (
+        "activations " in said
+        and "for the ranks together (estimate): does not fit into the 1000 B of this machine" in said
+    )
 
 
 def test_an_evaluation_needs_none_of_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

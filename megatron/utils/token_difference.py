@@ -9,21 +9,22 @@ _HALF = "\ufffd"
 """Part of a character: it cannot be encoded again."""
 
 
-class Decoder(Protocol):
+class TokenTexts(Protocol):
     """The part of a tokenizer that is compared."""
 
-    vocab_size: int
+    @property
+    def vocab_size(self) -> int: ...
 
     def tokenize(self, text: str) -> list[int]: ...
 
     def detokenize(self, ids: Iterable[int]) -> str: ...
 
 
-def tokens_of(tokenizer: Decoder) -> Tokens:
+def tokens_of(tokenizer: TokenTexts) -> Tokens:
     return ((number, tokenizer.detokenize([number])) for number in range(tokenizer.vocab_size))
 
 
-def first_difference(theirs: Tokens, whose: str, ours: Decoder) -> str:
+def token_difference(theirs: Tokens, whose: str, ours: TokenTexts) -> str:
     """Returns "; token 'a' has id 1 in the data and id 2 in the run's tokenizer"; "" if all of `theirs` agree."""
     for number, text in theirs:
         if _HALF in text or (number < ours.vocab_size and ours.detokenize([number]) == text):

@@ -1,0 +1,107 @@
+"""The verdict of --dry-run on memory: whether the run fits, and the flags that would save most."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from megatron.config import MoEConfig, RunConfig, check_settings, check_world
+from megatron.distributed.parallel_state import ParallelState
+from megatron.errors import ConfigError
+from megatron.model.gpt import GPT
+from megatron.training.initialize import Run
+from megatron.training.memory import RankBytes, on_accelerator, predicted
+from megatron.utils.device import human_bytes, total_memory
+from megatron.utils.memory_limit import memory_limit
+
+_CHANGES_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory that a plan is compared with."""
+
+    of: str
+    limit: int | None
+    shared: bool
+    """True if the ranks share it: CPUs of one machine."""
+
+    @staticmethod
+    def of_run(run: Run) -> "Room":
+        given = run.config.runtime.device_bytes
+        if given is not None:
+            return Room(f"--device-memory {run.config.runtime.device_memory}", given, shared=False)
+        if run.device.type == "cpu":
+            return Room("this machine", memory_limit(), shared=True)
+        return Room("this device", total_memory(run.device), shared=False)
+
+    def needed(self, ranks: list[RankBytes]) -> float:
+        needs = [rank.total for rank in ranks]
+        return sum(needs) if self.shared else max(needs)
+
+
+def plan_rows(run: Run, model: nn.Module, moe: MoEConfig | None = None) -> list[tuple[str, str]]:
+    """The rows of --dry-run about memory. A model that is not our GPT has none, nor has an evaluation."""
+    if run.config.training.skip_train or not isinstance(model, GPT):
+        return []
+    ranks, room = list(range(run.launch.world_size)), Room.of_run(run)
+    needs = predicted(run, model, ranks, moe)
+    total = room.needed(needs)
+    whose = "the ranks together" if room.shared else "the fullest rank"
+    rows = [
+        ("activations", f"{human_bytes(max(rank.activations for rank in needs))} at most on a rank (estimate)"),
+        ("memory in all", f"{human_bytes(total)} for {whose} (estimate){_verdict(total, room)}"),
+    ]
+    saved = {words: total - room.needed(predicted(other, model, ranks, moe)) for words, other in _changes(run)}
+    best = sorted((words for words in saved if saved[words] > 0), key=lambda words: -saved[words])[:_CHANGES_SHOWN]
+    return rows + [("saves memory", f"{human_bytes(saved[words])} with {words}") for words in best]
+
+
+def _verdict(total: float, room: Room) -> str:
+    if room.limit is None:
+        return ""
+    return f": {'fits' if total <= room.limit else 'does not fit'} into the {human_bytes(room.limit)} of {room.of}"
+
+
+def _changes(run: Run) -> Iterator[tuple[str, Run]]:
+    """Flags that save memory, each with the run of the same ranks that has them too. Combinations that the checks
+    reject are left out."""
+    for words, section, values in _candidates(run):
+        config = replace(run.config, **{section: replace(getattr(run.config, section), **values)})
+        try:
+            check_settings(config, needs_data=False)
+            check_world(config, run.launch.world_size)
+        except ConfigError:
+            continue
+        layout = config.parallel.layout(run.launch.world_size)
+        yield words, replace(run, config=config, parallel=ParallelState.plan(layout, 0))
+
+
+def _candidates(run: Run) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(flags, section, values of its fields)."""
+    config, micro_batch = run.config, run.batch_plan.micro_batch_size
+    if not config.recompute.full:
+        full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_activations": False}
+        yield "--recompute-granularity full --recompute-method uniform", "recompute", full
+    if not config.recompute.full and not config.recompute.modules:
+        yield "--recompute-granularity selective", "recompute", {"recompute_granularity": "selective"}
+    if micro_batch > 1:
+        fewer = {"micro_batch_size": micro_batch // 2}
+        yield f"--micro-batch-size {micro_batch // 2}", "training", fewer
+    if config.precision.params_dtype == "float32":
+        yield "--bf16", "precision", {"bf16": True}
+    if on_accelerator(run):
+        yield "--optimizer-cpu-offload", "optimizer", {"optimizer_cpu_offload": True}
+    yield from _layouts(config)
+
+
+def _layouts(config: RunConfig) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    parallel = config.parallel
+    for stage in range(parallel.zero + 1, 4):
+        yield f"--zero-stage {stage}", "parallel", {"zero_stage": stage, "use_distributed_optimizer": False}
+    if not parallel.sequence_parallel:
+        yield "--sequence-parallel", "parallel", {"sequence_parallel": True}
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        size = 2 * getattr(parallel, name)
+        yield f"--{name.replace('_', '-')} {size}", "parallel", {name: size}

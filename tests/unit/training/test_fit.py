@@ -1,0 +1,79 @@
+"""The verdict of --dry-run on memory: the limit, and the flags that save most, each with what it saves."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron.config import parse_args
+from megatron.distributed.launch import LaunchInfo
+from megatron.distributed.parallel_state import ParallelState
+from megatron.training import fit
+from megatron.training.memory import predicted
+from tests.helpers.runs import flags, make_run, pretrain_gpt, pretrain_here
+
+UNITS = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
+SHAPE = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "global_batch_size": 16, "micro_batch_size": 4}
+
+
+def rows(capsys: pytest.CaptureFixture[str], ranks: int = 4, **settings: Any) -> list[tuple[str, str]]:
+    assert pretrain_here(flags(**{**SHAPE, **settings}, dry_run=True, dry_run_ranks=ranks)) == 0
+    plan = capsys.readouterr().out.partition("dry run: ")[2].splitlines()
+    found = [re.match(r"  (\w[\w ]*?)  +(.*)", line) for line in plan]
+    return [(match[1], match[2]) for match in found if match]
+
+
+def bytes_of(text: str) -> float:
+    number, unit = text.split()[:2]
+    return float(number) * UNITS[unit]
+
+
+@pytest.mark.parametrize("settings", [{}, {"bf16": True, "zero_stage": 1}, {"tensor_model_parallel_size": 2}])
+def test_each_change_saves_what_it_promises(settings: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """The command with the change is planned anew: its memory is the old one less what was promised."""
+    planned = rows(capsys, device_memory="1GB", **settings)
+    total = bytes_of(dict(planned)["memory in all"])
+    saving = [text.split(" with ") for name, text in planned if name == "saves memory"]
+    assert len(saving) == 3
+    amounts = [bytes_of(amount) for amount, _ in saving]
+    assert amounts == sorted(amounts, reverse=True)
+    for amount, words in saving:
+        changed = {**SHAPE, **settings, "dry_run": True, "dry_run_ranks": 4, "device_memory": "1GB"}
+        for name in ("micro_batch_size", "tensor_model_parallel_size", "zero_stage"):
+            if f"--{name.replace('_', '-')} " in words:
+                changed.pop(name, None)
+        assert pretrain_here([*flags(**changed), *words.split()]) == 0
+        after = re.search(r"memory in all +(.*)", capsys.readouterr().out)
+        assert after and bytes_of(after[1]) == pytest.approx(total - bytes_of(amount), rel=0.02)
+
+
+def test_no_other_candidate_saves_more(capsys: pytest.CaptureFixture[str]) -> None:
+    config = parse_args(flags(**SHAPE, device_memory="1GB", dry_run=True))
+    run = replace(make_run(config), launch=LaunchInfo(world_size=4, local_world_size=4))
+    run = replace(run, parallel=ParallelState.plan(config.parallel.layout(4), 0))
+    model, ranks = pretrain_gpt().model_provider(run), range(4)
+    now = max(rank.total for rank in predicted(run, model, ranks))
+    saved = {words: now - max(rank.total for rank in predicted(it, model, ranks)) for words, it in fit._changes(run)}
+    assert {"--bf16", "--zero-stage 3", "--optimizer-cpu-offload", "--micro-batch-size 2"} <= saved.keys()
+    assert saved["--sequence-parallel"] == 0  # no effect without tensor parallelism
+    best = sorted(saved, key=lambda words: -saved[words])[:3]
+    shown = [text.partition(" with ")[2] for name, text in fit.plan_rows(run, model) if name == "saves memory"]
+    assert shown == best
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(("limit", "verdict"), [("100MB", "fits"), ("1MB", "does not fit")])
+def test_a_limit_is_compared(limit: str, verdict: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = dict(rows(capsys, device_memory=limit))["memory in all"]
+    assert f"for the fullest rank (estimate): {verdict} into the " in line and line.endswith(f"--device-memory {limit}")
+
+
+@pytest.mark.parametrize("size", ["80", "80X", "GB", "0GB", "1.5GB", "8 iB"])
+def test_a_size_is_read(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    fine = size == "80"
+    assert pretrain_here(flags(dry_run=True, device_memory=size)) == (0 if fine else 2)
+    assert fine or f"--device-memory {size}: not a size; give a size such as 80GB" in capsys.readouterr().err
+    capsys.readouterr()
