@@ -1,5 +1,7 @@
-"""Steps of schema 3, as the last version that wrote it left them (tests/golden/make_schema_3.py): a run goes on from
-the newest, whatever kind it is of, as it would have gone on then. Of `megatron/checkpoint/` and its `local/`."""
+"""Resumes from steps of schema 3 that the last version with that schema wrote (tests/golden/make_schema_3.py).
+
+A run continues from the newest step of any kind as that version would have. Covers `megatron/checkpoint/` and `local/`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Lines of the hundred scripts of 2026 train as written, but for sizes and paths, on as many ranks as they divide."""
+"""Lines of the hundred scripts of 2026 train as written, with smaller sizes and other paths, on their number of
+ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The launchers of large models: their commands at full size, and each in small."""
+"""Launchers of large models: their commands at full size, and a small run of each."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_printed_command_is_the_published_model(launcher: str) -> None:
 def test_the_printed_command_is_valid_at_its_number_of_ranks(
     launcher: str, material: Material, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A tokenizer and a dataset of this test take the place of the real ones: all else is as printed."""
+    """This test's tokenizer and dataset replace the real ones; everything else is as printed."""
     program, flags = command(launcher)
     _, ranks, dp = LAUNCHERS[launcher]
     machines = re.findall(r"--nproc_per_node (\d+)(?: --nnodes (\d+))?", " ".join(program))

@@ -1,5 +1,6 @@
-"""Ten steps of a Hugging Face model under our trainer and under `transformers` with torch's AdamW: the same losses and,
-exported, the same weights. fp64, so that nothing but the arithmetic itself can differ."""
+"""Ten steps of a Hugging Face model under our trainer equal ten under `transformers` with torch's AdamW: losses, and
+weights after export. In fp64 only the arithmetic can differ.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def trained_here(folder: Path, data: Path) -> tuple[list[float], list[list[torch
 
 
 def loss_of(model: Any, text: torch.Tensor) -> torch.Tensor:
-    """Their own `loss` is rounded to fp32."""
+    """Cross-entropy in the logits' dtype, because the model's own `loss` is rounded to fp32."""
     logits = model(text[:, :-1], use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
 

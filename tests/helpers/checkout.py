@@ -1,4 +1,4 @@
-"""A copy of the checkout in a temporary folder, where tests type what users type."""
+"""A copy of the checkout in a temporary folder, for tests of commands as users type them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def free_port() -> int:
 class Checkout:
     root: Path
     warm: bool = False
-    """Whether `python` and `torchrun` are forked from a process that has imported torch: for tests of what commands do,
-    not of how they start."""
+    """Forks `python` and `torchrun` from a process that has imported torch; for tests of what commands do, not how they
+    start."""
 
     def run(self, script: str, *, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         """Runs lines of shell as a user would, with the Python of the tests (or a warm one) first on the PATH.

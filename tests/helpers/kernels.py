@@ -1,4 +1,4 @@
-"""The backends that run kernels on this machine: C++ on the CPU, CUDA in the emulator, CUDA on a GPU."""
+"""Backends that run kernels on this machine: C++ on the CPU, CUDA in the emulator, CUDA on a GPU."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Backend:
 
 @cache
 def builder() -> ModuleType:
-    """csrc/build.py as a module."""
+    """Imports csrc/build.py as a module."""
     return load_script("csrc/build.py")
 
 
 @cache
 def emulated_library() -> Path:
-    """Built when a test first asks for it; the second time only what has changed."""
+    """Built when a test first asks for it; later builds compile only changes."""
     path = EMULATED / "_kernels.so"
     builder().build(path, emulated=True)
     return path
@@ -50,7 +50,7 @@ def emulated_library() -> Path:
 
 @cache
 def backend(name: str) -> Backend:
-    """`cpu`, `emulated` or `cuda`; a test of one that this machine does not have is skipped with the reason."""
+    """Returns `cpu`, `emulated` or `cuda`; skips the test with the reason if this machine lacks it."""
     if name == "emulated":
         try:
             path = emulated_library()
@@ -67,14 +67,14 @@ def backend(name: str) -> Backend:
 
 
 def kernel(op: str, ops: Any) -> Callable[..., Any]:
-    """The native implementation of an operation; `ops` is torch.ops.<namespace>."""
+    """Native implementation of an operation; `ops` is torch.ops.<namespace>."""
     native = OPERATIONS[op].native
     assert native is not None
     return native.bound(ops)
 
 
 def strict(op: str, ops: Any) -> Callable[..., Any]:
-    """As under --kernels native: refuses what the kernel cannot take."""
+    """Operation under --kernels native: rejects what the kernel cannot take."""
     operation = OPERATIONS[op]
     assert operation.native is not None and operation.formula is not None
     return with_fallback(op, operation.native, operation.native.bound(ops), operation.formula, None)

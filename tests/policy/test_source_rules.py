@@ -1,4 +1,4 @@
-"""Every rule holds in the tree, and every rule is seen to fail on a planted violation."""
+"""Every rule holds in the tree, and fails on a planted violation."""
 
 from __future__ import annotations
 
