@@ -1,5 +1,5 @@
-"""Runs a step of every layout on a fake GPU: no host sync, no s x s tensor, no copied weight. `known_waits.py` names and
-counts the exceptions.
+"""Runs a step of every layout on a fake GPU: no host sync, no s x s tensor, no copied weight. `known_waits.py` names
+and counts the exceptions.
 
 The layouts are those of the equivalence suites, in bf16, with sequences so long that s x s is larger than all else.
 """

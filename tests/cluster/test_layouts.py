@@ -1,6 +1,6 @@
-"""Every layout of the equivalence suites: all members of a communicator issue the same operations in the same order, and
-no rank waits for ever. A new run starts, makes two steps, evaluates, saves and stops; another resumes from a checkpoint.
-"""
+"""Every layout of the equivalence suites: all members of a communicator issue the same operations in the same order,
+and no rank waits for ever. A new run starts, makes two steps, evaluates, saves and stops; another resumes from a
+checkpoint."""
 
 from __future__ import annotations
 

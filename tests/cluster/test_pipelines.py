@@ -1,6 +1,5 @@
-"""Pipelines of 2 to 16 stages never hang under the rules of NCCL and CUDA, in any schedule. The order of operations that
-ensures this costs no time.
-"""
+"""Pipelines of 2 to 16 stages never hang under the rules of NCCL and CUDA, in any schedule. The order of operations
+that ensures this costs no time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Start, training, evaluation, save, stop and load, recorded on real ranks over gloo. What a rank does follows from what
-it receives; sizes that a router decides are compared too.
-"""
+"""Start, training, evaluation, save, stop and load, recorded on real ranks over gloo. What a rank does follows from
+what it receives; sizes that a router decides are compared too."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""A number goes bad on one rank, in its shard of a layer or on its stage. Either all ranks stop in that step with the same
-message, or all skip the step and lower the loss scale.
-"""
+"""A number goes bad on one rank, in its shard of a layer or on its stage. Either all ranks stop in that step with the
+same message, or all skip the step and lower the loss scale."""
 
 from __future__ import annotations
 

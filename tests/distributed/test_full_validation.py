@@ -1,6 +1,5 @@
 """--full-validation reads every sample once in every layout, including those that do not fill a batch. Ranks that share
-experts compute equally often; padding samples do not count.
-"""
+experts compute equally often; padding samples do not count."""
 
 from __future__ import annotations
 

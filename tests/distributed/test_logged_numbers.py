@@ -1,4 +1,5 @@
-"""The log of several ranks has the numbers of one process: loss, norms of gradients and weights, and the count of zeros.
+"""The log of several ranks has the numbers of one process: loss, norms of gradients and weights, and the count of
+zeros.
 
 Copies count once. Rows that pad the vocabulary, of which tensor parallelism has more, do not count.
 """

@@ -1,6 +1,5 @@
-"""Links between stages deliver messages in any order of asking, in one group or in one group per link. NCCL needs a group
-per link; here it runs on gloo.
-"""
+"""Links between stages deliver messages in any order of asking, in one group or in one group per link. NCCL needs a
+group per link; here it runs on gloo."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Buffers of every dtype in half precision. The reference Llama's rotation, whose factors are complex, computes what plain
-torch computes; all dtypes come back from a checkpoint.
-"""
+"""Buffers of every dtype in half precision. The reference Llama's rotation, whose factors are complex, computes what
+plain torch computes; all dtypes come back from a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Programs that access weights while ranks shard them (ZeRO 2 and 3): the result is right, or one line says what to call
-instead.
-"""
+"""Programs that access weights while ranks shard them (ZeRO 2 and 3): the result is right, or one line says what to
+call instead."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Layers that all ranks gather together (ZeRO 2 and 3): errors for ranks that use different layers, and for programs that
-write into gathered weights.
-"""
+"""Layers that all ranks gather together (ZeRO 2 and 3): errors for ranks that use different layers, and for programs
+that write into gathered weights."""
 
 from __future__ import annotations
 

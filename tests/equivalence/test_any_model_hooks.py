@@ -1,6 +1,5 @@
-"""Hooks, parametrizations and adapters that a program adds to a model before `initialize()`. Each has the effect that it
-has in a plain torch loop over the whole batch, at every stage, or is rejected with its name.
-"""
+"""Hooks, parametrizations and adapters that a program adds to a model before `initialize()`. Each has the effect that
+it has in a plain torch loop over the whole batch, at every stage, or is rejected with its name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Calls the engine's methods in random orders. After each call the whole state dict and the checkpoint equal those of a
-plain model after the same calls.
-"""
+plain model after the same calls."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Ranks that use different parts of a model, or leave parts out later, train what a plain torch loop trains on the whole
-batch. An unused or frozen part does not move.
-"""
+"""Ranks that use different parts of a model, or leave parts out later, train what a plain torch loop trains on the
+whole batch. An unused or frozen part does not move."""
 
 from __future__ import annotations
 

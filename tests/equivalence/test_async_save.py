@@ -1,5 +1,5 @@
-"""Runs with --async-save: what they save during training equals the saves of other runs bit for bit, and they end alike.
-"""
+"""Runs with --async-save: what they save during training equals the saves of other runs bit for bit, and they end
+alike."""
 
 from __future__ import annotations
 

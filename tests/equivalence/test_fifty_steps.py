@@ -1,8 +1,8 @@
 """The same fp32 run for fifty steps with Adam at 1, 2, 4 and 8 ranks; prints the loss curves side by side.
 
-The gate is 1e-5 relative at every step, and 1e-6 at the first; 2e-7 is measured. A loss is a mean, so rounding of single
-weights hardly shows; test_single_precision.py checks gradients. If the gradients of the tensor-parallel norms are not
-summed, the curves part by more than the gate.
+The gate is 1e-5 relative at every step, and 1e-6 at the first; 2e-7 is measured. A loss is a mean, so rounding of
+single weights hardly shows; test_single_precision.py checks gradients. If the gradients of the tensor-parallel norms
+are not summed, the curves part by more than the gate.
 
     python -m pytest -q -s tests/equivalence/test_fifty_steps.py
 """

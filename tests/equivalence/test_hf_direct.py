@@ -1,6 +1,5 @@
-"""`pretrain_gpt.py --load FOLDER --finetune` of a Hugging Face model: the loss of `transformers`, the weights of an import
-bit for bit. A rank reads only what it holds.
-"""
+"""`pretrain_gpt.py --load FOLDER --finetune` of a Hugging Face model: the loss of `transformers`, the weights of an
+import bit for bit. A rank reads only what it holds."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """An exported model is the same model: logits of transformers' classes against ours.
 
-Weights have a standard deviation of 0.2. On freshly initialised weights a swapped Q and K moves the loss by only 0.0003,
-so a broken exporter would pass. Every known exporter mistake is planted here and must be found.
+Weights have a standard deviation of 0.2. On freshly initialised weights a swapped Q and K moves the loss by only
+0.0003, so a broken exporter would pass. Every known exporter mistake is planted here and must be found.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Folders as transformers and the Hub write them: any form is read, a wrong kind is named, and the export restores the
-form.
-"""
+form."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Every entry of every family's map matters: a mistake in one moves the logits of `transformers` by more than the
 tolerance of the export's check.
 
-Mistakes are planted in the map, one tensor kind at a time: shifted rows, a transposed matrix, swapped parts of an entry,
-swapped tensors of two entries. Weights have std 0.2; logits are compared at every position.
+Mistakes are planted in the map, one tensor kind at a time: shifted rows, a transposed matrix, swapped parts of an
+entry, swapped tensors of two entries. Weights have std 0.2; logits are compared at every position.
 """
 
 from __future__ import annotations

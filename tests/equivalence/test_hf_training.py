@@ -1,6 +1,5 @@
 """Ten steps of a Hugging Face model under our trainer equal ten under `transformers` with torch's AdamW: losses, and
-weights after export. In fp64 only the arithmetic can differ.
-"""
+weights after export. In fp64 only the arithmetic can differ."""
 
 from __future__ import annotations
 

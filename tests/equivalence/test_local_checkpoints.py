@@ -1,6 +1,5 @@
-"""Local checkpoints on four ranks of two machines: whatever is lost, a restart resumes bit for bit from the newest complete
-step.
-"""
+"""Local checkpoints on four ranks of two machines: whatever is lost, a restart resumes bit for bit from the newest
+complete step."""
 
 from __future__ import annotations
 

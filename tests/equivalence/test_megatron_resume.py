@@ -1,6 +1,5 @@
-"""A run converted to Megatron-LM's format and back continues as if it had never stopped, on one rank and on other numbers
-of ranks than the tree was written for.
-"""
+"""A run converted to Megatron-LM's format and back continues as if it had never stopped, on one rank and on other
+numbers of ranks than the tree was written for."""
 
 from __future__ import annotations
 

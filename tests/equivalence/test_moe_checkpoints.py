@@ -1,5 +1,5 @@
-"""Checkpoints of a model with experts: a resumed run equals the one that did not stop bit for bit, with dropout and with
-the routers' biases.
+"""Checkpoints of a model with experts: a resumed run equals the one that did not stop bit for bit, with dropout and
+with the routers' biases.
 
 One process reads from it what the ranks hold. A different model is rejected before it is filled.
 """

@@ -1,6 +1,5 @@
-"""Mixture of experts equals transformers: logits and every gradient of MixtralForCausalLM and Qwen3MoeForCausalLM in fp64
-to 1e-10. Random weights are large enough that routers have preferences.
-"""
+"""Mixture of experts equals transformers: logits and every gradient of MixtralForCausalLM and Qwen3MoeForCausalLM in
+fp64 to 1e-10. Random weights are large enough that routers have preferences."""
 
 from __future__ import annotations
 

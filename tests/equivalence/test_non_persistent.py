@@ -1,6 +1,5 @@
-"""Non-persistent checkpoints in a second directory: a killed run resumes bit for bit from its newest step, and never from
-another run's.
-"""
+"""Non-persistent checkpoints in a second directory: a killed run resumes bit for bit from its newest step, and never
+from another run's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""State of each update rule in a checkpoint: a resumed run equals the one that did not stop. Another layout loads the same
-state bit for bit, 8-bit codes included.
-"""
+"""State of each update rule in a checkpoint: a resumed run equals the one that did not stop. Another layout loads the
+same state bit for bit, 8-bit codes included."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""A checkpoint of any layout: a resumed run with dropout equals the one that did not stop, bit for bit. One process reads
-from it exactly the model that the ranks hold.
-"""
+"""A checkpoint of any layout: a resumed run with dropout equals the one that did not stop, bit for bit. One process
+reads from it exactly the model that the ranks hold."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""tools/check_layout.py on random configurations: each trains what one process trains, or is rejected with the name of a
-flag. Runs a few seeds; `python -m tests.helpers.random_layouts FIRST COUNT` runs any number.
-"""
+"""tools/check_layout.py on random configurations: each trains what one process trains, or is rejected with the name of
+a flag. Runs a few seeds; `python -m tests.helpers.random_layouts FIRST COUNT` runs any number."""
 
 from __future__ import annotations
 

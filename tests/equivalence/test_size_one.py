@@ -1,6 +1,5 @@
 """One process pays nothing for parallelism: a step through the whole assembly executes the plain model's operations and
-sends nothing.
-"""
+sends nothing."""
 
 from __future__ import annotations
 

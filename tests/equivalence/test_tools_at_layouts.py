@@ -1,6 +1,5 @@
 """Tools that read a checkpoint work for any layout. Generation gives the text of the same model saved by one process.
-Verification finds the damaged or missing file of one rank.
-"""
+Verification finds the damaged or missing file of one rank."""
 
 from __future__ import annotations
 

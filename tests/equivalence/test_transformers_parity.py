@@ -1,8 +1,9 @@
 """Our logits and every gradient against transformers' own classes, with weights large enough to show a mistake.
 
-On freshly initialised weights (std 0.02) a wrong QKV layout moves the loss by only 0.0003, so weights here have std 0.2.
-This file maps weights on its own, independently of the exporter. The tolerance is 1e-10 in fp64, where a patch keeps
-their RMSNorm from rounding to fp32, and 1e-4 in fp32 with their classes untouched. Each planted bug must be found.
+On freshly initialised weights (std 0.02) a wrong QKV layout moves the loss by only 0.0003, so weights here have std
+0.2. This file maps weights on its own, independently of the exporter. The tolerance is 1e-10 in fp64, where a patch
+keeps their RMSNorm from rounding to fp32, and 1e-4 in fp32 with their classes untouched. Each planted bug must be
+found.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Validation during training: every layout reports the numbers of one process, every evaluation reads the same samples,
-and training stays the same bit for bit.
-"""
+and training stays the same bit for bit."""
 
 from __future__ import annotations
 

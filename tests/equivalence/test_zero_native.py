@@ -1,7 +1,7 @@
 """Native AdamW on ZeRO 2 and 3 shards against torch's AdamW on whole fp64 tensors, with the same gradients.
 
-Three ranks split rows unevenly; some have no part of a parameter. torch.nn.utils.clip_grad_norm_ gives the reference for
-clipping. The state converts to the update by torch's operations and back, bit for bit.
+Three ranks split rows unevenly; some have no part of a parameter. torch.nn.utils.clip_grad_norm_ gives the reference
+for clipping. The state converts to the update by torch's operations and back, bit for bit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""ZeRO 3 with parameters, gradients and update on the host, by torch's offload policy: fp64, against the plain optimizer in
-one process. The ranks compute on the CPU, so nothing is copied; tests/cluster/test_offload.py shows the copies.
-"""
+"""ZeRO 3 with parameters, gradients and update on the host, by torch's offload policy: fp64, against the plain
+optimizer in one process. The ranks compute on the CPU, so nothing is copied; tests/cluster/test_offload.py shows the
+copies."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Shared parts of the crash tests: an old step, the new step whose save crashes, ranks that end by themselves, and what
-must hold of the directory afterwards.
-"""
+must hold of the directory afterwards."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Background saves: a crash or an error at any storage operation leaves the old or the new step. Training does not change
-what was copied. A step is called saved only once it is on disk.
-"""
+"""Background saves: a crash or an error at any storage operation leaves the old or the new step. Training does not
+change what was copied. A step is called saved only once it is on disk."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Crashes, full disks and power loss at every storage operation of a save leave the old step or the new one.
 
-A forked process ends with `os._exit`, which runs no cleanup, just before its k-th storage operation; a write ends in the
-middle. The page cache survives the process, so this does not test fsync: the order of writes, fsyncs and renames is
+A forked process ends with `os._exit`, which runs no cleanup, just before its k-th storage operation; a write ends in
+the middle. The page cache survives the process, so this does not test fsync: the order of writes, fsyncs and renames is
 recorded and checked separately.
 """
 

@@ -1,4 +1,5 @@
-"""Made `checkpoint_schema_3` and `local_schema_3` with the last commit that wrote schema 3; later commits write their own.
+"""Made `checkpoint_schema_3` and `local_schema_3` with the last commit that wrote schema 3; later commits write their
+own.
 
 They hold what a run on two ranks left when it stopped after its third iteration, and how it would have continued.
 

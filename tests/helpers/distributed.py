@@ -3,8 +3,8 @@
     def body(rank: int, size: int) -> float: ...
     results = run_ranks(4, body, 1024)        # body(rank, 1024) on ranks 0 to 3
 
-The launcher is that of tools/check_layout.py. It forks ranks, so closures and monkeypatched bugs travel with them. Ranks
-may return any value that can be pickled, except None.
+The launcher is that of tools/check_layout.py. It forks ranks, so closures and monkeypatched bugs travel with them.
+Ranks may return any value that can be pickled, except None.
 """
 
 from __future__ import annotations

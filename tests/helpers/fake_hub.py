@@ -1,6 +1,5 @@
 """A Hub on this machine: the part of its interface that creating a repository, committing large files and downloading
-need. Nothing leaves the machine.
-"""
+need. Nothing leaves the machine."""
 
 from __future__ import annotations
 

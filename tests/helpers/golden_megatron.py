@@ -1,5 +1,5 @@
-"""Small checkpoints in the formats of both generations of Megatron-LM, kept in tests/golden/megatron_lm. They show a reader
-that changes together with these writers.
+"""Small checkpoints in the formats of both generations of Megatron-LM, kept in tests/golden/megatron_lm. They show a
+reader that changes together with these writers.
 
     python -m tests.helpers.golden_megatron     # writes them anew
 """

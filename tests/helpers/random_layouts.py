@@ -1,5 +1,5 @@
-"""Draws random configurations: layouts x model options x schedules x experts. Most are legal; the others must be rejected
-with the name of a flag. A seed always gives the same configuration.
+"""Draws random configurations: layouts x model options x schedules x experts. Most are legal; the others must be
+rejected with the name of a flag. A seed always gives the same configuration.
 
     python -m tests.helpers.random_layouts 0 40      # the verdicts of tools/check_layout.py on seeds 0 to 39
 """

@@ -1,6 +1,5 @@
 """Writes `torch_dist` directories as Megatron-LM's main branch does: with torch's own writer, and with keys and chunks
-spelled out from the format's description.
-"""
+spelled out from the format's description."""
 
 from __future__ import annotations
 

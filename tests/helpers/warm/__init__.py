@@ -1,4 +1,5 @@
-"""Provides a `python` and a `torchrun` whose processes are forked from one that has already imported torch and transformers.
+"""Provides a `python` and a `torchrun` whose processes are forked from one that has already imported torch and
+transformers.
 
     command = [warm_python(), "pretrain_gpt.py", ...]      # or PATH=warm_folder():$PATH for a shell's commands
 

@@ -1,7 +1,7 @@
 """The server that `client.py` asks for a process: it has imported torch and transformers, and forks itself.
 
-A forked process hides those modules until the program first imports one of their group. So code that asks
-`"torch" in sys.modules` gets the answer of a fresh interpreter.
+A forked process hides those modules until the program first imports one of their group. So code that asks `"torch" in
+sys.modules` gets the answer of a fresh interpreter.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def test_saving_the_loaded_or_committed_step_again_is_a_no_op(tmp_path: Path) ->
 
 
 def test_a_step_whose_tracker_failed_is_the_runs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was committed: the run's next save does not set it aside, and saving it again writes the tracker."""
+    """The step was committed. The run's next save does not set it aside, and saving it again writes the tracker."""
     write_tracker = paths.write_tracker
 
     def full(directory: Path, content: str) -> None:

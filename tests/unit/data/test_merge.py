@@ -85,7 +85,7 @@ def test_partitions_become_the_single_run(tmp_path: Path, world: int) -> None:
 
 
 def _without_settings(prefix: Path, world: int) -> Any:
-    """The record without settings: those of a partition name its rank."""
+    """Drops the record's settings: those of a partition name its rank."""
     record = read_record(prefix)
     assert record is not None
     return dataclasses.replace(record, extra=record.extra | ({"settings": "digest 0"} if world == 1 else {}))

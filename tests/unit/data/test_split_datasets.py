@@ -92,7 +92,7 @@ def test_bare_prefixes_take_everything_once(prefixes: dict[str, str], texts: dic
 
 
 def test_an_evaluation_of_bare_prefixes_begins_again(prefixes: dict[str, str]) -> None:
-    """As in Megatron, only training needs as many samples as it asks for."""
+    """As in Megatron, only the training set must provide the samples that a run asks for."""
     built = build(data_path=(prefixes["a"], prefixes["b"]), split="8,1,1", num_samples=(50, 5000, 5000))
     for name, dataset in (("valid", built.valid), ("test", built.test)):
         assert dataset is not None and 0 < len(dataset) < 5000
@@ -248,7 +248,7 @@ def test_mock_data() -> None:
 
 
 def test_no_torch() -> None:
-    """Everything but the loader starts without it: preprocessing and planning are quick."""
+    """Everything but the loader starts without torch: preprocessing and planning are quick."""
     code = (
         "import sys, importlib, pkgutil, megatron.data\n"
         "for m in pkgutil.iter_modules(megatron.data.__path__):\n"
