@@ -4,12 +4,9 @@
     python tests/compare_commits.py BEFORE AFTER --only adam muon --workers 2
 
 For each row of `compare_commits_table.py` both commits train four iterations and save at two and four. The later commit
-also resumes from the earlier one's save of two. Compared are
-- the metrics: losses, norms, rates and samples in all digits;
-- every tensor and plain value of the files at four;
-- the report of the later commit's `verify_checkpoint.py --compare`.
-
-Commands are those that users type, so that modules may move; the package itself is not imported here.
+also resumes from the earlier one's save of two. Compared are all digits of the metrics (losses, norms, rates, samples),
+every tensor and plain value of the files at four, and the later commit's `verify_checkpoint.py --compare`. Commands are
+those that users type, so that modules may move; the package itself is not imported here.
 
 Exit code 0: all equal; 1: a difference, or a run that failed; 2: nothing was compared.
 """

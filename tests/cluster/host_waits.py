@@ -81,8 +81,7 @@ def here(beyond: Sequence[str] = ()) -> Place:
 
 
 def _function(frame: FrameType) -> str:
-    """Name of the frame's function; for a comprehension (a function before Python 3.12) or a lambda, the enclosing
-    one."""
+    """Name of the frame's function; a comprehension (before Python 3.12) or a lambda has its enclosing function's."""
     while frame.f_code.co_name.startswith("<") and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code.co_name

@@ -52,8 +52,7 @@ def second_step(recording: Recording) -> Iterator[Op]:
 
 
 def _axis(op: Op, ranks: tuple[int, ...], layout: Layout) -> str:
-    """Axis of a collective. It is unambiguous, because no two axes with the same kind of traffic have the same ranks
-    here."""
+    """Axis of a collective. No two axes with the same kind of traffic have the same ranks in these layouts."""
     if op.kind == "all_to_all" or (op.dtype == "bfloat16" and ranks in layout.groups("cp")):
         return "cp" if layout.cp > 1 else "ep"
     for name in ("tp", "dp_cp", "expert_dp", "embedding", "shard", "replicate"):

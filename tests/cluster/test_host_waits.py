@@ -283,8 +283,7 @@ def test_twice_the_sequence_moves_at_most_twice_the_bytes() -> None:
 
 
 def test_only_the_batch_comes_from_the_host_and_only_the_outcome_goes_there() -> None:
-    """Copies in: tokens, labels and positions (8 bytes each), loss weights (4), sample numbers. Copies out: five
-    numbers."""
+    """Copied in: tokens, labels, positions (8 bytes each), loss weights (4), the sample's number; out: five numbers."""
     found = watched(Case(2, 1, tuple(TENSORS)))
     assert found.host_bytes == 2 * (LONG * (8 + 8 + 8 + 4) + 8) + 5 * 8
 

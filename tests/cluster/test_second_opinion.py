@@ -1,8 +1,5 @@
-"""Compares the prover with a second opinion, which has the same rules of NCCL but no code of the prover.
-
-Inputs are recorded schedules, seven kinds of faults at random places, and random changes of the order that may be
-harmless.
-"""
+"""Compares the prover with a second opinion, which has the same rules of NCCL but none of the prover's code. Inputs are
+recorded schedules, seven kinds of faults at random places, and random harmless changes of the order."""
 
 from __future__ import annotations
 

@@ -169,8 +169,7 @@ class Order:
                         tensor.copy_(data)
 
     def check(self, what: Callable[[], str], reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        """Raises if reads or writes touch a buffer in flight; reading a send buffer is allowed. `what` names the
-        code."""
+        """Raises if reads or writes touch a buffer in flight; a send buffer may be read. `what` names the code."""
         if not self.flying:
             return
         written = [_Region.of(tensor) for tensor in writes]

@@ -1,8 +1,5 @@
-"""The log of several ranks has the numbers of one process: loss, norms of gradients and weights, and the count of
-zeros.
-
-Copies count once. Rows that pad the vocabulary, of which tensor parallelism has more, do not count.
-"""
+"""The log of several ranks has the numbers of one process: loss, norms of gradients and weights, count of zeros. Copies
+count once; rows that pad the vocabulary, of which tensor parallelism has more, do not count."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Resumes from steps of schema 3 that the last version with that schema wrote (tests/golden/make_schema_3.py).
-
-A run continues from the newest step of any kind as that version would have. Covers `megatron/checkpoint/` and `local/`.
-"""
+"""Resumes steps of schema 3 as the last version with that schema would: from the newest of any kind. That version wrote
+them (tests/golden/make_schema_3.py). Covers `megatron/checkpoint/` and `local/`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Lines of the hundred scripts of 2026 train as written, with smaller sizes and other paths, on their number of
-ranks."""
+"""Trains lines of the hundred scripts of 2026 as written, but for sizes and paths, on their numbers of ranks."""
 
 from __future__ import annotations
 

@@ -146,8 +146,7 @@ def load_in_one_pass(rank: int, folder: Path) -> int:
 
 
 def test_a_rank_reads_what_it_needs_beyond_its_share(saved: Path) -> None:
-    """Each of four ranks hashes a quarter of the file's blocks for all, and reads the whole file into its own
-    memory."""
+    """Each of four ranks hashes a quarter of the file's blocks for all, and reads the whole file for itself."""
     (elements,) = set(run_ranks(4, load_in_one_pass, saved))
     assert elements * 4 > 16 * BLOCK  # several blocks for each rank
 

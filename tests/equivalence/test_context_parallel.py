@@ -155,8 +155,7 @@ def merged_without_rescaling(parts: Parts) -> None:
 
 
 def a_chunk_too_much(parts: Parts) -> None:
-    """Planted bug: causality by rank instead of by chunk, although the second chunk of a later rank is in the
-    future."""
+    """Planted bug: causality by rank, not by chunk, although a later rank's second chunk is in the future."""
     pairs = _Ringed.pairs
 
     def wrong(self: _Ringed, owner: int, chunk: int, document_ids: Tensor | None) -> Any:

@@ -1,7 +1,5 @@
-"""An evaluation equals that of the exported model in `transformers`, for every form that --load takes and every layout.
-
-Compared are every sum of log-probabilities, the top predictions and the number of counted tokens.
-"""
+"""An evaluation equals that of the exported model in `transformers`, for every form that --load takes and every layout:
+sums of log-probabilities, top predictions and the number of counted tokens."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Comparing layouts covers every token: faults in the last chunk, stage, token, sample, micro-batch and window are
 found.
 
-Each fault is a real mistake in one place of the layout's run, as small as that place allows. Most of these tests fail
-with a loss mask that counts only the first tokens of each sample, as the comparison once had.
+Each fault is a real mistake in one place of the layout's run, as small as that place allows. A loss mask that counts
+only the first tokens of each sample, as the comparison once had, makes most of these tests fail.
 """
 
 from __future__ import annotations

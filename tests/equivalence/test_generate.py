@@ -1,8 +1,5 @@
-"""Generated texts equal those of the exported model in `transformers`, token for token.
-
-Covers every family, batches of prompts of different lengths, beams and every layout. Planted mistakes in caches and
-ranks are found.
-"""
+"""Generated texts equal those of the exported model in `transformers`, token for token: every family and layout, beams,
+batches of prompts of different lengths. Planted mistakes in caches and ranks are found."""
 
 from __future__ import annotations
 

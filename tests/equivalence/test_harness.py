@@ -1,7 +1,5 @@
 """EleutherAI's harness gives the same answers on our checkpoint as its `hf` model on the export, for each kind of task.
-
-Needs the optional package lm_eval. Without it, the tests check the messages for its absence.
-"""
+Needs the optional package lm_eval; without it, the tests check the messages for its absence."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Checkpoints of a model with experts: a resumed run equals the one that did not stop bit for bit, with dropout and
-with the routers' biases.
-
-One process reads from it what the ranks hold. A different model is rejected before it is filled.
-"""
+"""Checkpoints of a model with experts: a resumed run equals an uninterrupted one bit for bit, with dropout and router
+biases. One process reads what the ranks hold; a different model is rejected before it is filled."""
 
 from __future__ import annotations
 

@@ -34,8 +34,7 @@ def corpus(tmp_path: Path) -> str:
 
 
 def run_in_pieces(stops: list[int], **settings: Any) -> dict[str, Any]:
-    """Runs the same command again and again, as a user restarts it. Returns the log of all pieces and the last
-    weights."""
+    """Repeats the command, as a user restarts it; returns the log of all pieces and the last weights."""
     records: list[dict[str, Any]] = []
     for stop in stops:
         result = train_here(flags(**settings, exit_interval=stop))

@@ -1,11 +1,10 @@
 """Layouts in fp32, as users train, stay close to one process within derived bounds.
 
 A sum in another order differs by about sqrt(n) units in the last place (6e-8), times the cancellation of its terms. A
-loss, a mean of positive numbers, may be off by 1e-6; 1e-7 is measured. A gradient, per tensor in the Frobenius norm,
-may be off by 1e-5; 1e-6 is measured. Some bugs are below these bounds (GELU's two forms are 3e-8 of the loss apart);
-the fp64 suite finds them. This file checks that nothing in between is computed in less than fp32. Only the first step
-is compared: training amplifies differences. There are no biases, because a key bias has a zero gradient but for
-rounding.
+loss, a mean of positive numbers, may be off by 1e-6, and a gradient, per tensor in the Frobenius norm, by 1e-5;
+measured are 1e-7 and 1e-6. The fp64 suite finds bugs below these bounds (GELU's two forms are 3e-8 of the loss apart);
+this file checks that nothing in between is computed in less than fp32. Only the first step is compared: training
+amplifies differences. There are no biases, because a key bias has a zero gradient but for rounding.
 """
 
 from __future__ import annotations

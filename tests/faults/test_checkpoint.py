@@ -126,8 +126,7 @@ def fail_at(count: int, number: int, only: str | None = None) -> Hook:
 
 
 def crash_everywhere(template: Path, work: Path, action: Callable[[Path], None]) -> list[str]:
-    """Runs `action` on a fresh copy of `template` once per storage operation, killed there. Returns the outcomes in
-    order."""
+    """Kills `action` on a fresh copy of `template` at each storage operation; returns the outcomes in order."""
     outcomes = []
     for count in range(1, 500):
         directory = work / f"at-{count}"

@@ -1,5 +1,4 @@
-"""A rank is killed, stopped or skips a collective: the others end in time and report which rank, when and in which
-call.
+"""A rank is killed, stopped or skips a collective: the others end in time and report which rank, when and where.
 
 The ranks are real processes, started without a launcher's agent, each with its own exit code.
 """

@@ -30,8 +30,7 @@ IMPORTED_LATE = ("torch._dynamo", "torch.profiler", "numpy.random")
 
 
 def import_for_ranks() -> None:
-    """Imports what would cost each rank a second before its first step: modules, the kernels, the tables of all
-    flags."""
+    """Imports what would cost each rank a second before its first step: modules, kernels, all flags' tables."""
     for name in IMPORTED_LATE:
         importlib.import_module(name)
     library()

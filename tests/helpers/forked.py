@@ -1,9 +1,6 @@
-"""Starts the ranks of a script like a launcher (their environment, exit codes and output), but forks them from this
-process.
-
-The result is that of `tests.helpers.runs.launch` without torchrun and without importing this project in every rank. For
-tests that are not about launchers, and for those that need a rank's process id.
-"""
+"""Starts the ranks of a script like a launcher (environment, exit codes, output), but forks them from this process: as
+`tests.helpers.runs.launch`, without torchrun and without importing this project in every rank. Serves tests that are
+not about launchers, and those that need a rank's process id."""
 
 from __future__ import annotations
 

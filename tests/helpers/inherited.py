@@ -1,8 +1,5 @@
-"""Resets what a process inherits from its caller to the usual values.
-
-A shell under `nohup`, a scheduler or a container starts the tests with other values, which every process that a test
-starts would inherit.
-"""
+"""Resets what a process inherits from its caller to the usual values. `nohup`, a scheduler or a container may start the
+tests with others, which every process that a test starts would inherit."""
 
 from __future__ import annotations
 

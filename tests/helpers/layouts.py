@@ -77,8 +77,7 @@ def _train_all(rank: int, world_size: int, cases: list[list[str]], steps: int) -
 
 
 def worst(got: RunOutcome, expected: RunOutcome) -> float:
-    """The largest relative difference of the steps' numbers and, per tensor in the Frobenius norm, of gradients and
-    weights."""
+    """Largest relative difference of the steps' numbers, gradients and weights (per tensor, Frobenius)."""
     assert got.numbers.keys() == expected.numbers.keys() and got.samples == expected.samples
     pairs = [pair for kind, wanted in expected.numbers.items() for pair in zip(got.numbers[kind], wanted, strict=True)]
     differences = [abs(a - b) / abs(b) for a, b in pairs]

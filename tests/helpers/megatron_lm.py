@@ -1,7 +1,5 @@
-"""Writes checkpoints as Megatron-LM does, from whole tensors of our model.
-
-Names, row orders and the order of its optimizers are spelled out here, not imported from the package.
-"""
+"""Writes checkpoints as Megatron-LM does, from whole tensors of our model. Names, row orders and the order of its
+optimizers are spelled out here, not imported from the package."""
 
 from __future__ import annotations
 
@@ -175,8 +173,7 @@ def _vectors(kinds: Mapping[str, list[dict[str, Tensor]]], chunk: int) -> dict[s
 
 
 def _aligned_vectors(kinds: Mapping[str, list[dict[str, Tensor]]], chunk: int) -> dict[str, Any]:
-    """Concatenates from the last parameter to the first, each at a multiple of 64. Adds the length without final
-    padding."""
+    """Concatenates from the last parameter to the first, aligned to 64; adds the length without final padding."""
     names = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
     vectors: dict[str, Any] = {}
     for theirs, ours in names.items():

@@ -62,7 +62,7 @@ def texts(content: Any, count: int, seed: int) -> Iterator[str]:
 
 
 def only_our_errors(read: Callable[[Any], object], inputs: Iterator[Any]) -> tuple[int, int]:
-    """Reads each input; a failure must be a short one-line error of this project. Returns (number read, number
+    """Reads each input; failures must be short one-line errors of this project. Returns (number read, number
     rejected)."""
 
     def hangs(_number: int, _frame: FrameType | None) -> None:

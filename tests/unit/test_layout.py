@@ -1,4 +1,4 @@
-"""The rank arithmetic against the literal formulas, and what is refused."""
+"""Rank arithmetic against the literal formulas, and rejected layouts."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_position_in_a_group_is_the_coordinate(layout: Layout) -> None:
 @settings(deadline=None, max_examples=30)
 @given(layouts())
 def test_instances_are_runs_of_neighbours_as_in_megatron(layout: Layout) -> None:
-    """Its group of n ranks for the gradients, dense or of experts, is cut into slices of n / instances; ranks at the
-    same place of the slices hold the same share, of experts as of all else."""
+    """Megatron cuts a gradient group of n ranks, dense or of experts, into slices of n / instances. Ranks at the same
+    place of the slices hold the same share."""
     for whole, part in (("dp_cp", "shard"), ("expert_dp", "expert_shard")):
         for ranks in layout.groups(whole):
             size = len(ranks) // layout.instances

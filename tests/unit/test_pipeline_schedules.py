@@ -1,4 +1,4 @@
-"""Every schedule is complete and free of deadlocks, and has the bubble and the memory that theory gives it."""
+"""Every schedule is complete and free of deadlocks, and has the bubble and memory that theory predicts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_bubble_is_that_of_theory(name: str) -> None:
 
 
 def grouped() -> Iterator[tuple[int, int, int, int]]:
-    """(ranks, micro-batches, chunks, group): every legal one of some size."""
+    """(ranks, micro-batches, chunks, group): every legal combination up to some size."""
     for ranks, chunks in product((2, 3, 4), (2, 3)):
         for group, micro_batches in product(range(ranks, 8), range(ranks, 20)):
             if group <= micro_batches and not 0 < micro_batches % group < ranks:
@@ -53,7 +53,7 @@ def grouped() -> Iterator[tuple[int, int, int, int]]:
 
 
 def megatron_order(micro_batches: int, chunks: int, group: int) -> list[tuple[int, int]]:
-    """(micro-batch, chunk) of the forward passes, as get_schedule_table of Megatron-LM's schedules.py makes it."""
+    """(micro-batch, chunk) of the forward passes, in the order of get_schedule_table in Megatron-LM's schedules.py."""
     table = []
     for first in range(0, micro_batches, group):
         last = micro_batches if first + group >= micro_batches else first + group
@@ -110,7 +110,7 @@ def test_what_messages_cost_is_taken_out_of_a_real_step(name: str) -> None:
 
 
 def most_in_flight(actions: list[Action]) -> int:
-    """The most micro-batches whose activations a rank keeps: until their W where there is one, else until their B."""
+    """Most micro-batches whose activations a rank holds: until their W if they have one, otherwise until their B."""
     ends = "W" if any(action.kind == "W" for action in actions) else "B"
     now = most = 0
     for action in actions:

@@ -1,12 +1,11 @@
-"""Provides a `python` and a `torchrun` whose processes are forked from one that has already imported torch and
-transformers.
+"""Provides a `python` and a `torchrun` whose processes are forked from one that has imported torch and transformers.
 
     command = [warm_python(), "pretrain_gpt.py", ...]      # or PATH=warm_folder():$PATH for a shell's commands
 
-The script runs as `__main__` in its own process with its arguments, environment, folder, files and limits, and imports
-everything of this project itself. This saves the two seconds of imports that every torch process spends. Tests of
-starting itself (launchers, the quickstart, variables that are read when torch is loaded) start real interpreters;
-`client.py` lists what falls back to one.
+The script runs as `__main__` in its own process with its arguments, environment, folder, files and limits. It imports
+this project itself, but saves the two seconds of imports that every torch process spends. Tests of starting itself
+(launchers, the quickstart, variables that are read when torch is loaded) start real interpreters; `client.py` lists
+what falls back to one.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ HERE = Path(__file__).parent
 
 @cache
 def warm_folder() -> Path:
-    """Folder with `python`, `python3` and `torchrun`. The server starts at the first call and ends with this
-    process."""
+    """Folder with `python`, `python3` and `torchrun`. The server starts at the first call and ends with us."""
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     socket = folder / "socket"
     server = subprocess.Popen(

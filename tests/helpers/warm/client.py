@@ -27,8 +27,7 @@ LIMITS = ("RLIMIT_AS", "RLIMIT_CORE", "RLIMIT_DATA", "RLIMIT_FSIZE", "RLIMIT_NOF
 
 
 def program_of(words: list[str]) -> tuple[str, str, list[str]] | None:
-    """Splits a command line of `python` into ("script", path, rest), ("-m", name, rest), or ("-c" or "-", text,
-    rest)."""
+    """Splits a `python` command line: ("script", path, rest), ("-m", name, rest), or ("-c" or "-", text, rest)."""
     words = list(words)
     while words and words[0] == "-u":
         words.pop(0)

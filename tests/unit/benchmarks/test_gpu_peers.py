@@ -1,5 +1,4 @@
-"""Benchmark of ours beside its peers, on the smallest shape and a CPU: it runs, ends in time, and names missing
-peers."""
+"""Benchmark beside peers, on the smallest shape and a CPU: it runs, ends in time, and names missing peers."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_megatron_lms_own_are_described(tmp_path: Path, written: str, capsys: py
 def test_a_damaged_tree_of_megatron_lm_is_described_once(
     tmp_path: Path, damage: str, code: int, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A second line may not contradict the reason, for example by calling it a step of ours without its manifest."""
+    """A second line may not contradict the reason, such as by calling it a native step without its manifest."""
     write(tmp_path, make(GPT2), Layout(tp=2, pp=2))
     file = tmp_path / "iter_0000500/mp_rank_01_001/model_optim_rng.pt"
     if damage == "a rank is missing":

@@ -1,9 +1,6 @@
-"""Settings that exclude each other: every pair of the table is rejected; each of the two alone is accepted or rejected
-for another reason.
-
-The table was made from all pairs of 431 settings with values, when each exclusion had its own check. Its first column
-names the command to which a pair is added.
-"""
+"""Settings that exclude each other: every pair of the table is rejected, but not for one setting alone. The table was
+made from all pairs of 431 settings with values, when each exclusion had its own check. Its first column names the
+command to which a pair is added."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_a_query_that_sees_nothing_gives_nothing() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_narrow_inputs_are_merged_wide(dtype: torch.dtype) -> None:
-    """As exact as plain attention in the same dtype, with a factor of two for the sums."""
+    """Results are as exact as plain attention in the same dtype, with a factor of two for the sums."""
     exact = whole(*(x.to(dtype).double() for x in inputs()), None, None)
     plain = whole(*inputs(dtype), None, None)
     ours = by_chunks(*inputs(dtype), pairs(None, None), Softmax(SCALE))

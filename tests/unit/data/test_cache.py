@@ -194,8 +194,7 @@ print("operations", 10**6 - left)
 
 
 def test_killed_at_every_moment_leaves_a_valid_entry_or_none(tmp_path: Path) -> None:
-    """SIGKILL before each opening, renaming and removal of a file; the next run builds, and later runs find the
-    entry."""
+    """SIGKILL before each opening, renaming and removal of a file; the next run builds, later ones find the entry."""
     run = [sys.executable, "-c", BUILDER]
     root = Path(__file__).resolve().parents[3]
     whole = subprocess.run([*run, str(tmp_path / "whole"), "1000000"], cwd=root, capture_output=True, text=True)

@@ -200,7 +200,7 @@ def test_depends_on_seed_split_and_number_alone(tokenizer: GPT2BPETokenizer, ids
 
 
 def test_fragments(tokenizer: GPT2BPETokenizer, ids: dict[str, int]) -> None:
-    """With a split token its own rate decides for each fragment; split tokens stay in place."""
+    """Rearranges each fragment between split tokens by its own rate; split tokens stay in place."""
     mark = ids["<file>"]
     fim = rule(ids, fragment=mark, fragment_rate=0.5)
     texts = ["one file", "two files", "", "the last file"]

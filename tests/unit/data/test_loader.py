@@ -159,7 +159,7 @@ def test_workers_leave_the_signals_of_a_launcher_to_the_trainer(dataset: GPTData
 
 
 class StoppingDataset(MockDataset):
-    """Its worker stops itself where the third batch begins."""
+    """Stops its worker where the third batch begins."""
 
     def __getitem__(self, index: int) -> np.ndarray:
         if index == 4:

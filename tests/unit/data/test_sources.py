@@ -27,8 +27,7 @@ def build(words: list[str], samples: int = 50, **settings: object) -> Datasets:
 
 
 def test_thousands_of_sources(tmp_path: Path) -> None:
-    """Each source occurs by its weight, with few cache files and log lines; samples equal those of a source built
-    alone."""
+    """Sources occur by weight, with few cache files and log lines; samples equal those of a source built alone."""
     count, words = 1200, []
     for number in range(count):
         prefix = write_dataset(tmp_path / f"s{number}", [[number % 97 + 1] * 7] * 5)

@@ -99,7 +99,7 @@ def test_who_sends_products() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backward_first", [False, True])
 def test_a_product_beside_a_gradient_of_backward(dtype: torch.dtype, backward_first: bool) -> None:
-    """In either order, products and a gradient of backward for one weight add up."""
+    """Products and a gradient of backward for one weight add up in either order."""
     weight = nn.Parameter(torch.randn(4, 3).to(dtype))
     grads = BucketStore([("w", weight)], ALONE, flat=True, accumulate=wgrad.accumulate)
     g, x = torch.randn(5, 4).to(dtype), torch.randn(5, 3).to(dtype)

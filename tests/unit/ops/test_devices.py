@@ -1,5 +1,5 @@
-"""A kernel runs on the device and the stream of its tensor, whichever device is current in torch's CUDA runtime and in
-the one that our kernels are linked with. Both runtimes are stand-ins; csrc/common is as it is."""
+"""A kernel runs on the device and stream of its tensor, whichever device is current in torch's CUDA runtime and in the
+one linked with our kernels. Both runtimes are stand-ins; csrc/common is the real one."""
 
 from __future__ import annotations
 

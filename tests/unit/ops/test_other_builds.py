@@ -1,6 +1,6 @@
-"""The kernels as they are not built for use: with AddressSanitizer, and for a lower instruction set than ours.
+"""Builds of the kernels for tests only: with AddressSanitizer, and for a lower instruction set.
 
-AddressSanitizer sees a read or write beyond a tensor, or beyond shared memory, which leaves every result right.
+AddressSanitizer finds a read or write beyond a tensor or beyond shared memory, even if every result stays right.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ LOWER = {
 
 @pytest.mark.parametrize("name", LOWER)
 def test_lower_instruction_sets_are_right_too(tmp_path: Path, name: str) -> None:
-    """A machine with AVX-512 never runs what most others do."""
+    """A machine with AVX-512 never executes the code that most others use."""
     at_least, folder, flags = LOWER[name]
     if best_tier() < TIERS.index(at_least):
         pytest.skip("this machine runs the lower instruction set itself")

@@ -128,7 +128,7 @@ def test_a_file_given_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_permissions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests may run as root, whom no permission stops: the refusal is played."""
+    """Simulates the refusal: tests may run as root, whom no permission stops."""
 
     def deny(file: object, path: str, size: int) -> None:
         raise PermissionError(13, "Permission denied", path)

@@ -1,4 +1,4 @@
-"""For every setting: a value, flags in which it has an effect, and flags in which it has none."""
+"""Maps every setting to a value, flags with which it has an effect, and flags with which it has none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BASE = """
     --micro-batch-size 1 --global-batch-size 2 --train-iters 3 --lr 1e-2 --vocab-size 32 --mock-data --num-workers 0
     --log-interval 1 --eval-iters 1 --eval-interval 2 --make-vocab-size-divisible-by 8 --device cpu
 """
-"""A word -flag below takes --flag out of these."""
+"""Default flags; a word -flag in the table below removes --flag."""
 
 
 @dataclass(frozen=True)
@@ -480,4 +480,4 @@ ELSEWHERE = {
     "deepspeed_config": "fills other settings; tests/unit/compat/deepspeed_file/test_source.py",
     "local_rank": "of a launcher; tests/distributed/test_launchers.py",
 }
-"""Settings whose effect cannot be seen in a small run -> the test file that shows it."""
+"""Settings whose effect a small run does not show -> the test file that shows it."""

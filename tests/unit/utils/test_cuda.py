@@ -1,4 +1,4 @@
-"""The calls to torch.cuda, without a GPU: they exist in this torch, and come in the right order."""
+"""Calls to torch.cuda, without a GPU: they exist in this torch, and come in the right order."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Stream:
 
 
 def test_a_recording_is_made_where_it_was_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one stream, for libraries keep a workspace for each; and dropout's random numbers are left as they were."""
+    """Both run on one stream, because libraries keep a workspace per stream; dropout's random state is restored."""
     cuda = Recorder(monkeypatch)
     graph = CudaGraph(DEVICE)
     graph.warm_up(lambda: cuda.events.append(("work", cuda.streams[-1])))

@@ -236,7 +236,7 @@ def test_a_loss_scale_comes_down_and_says_so(capsys: pytest.CaptureFixture[str])
 
 
 def test_state_in_host_memory_is_the_same_update() -> None:
-    """On a CPU both places are host memory, so this tests only that every copy is made."""
+    """Both places are host memory on a CPU, so this tests only that every copy is made."""
     weights = []
     for on_host in (False, True):
         torch.manual_seed(0)

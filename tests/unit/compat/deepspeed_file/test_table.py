@@ -187,8 +187,7 @@ SWITCHED = [
 
 
 def keys_in(block: str, has_rows: bool) -> dict[str, Kind]:
-    """Keys of a block with their kinds. A block without rows also gives the keys of its inner blocks; `text` stands for
-    a value of any type."""
+    """Keys of a block; without rows, those of inner blocks too, and `text` for a value of any type."""
     if has_rows:
         return {name: keys_by_path()[f"{block}.{name}"].kind for name in children(block)}
     found: dict[str, Kind] = {}
