@@ -1,5 +1,5 @@
-"""Dropout over tensor-parallel ranks: the same mask for copies, a mask per rank for split tensors, and the same masks
-in recomputation. test_parallel_checkpoints.py checks that a resumed run continues the stream."""
+"""Dropout over tensor-parallel ranks: one mask for copies, a mask per rank for split tensors. Recomputation draws the
+same masks; test_parallel_checkpoints.py checks that a resumed run continues the stream."""
 
 from __future__ import annotations
 

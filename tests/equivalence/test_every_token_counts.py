@@ -1,8 +1,7 @@
-"""Comparing layouts covers every token: faults in the last chunk, stage, token, sample, micro-batch and window are
-found.
+"""Comparing layouts covers every token: finds faults in the last chunk, stage, token, sample, micro-batch and window.
 
-Each fault is a real mistake in one place of the layout's run, as small as that place allows. A loss mask that counts
-only the first tokens of each sample, as the comparison once had, makes most of these tests fail.
+Each fault is a real mistake in one place of the layout's run, as small as that place allows. With a loss mask that
+counts only the first tokens of each sample, as the comparison once had, most of these tests fail.
 """
 
 from __future__ import annotations

@@ -166,8 +166,7 @@ def state_of(parts: Parts) -> State:
 
 
 def train_and_resume(rank: int, world: int, folder: Path, stages: Sequence[int], argv: Sequence[str]) -> list[State]:
-    """States after two steps (saved) and four of the first stage; then each stage's after loading and two steps
-    more."""
+    """States of the first stage after two (saved) and four steps; of each stage when loaded and two steps later."""
     torch.set_num_threads(1)
     where = {"rank": rank, "world_size": world}
     saving = [*argv, "--save", str(folder), "--save-interval", "2", "--zero-stage", str(stages[0])]

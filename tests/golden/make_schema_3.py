@@ -1,5 +1,5 @@
 """Made `checkpoint_schema_3` and `local_schema_3` with the last commit that wrote schema 3: the files of a run on two
-ranks that stopped after its third iteration, and how it would have continued.
+ranks that stopped after its third iteration. Also recorded how the run would have continued.
 
     python -m tests.golden.make_schema_3 FOLDER
 """

@@ -1,7 +1,7 @@
 """Slurm on this machine: as much of sbatch, srun and scontrol as the batch scripts of examples/slurm use.
 
-srun starts its tasks with the variables that Slurm sets, and treats signals like the real one: it passes SIGUSR1 to
-every task, and kills them on SIGTERM.
+The fake srun starts its tasks with Slurm's variables. Signals act as in the real one: SIGUSR1 goes to every task,
+SIGTERM kills them.
 """
 
 from __future__ import annotations

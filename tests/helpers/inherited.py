@@ -1,5 +1,5 @@
 """Resets what a process inherits from its caller to the usual values. `nohup`, a scheduler or a container may start the
-tests with others, which every process that a test starts would inherit."""
+tests with others. Every process that a test starts would inherit them."""
 
 from __future__ import annotations
 

@@ -62,8 +62,7 @@ def texts(content: Any, count: int, seed: int) -> Iterator[str]:
 
 
 def only_our_errors(read: Callable[[Any], object], inputs: Iterator[Any]) -> tuple[int, int]:
-    """Reads each input; failures must be short one-line errors of this project. Returns (number read, number
-    rejected)."""
+    """Reads each input; failures must be short one-line errors of the project. Returns (read, rejected) counts."""
 
     def hangs(_number: int, _frame: FrameType | None) -> None:
         raise AssertionError(f"reading takes more than {SECONDS} s")

@@ -119,15 +119,12 @@ def program_here(main: Callable[[], object]) -> int:
 
 
 def generate_here(*words: Any) -> int:
-    """Runs `tools/generate.py` in this process."""
     from megatron.cli.generate import main
 
     return program_here(lambda: main([str(word) for word in words]))
 
 
 class Recorder(Hook):
-    """Keeps every logged record."""
-
     def __init__(self, into: list[dict[str, Any]]) -> None:
         self.into = into
 

@@ -1,8 +1,8 @@
 """Replaces `python`: asks the server for a forked process and hands over everything that a process inherits. Passes
 signals on, and ends as that process ends.
 
-Becomes the real interpreter where a fork would differ: with options other than -u, -c and -m, or if variables that an
-interpreter or a library reads when it starts differ from the server's. Uses the standard library only.
+Becomes the real interpreter where a fork would differ: with options other than -u, -c and -m, or if the server has
+other values of variables that are read when an interpreter or a library starts. Standard library only.
 """
 
 # ruff: noqa: PTH109, PTH113, PTH118, PTH120

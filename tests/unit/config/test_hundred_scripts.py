@@ -1,7 +1,7 @@
 """Runs a hundred command lines of Megatron-LM's tests of 2026: most pass --dry-run; a list has what stops the others.
 
-tests/golden/scripts_2026.txt lists the lines by flag: the numbers of the lines in which a flag has a value.
-tests/golden/scripts_2026_stopped.txt lists the lines that do not pass, each with the flags that stop it.
+`tests/golden/scripts_2026.txt` lists by flag the numbers of the lines in which the flag has a value.
+`tests/golden/scripts_2026_stopped.txt` lists the lines that do not pass, each with the flags that stop it.
 """
 
 from __future__ import annotations

@@ -87,8 +87,7 @@ def test_muon_on_a_model_that_marks_no_matrix_is_refused() -> None:
 
 
 def test_weight_gradients_reach_the_buffers() -> None:
-    """Deferred products are queued with any kernels; without deferral, only kernels that add into the buffers get a
-    route."""
+    """Deferred products always reach them; others only with kernels that add into the buffers."""
     zero_bubble = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zero-bubble"}
     for kernels, settings, connected in (("ref", {}, False), ("auto", {}, True), ("ref", zero_bubble, True)):
         config = parse_args(flags(kernels=kernels, **settings))

@@ -37,7 +37,6 @@ def test_zero_bubble_stands_beside_its_own_theory(tmp_path: Path, capsys: pytest
 
 
 def texts_of(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """All texts of the picture."""
     written, write = [], ImageDraw.ImageDraw.text
 
     def spy(pen: ImageDraw.ImageDraw, place: tuple[float, float], text: str, **options: Any) -> None:

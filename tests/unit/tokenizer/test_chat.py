@@ -65,8 +65,7 @@ def test_tools_and_keys_of_messages_reach_the_template(tmp_path: Path) -> None:
 
 
 def test_without_marks_an_answer_is_what_comes_after_its_prompt(tmp_path: Path) -> None:
-    """ChatML counts the same with and without marks: the answer and the token that ends the turn, not the line
-    break."""
+    """ChatML counts the same with and without marks: answer and end-of-turn token, but not the line break."""
     marked = encoder(tmp_path / "marked", MARKED)
     made = encoder(tmp_path / "chatml")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "chatml")
