@@ -22,7 +22,7 @@ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 take_usual_values()
-# Nothing is fetched during tests, whatever a library would like to look up.
+# Libraries must not download anything during tests.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Where a test has two threads, they sleep while they wait: one that spins takes the core from another process's test.
 # OpenMP reads that when torch loads it; what a test starts decides for itself.

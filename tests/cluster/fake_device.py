@@ -179,7 +179,7 @@ def fake_cuda() -> Iterator[torch.device]:
         patch.setattr(torch, "Event", Event)
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
-        # A mesh is numbers on the host; the shards of fully_shard are on "meta" to C++ alone.
+        # A mesh holds numbers on the host; for C++ the shards of fully_shard are on "meta".
         patch.setattr(DeviceMesh, "from_group", staticmethod(unset_fake_temporarily()(DeviceMesh.from_group)))
         patch.setattr(FSDPParamGroup, "_validate_no_meta_params", lambda group: None)
         patch.setattr(FSDPParamGroup, "_validate_cpu_offload_params", lambda group: None)

@@ -157,7 +157,7 @@ class Watch(TorchDispatchMode):
         if known is None:
             whose = "" if tensor is None else f" of a tensor {list(tensor.shape)} on {tensor.device}"
             raise HostWait(f"{place}: {what}{whose} waits for the device")
-        if what != "tolist()" or tensor is None or tensor.device.type != "cpu":  # what is on the host is only answered
+        if what != "tolist()" or tensor is None or tensor.device.type != "cpu":  # host tensors do not wait
             self.waits[place.key] += 1
         return known.answer(place.names, tensor)
 

@@ -103,7 +103,7 @@ class _Before:
             by_rank.keys() != _members(recordings, next(iter(by_rank)), (*link, 0))
             for link, by_rank in self.arrivals.items()
         )
-        for by_rank in self.arrivals.values():  # nobody passes the first use of a link before all have come to it
+        for by_rank in self.arrivals.values():  # the first use of a link waits for all its ranks
             for here in by_rank.values():
                 self.points[here] |= {self._before(other) for other in by_rank.values() if other != here}
 

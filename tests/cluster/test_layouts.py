@@ -141,7 +141,7 @@ def test_no_layout_of_muon_hangs(saved: Saved) -> None:
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
-# What decides the operations besides the layout: what is asked for, and what the numbers are like.
+# Settings other than the layout that change the operations: features, and the values that arise.
 TP2 = {"tensor_model_parallel_size": 2}
 MOE = {"disable_bias_linear": True, "num_experts": 4, "expert_model_parallel_size": 2}
 BETWEEN = {"save": "?", "non_persistent_save_interval": 1}

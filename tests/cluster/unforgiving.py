@@ -125,7 +125,7 @@ class Order:
             )
             regions = [[_Region.of(t) for t in ts] for ts in (into, out_of)]
             sent = [
-                (region, data)  # where one is a part of the other, what is received there replaces it
+                (region, data)  # overlapping memory: the received data replaces it
                 for region, data in zip(regions[1], leaving)
                 if not any(region.touches(other) for other in regions[0])
             ]

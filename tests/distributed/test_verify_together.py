@@ -172,7 +172,7 @@ def test_planted_a_rank_that_reads_its_share_alone(saved: Path, monkeypatch: pyt
         run_ranks(4, load_in_one_pass, saved)
 
 
-# ---------------------------------------------------------------- what is read
+# ---------------------------------------------------------------- files that are read
 
 
 def opened_on_resume(rank: int, argv: list[str]) -> list[str]:

@@ -22,7 +22,7 @@ LAUNCHERS = {
     "mixtral_8x7b": ("mixtral-8x7b", 64, 16),
     "zero3_one_node": ("llama2-7b", 8, 8),
 }
-# What a preset leaves to the user, and what may be said in two ways.
+# Settings that a preset leaves to the user or that have two spellings.
 NOT_OF_THE_SHAPE = {"model", "seq_length", "init_method_std", "num_query_groups", "kv_channels"}
 NOT_OF_THE_SHAPE |= {"group_query_attention", "attention_dropout", "hidden_dropout"}
 # In small on two ranks: what differs from the launcher's layout, or from SMALL.

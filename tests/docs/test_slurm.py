@@ -78,7 +78,7 @@ def test_a_job_that_is_interrupted_goes_on_as_if_it_had_not_been(
     assert logged(metrics) == whole
 
 
-# In place of the ranks: a task ends at once, or when it is told; the first one may leave a record.
+# Stand-in for the ranks: a task ends at once or on a signal; the first one may leave a record.
 TASK = """import os, signal, time
 def end(*_):
     if os.environ["SLURM_PROCID"] == "0" and os.environ["SAID"]:

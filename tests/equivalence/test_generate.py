@@ -217,7 +217,7 @@ def test_a_hugging_face_model_begins_and_ends_as_in_transformers(saved: dict[str
     assert ours() == free != theirs(special=False), "the beginning shows in what follows"
     early = free[6]
     late = next(token for token in free[7:] if token not in free[:7])
-    for ends in ([early, late], [late, early]):  # either alone would end it elsewhere
+    for ends in ([early, late], [late, early]):  # a single end would stop it elsewhere
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
         cut = theirs()
         assert cut[-1] == early and len(cut) < 20 and ours() == cut[:-1]

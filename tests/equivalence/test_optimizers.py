@@ -107,7 +107,7 @@ def test_each_setting_of_muon_changes_what_is_trained() -> None:
         assert worst(expected(tuple(flags(**other))), one) > SEEN
 
 
-# planted bugs: what is wrong, and the layout in which it shows
+# planted bugs, and the layout in which each shows
 
 
 def alone(parts: Parts) -> None:

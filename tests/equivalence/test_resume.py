@@ -109,7 +109,7 @@ def test_two_ranks_pass_over_a_damaged_step(tmp_path: Path) -> None:
     assert [same_numbers(record) for record in read_metrics(pieces)][4:] == expected[2:]
 
 
-# What these tests are worth: whatever is not put back must be seen.
+# Planted bugs: state that is not restored must be found.
 
 
 def forget_rng(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ def watched(case: Case, rank: int) -> Iterator[None]:
 
 def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what ranks print is no answer
+    os.dup2(2, 1)  # keep the ranks' output out of the answers
     for line in sys.stdin:
         case = Case(**json.loads(line))
 

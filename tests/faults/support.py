@@ -54,7 +54,7 @@ def save_of_ranks(
     """Saves the new step on one of several ranks; only the save itself runs within `watched`."""
     parallel = ParallelState.build(LAYOUTS[ranks], rank)
     history = RunHistory("several")
-    load(directory, make_params(5, names=FEW), history=history)  # so that it goes on from the old step
+    load(directory, make_params(5, names=FEW), history=history)  # resumes from the old step
     state = replace(NEW, replicas=dict.fromkeys(FEW, parallel.dp_cp))
     given = Save(directory, state, parallel, history, write_tokenizer, {})
     with watched:

@@ -255,7 +255,7 @@ def test_no_copy_is_read_before_it_has_arrived(tmp_path: Path) -> None:
     assert len(ours) > len(arrivals) > 20 and all(map(torch.equal, ours, theirs))
 
 
-# ---------------------------------------------------------------- what is called saved
+# ---------------------------------------------------------------- steps that are called saved
 
 
 def test_a_step_is_told_once_it_is_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-# how -> (what is said by whoever failed, the record's reason, its exit code)
+# how -> (message of the failing rank, the record's reason, its exit code)
 FAULTS = {
     "raise": ("ValueError: planted on rank 1", "ValueError", 1),
     "data": ("error (rank 1): planted data error", "DataError", 11),
@@ -383,7 +383,7 @@ def test_a_resume_under_other_conditions_says_so(tmp_path: Path, capsys: Capture
     assert pretrain_here(flags(load=tmp_path, kernels="auto", deterministic_mode=True)) == 12
     torch.use_deterministic_algorithms(False)
     assert "--deterministic-mode: " in capsys.readouterr().err
-    assert pretrain_here(flags(load=tmp_path, kernels="auto", finetune=True)) == 0  # weights alone: not that run
+    assert pretrain_here(flags(load=tmp_path, kernels="auto", finetune=True)) == 0  # weights only: another run
     assert "under other conditions" not in capsys.readouterr().out
 
 

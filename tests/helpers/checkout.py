@@ -54,7 +54,7 @@ def copy_checkout(target: Path) -> Checkout:
         copy = target / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(path, copy)
-    # What is built is not tracked, but it is part of a set-up checkout. Whoever runs the tests has compiled all of it.
+    # Build outputs are untracked, but belong to a set-up checkout. They exist wherever the tests run.
     for path in [*(ROOT / "megatron").rglob("*.so"), ROOT / "megatron" / "ops" / "_kernels.json"]:
         if path.is_file():
             shutil.copy2(path, target / path.relative_to(ROOT))

@@ -24,8 +24,8 @@ from megatron.ops.library import library
 from megatron.prove.check_layout import ranks
 from megatron.prove.check_layout.ranks import RankError
 
-# What torch imports when first needed (recomputation, norms in fp64, profiles): seconds, which every rank of every test
-# would spend again. Ranks are forked, so that what is imported once here is there in all of them.
+# Modules that torch imports at first use (recomputation, fp64 norms, profiles), which takes seconds. Ranks are forked
+# after the import, so that no rank repeats it.
 IMPORTED_LATE = ("torch._dynamo", "torch.profiler", "numpy.random")
 
 

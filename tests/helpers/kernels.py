@@ -21,7 +21,7 @@ from megatron.ops.registry import OPERATIONS, register
 from tests.helpers.scripts import load_script
 from tests.policy.rules import ROOT
 
-# Each of the processes that share the tests has a library of its own: under one that is open, none is put in its place.
+# Each process that shares the tests has its own library, because a library in use may not be replaced.
 EMULATED = ROOT / "build" / f"emulated-{os.environ.get('PYTEST_XDIST_WORKER', 'alone')}"
 ORDERS = {"in order": 0, "in reverse": 1, "odd ones first": 2, "shuffled": 20261122}
 

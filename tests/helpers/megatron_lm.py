@@ -121,7 +121,7 @@ def rank_content(
     parts = [_only(chunks, kinds, of_experts) for of_experts in ((False, True) if layout.ep > 1 else (None,))]
     if layout.optimizer in ("distributed", "aligned"):
         states = [{"optimizer": {"param_groups": [_group(step, 1.0, part.of_experts)]}} for part in parts]
-        # the ranks of the first experts alone keep the vectors of what is no expert
+        # only ranks of the first experts keep the dense parameters' vectors
         vectors = [None if ep > 0 and part.of_experts is False else _of_chunks(part, layout) for part in parts]
         return {**content, "optimizer": _chain(states)}, _chain(vectors)
     content["optimizer"] = _chain([_numbered(part.chunks, part.kinds, step, layout, part.of_experts) for part in parts])

@@ -26,7 +26,7 @@ LEVELS = {
     "training": 6,
     "inference": 7,
     "evaluation": 8,
-    # Around the core: each uses the core, and the core none of them.
+    # Packages around the core: each imports the core, but the core imports none of them.
     **dict.fromkeys(["interop", "prove", "report"], 9),
     "compat": 10,
     "cli": 11,
@@ -40,7 +40,7 @@ ABOVE_THE_PACKAGE = {"tools", "tests", "benchmarks", "examples", "pretrain_gpt"}
 ABOVE_IN_ORDER = ("benchmarks", "tools", "tests")
 # The launcher's variables, which compiler builds the kernels, and whether the user says how threads wait.
 ENVIRONMENT_READERS = ("megatron/distributed/launch.py", "csrc/build.py", "megatron/utils/waiting.py")
-# A closed list: libraries that listen to nothing but a variable, set for this process. Nothing of ours reads it.
+# A closed list: libraries that can only be configured by a variable of the process. The project reads none of them.
 ENVIRONMENT_WRITERS = {
     "benchmarks/train_step.py": "ONEDNN_MAX_CPU_ISA",  # for the processes of the contenders
     "megatron/interop/hf/auto_tokenizer.py": "HF_HUB_OFFLINE",

@@ -26,7 +26,7 @@ def test_every_rank_is_in_exactly_one_group_of_each_axis(layout: Layout) -> None
     for axis in AXES:
         groups = layout.groups(axis)
         assert sorted(rank for ranks in groups for rank in ranks) == list(range(layout.world_size))
-        if axis != "embedding":  # where the stages in the middle are alone
+        if axis != "embedding":  # middle stages form groups of one
             assert len({len(ranks) for ranks in groups}) == 1
         assert all(list(ranks) == sorted(ranks) for ranks in groups)
         assert layout.size(axis) == len(groups[0])

@@ -33,7 +33,7 @@ def test_every_pass_once_and_no_deadlock(name: str) -> None:
             found = Counter(schedule(ranks, rank, micro_batches, chunks))
             every = {Action(k, c, m) for k in kinds for c in range(chunks) for m in range(micro_batches)}  # type: ignore[arg-type]
             assert found == Counter(every)
-        simulate(schedule, ranks, micro_batches, chunks)  # raises if nobody can go on
+        simulate(schedule, ranks, micro_batches, chunks)  # raises if no rank can continue
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
@@ -72,7 +72,7 @@ def test_groups_of_any_size_have_the_order_of_megatron() -> None:
             warm_up = next(place for place, action in enumerate(actions) if action.kind == "B") - 1
             late = 2 * (ranks - rank - 1) + (chunks - 1) * group  # get_pp_rank_microbatches there
             assert warm_up == min(late, micro_batches * chunks - 1)
-        step = simulate(schedule, ranks, micro_batches, chunks)  # raises if nobody can go on
+        step = simulate(schedule, ranks, micro_batches, chunks)  # raises if no rank can continue
         assert step.bubble == pytest.approx(step.theoretical_bubble)
         if group == ranks:
             assert step == simulate(SCHEDULES["interleaved"], ranks, micro_batches, chunks)

@@ -308,7 +308,7 @@ def test_a_deterministic_run_does_not_go_on_with_other_kernels(tmp_path: Path) -
     with pytest.raises(CheckpointError, match=r"--deterministic-mode: .* \(kernels.rope native -> ref\); "):
         load(tmp_path, fingerprint=fallen_back, deterministic=True)
     load(tmp_path, fingerprint=fallen_back)
-    load(tmp_path, fingerprint=fallen_back, deterministic=True, finetune=True)  # weights alone: a run of its own
+    load(tmp_path, fingerprint=fallen_back, deterministic=True, finetune=True)  # weights only: a new run
     load(tmp_path, fingerprint={**saved, "device": "NVIDIA H200"}, deterministic=True)
 
 

@@ -244,7 +244,7 @@ def test_the_job_loads_no_torch(workshop: Workshop) -> None:
     assert "tokenizers" in loaded and "torch" not in loaded and "transformers" not in loaded
 
 
-# ---------------------------------------------------------------- what is refused before any work
+# ---------------------------------------------------------------- rejections before any work
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def scripts() -> dict[int, list[str]]:
     return lines
 
 
-# What changes a result and is not built, or is no setting of a run: only these may stop a line.
+# Flags that change a result but are not supported, or that a run does not have: only these may stop a line.
 NOT_BUILT = {
     *("--multi-latent-attention", "--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim"),
     *("--v-head-dim", "--rotary-scaling-factor", "--mscale", "--mscale-all-dim", "--mtp-num-layers"),

@@ -16,7 +16,7 @@ from tests.unit.config.commands import SMALL, argv, without
 
 NULL = "--tokenizer-type NullTokenizer"
 
-# what is added to a command that works -> what the line must say (setting, then way out)
+# words added to a valid command -> words that the line must contain (setting, then fix)
 ADDED = {
     "--num-layer 3": ("--num-layer", "did you mean --num-layers?"),
     "--lerning-rate 1e-3": ("--lerning-rate", "docs/flags.md"),

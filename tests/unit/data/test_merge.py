@@ -252,7 +252,7 @@ def test_existing_output_and_another_writer(tmp_path: Path) -> None:
     run_merge([one], tmp_path / "merged")
     refused(tmp_path, [one], "exists; .*--overwrite")
     two = write(tmp_path / "two", some_documents(2, 3))
-    run_merge([tmp_path], tmp_path / "merged", overwrite=True)  # the folder of the output: it is no input
+    run_merge([tmp_path], tmp_path / "merged", overwrite=True)  # the folder of the output, which is not an input
     assert IndexedDataset(tmp_path / "merged").num_documents == 6
     with open(tmp_path / "merged.bin.partial", "wb") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)

@@ -142,7 +142,7 @@ def test_the_fingerprint_is_of_the_split_of_a_source_too(tmp_path: Path) -> None
     assert len(set(prints)) == 3
 
 
-# What is said and what is swept
+# Progress lines and sweeps
 
 
 def test_long_work_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from tests.helpers.kernels import backend
 from tests.helpers.runs import flags, make_parts, read_metrics, same_numbers
 
 FP16 = {"fp16": True, "initial_loss_scale": 2.0**21, "loss_scale_window": 3, "hysteresis": 2}
-# Without csrc the norm is added up in another precision where nobody may look whether it overflowed.
+# Without csrc, a norm that may not be read on the host is summed in another precision.
 REF = {"kernels": "ref", "clip_grad": 0.0}
 MOE = {
     "disable_bias_linear": True,

@@ -132,7 +132,7 @@ def test_a_new_shape_is_recorded_too_and_a_fifth_is_refused() -> None:
     assert len(made) == 5
 
 
-# what is refused
+# rejections
 
 
 @pytest.mark.parametrize(

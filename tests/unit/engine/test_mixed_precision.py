@@ -79,9 +79,9 @@ def test_twenty_steps_are_those_written_by_hand(precision: dict[str, Any], scale
         kernels="ref",
     )
     _, parts = make_parts(argv)
-    _, others = make_parts(argv)  # the same initial model, in memory of its own
+    _, others = make_parts(argv)  # the same initial model in separate memory
     hand = ByHand(others.engine.model, lr=1e-3, scale=scale)
-    others.engine.store.close()  # torch alone has its gradients
+    others.engine.store.close()  # gradients stay in p.grad
     skipped = 0
     for _ in range(STEPS):
         batches = [next(parts.trainer.train_batches) for _ in range(MICRO_BATCHES)]

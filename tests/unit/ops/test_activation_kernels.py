@@ -62,7 +62,7 @@ def value_and_slope(function: object, x: Tensor) -> tuple[Tensor, Tensor]:
     return value.detach().double(), slope.double()
 
 
-# Slopes cross zero: there the error is held against the size of what is summed.
+# Slopes cross zero, where the error is compared with the size of the summands.
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_dense_fp32_within_a_millionth(name: str) -> None:
     ours, exact = FUNCTIONS[name]

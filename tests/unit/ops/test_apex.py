@@ -79,7 +79,7 @@ def test_its_norms_are_called_with_what_they_can_take(calls: list[str]) -> None:
         ):
             assert torch.equal(ours, theirs)
     half = x.bfloat16()
-    for given in (x, half):  # nor of another type than its parameters
+    for given in (x, half):  # nor inputs whose dtype differs from the parameters'
         assert torch.equal(kernels.rms_norm(given, weight, 1e-5), plain.rms_norm(given, weight, 1e-5))
     assert calls == ["layer", "layer", "rms"]
 

@@ -17,7 +17,7 @@ import pytest
 
 from tests.policy.rules import ROOT
 
-# Writes the file it is asked for and notes what it was given; fails, or takes its time, for the files it is told to.
+# Writes the requested file and records its arguments; fails or waits for the configured files.
 COMPILER = """
 import pathlib, sys, time
 here, arguments = pathlib.Path(__file__).parent, sys.argv[1:]

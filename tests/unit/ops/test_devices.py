@@ -98,7 +98,7 @@ def where_kernels_run(folder: Path, checkout: Path) -> list[str]:
     command = [*cxx, "-std=c++20", "-O0", f"-DTORCH_TARGET_VERSION={builder().TORCH_TARGET}", "-isystem", str(headers)]
     command += ["-I", str(folder), "-I", str(common.parent), "-x", "c++", str(folder / "program.cpp")]
     command += [str(common / "device.cu"), str(common / "stream.cpp"), "-o", str(folder / "program"), "-ldl"]
-    builder().run([*command, "-Wl,--unresolved-symbols=ignore-all"])  # of torch, whatever is never called
+    builder().run([*command, "-Wl,--unresolved-symbols=ignore-all"])  # functions of torch that are never called
     return subprocess.run([str(folder / "program"), str(library)], capture_output=True, text=True).stdout.splitlines()
 
 

@@ -40,7 +40,7 @@ print("right")
 """
 MOST = {"cpu": 100_000, "emulated": 250}
 NAMESPACE = {"cpu": "megatron_native", "emulated": "megatron_emulated"}
-# The emulator's fibers have stacks of their own, and what is undefined is seen in every other test of it.
+# The emulator's fibers have their own stacks; every other emulator test checks undefined behaviour.
 ASAN = ("-O0", "-g1", "-fno-sanitize=undefined", "-fsanitize=address", "--param", "asan-stack=0")
 
 
@@ -94,7 +94,7 @@ def test_a_planted_step_beyond_the_end_is_seen(
     assert done.returncode and "heap-buffer-overflow" in done.stderr, done.stderr[-3000:]
 
 
-# Of which tier it takes the place, what is compiled, and how.
+# name -> (tier that it replaces, kernels that are compiled, flags)
 LOWER = {
     "AVX2": ("v4", "*", ("-march=x86-64-v3", "-mno-avx512f", "-mprefer-vector-width=256")),
     "AVX-512 without bf16": ("v4_bf16", "attention", ("-mno-avx512bf16",)),

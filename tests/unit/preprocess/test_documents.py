@@ -171,7 +171,7 @@ def test_the_fast_parser_is_never_noticed_on_garbage(noise: bytes, text: str) ->
 def test_a_parser_that_differs_would_be_seen() -> None:
     with pytest.raises(AssertionError):  # the first of two equal keys instead of the last
         compare(b'{"text": "a", "text": "b"}', ["text"], lambda line: json.loads(line, object_pairs_hook=first_wins))
-    with pytest.raises(AssertionError):  # takes what is no JSON
+    with pytest.raises(AssertionError):  # accepts what is not JSON
         compare(b'{"text": "a",}', ["text"], lambda line: orjson.loads(line.replace(b",}", b"}")))
     with pytest.raises(AssertionError):  # another text
         compare(b'{"text": "a"}', ["text"], lambda line: orjson.loads(line.replace(b"a", b"A")))

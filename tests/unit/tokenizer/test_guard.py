@@ -221,7 +221,7 @@ def test_the_library_really_differs_on_young_characters(files: tuple[Path, Path]
     """A failure means that the two libraries share a Unicode table, and the check may be relaxed."""
     guarded_encoder = fast_tokenizer(files)._fast
     assert guarded_encoder is not None
-    text = f"{YOUNG}'t {YOUNG}'re {YOUNG}'ll {YOUNG}'ve"  # after a letter a contraction is a word of its own
+    text = f"{YOUNG}'t {YOUNG}'re {YOUNG}'ll {YOUNG}'ve"  # after a letter a contraction is a separate word
     assert guarded_encoder._engine.encode(text.encode()).tolist() != exact.tokenize(text)
 
 

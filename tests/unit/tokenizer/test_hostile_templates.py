@@ -27,7 +27,7 @@ from megatron.utils.process import signals_held
 from tests.helpers.chats import CHATML, chat, encoded, write_chat_tokenizer, write_chats
 
 MIB = 1 << 20
-SMALL = Limits(memory_bytes=256 * MIB, cpu_seconds=0, output_bytes=MIB)  # 0: what is left of a second
+SMALL = Limits(memory_bytes=256 * MIB, cpu_seconds=0, output_bytes=MIB)  # 0: the rest of a second
 SAID = chat("hello", "you")
 CPU, MEMORY, OUTPUT, REFUSED = "of CPU time", "more memory than 256 MiB", "writes more than 1 MiB", "refuses it"
 ENDLESS = "does not end"
@@ -179,7 +179,7 @@ def test_a_process_renders_until_it_is_closed_or_killed() -> None:
     assert found == [messages[0]["content"] for messages in said] and process_of(template) == first
     for each in template.render(map(request, said)):
         assert isinstance(each, tuple) and each[0].text == said[0][0]["content"]
-        break  # what was not read is no answer to the next request
+        break  # the unread answers must not answer the next request
     assert [each.text for each in rendered(template)] == ["hello"]
     second = process_of(template)
     os.kill(second, signal.SIGKILL)

@@ -228,7 +228,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setitem(sys.modules, "wandb", wandb_module())
         torch.set_num_threads(1)
         gc.collect()
-        gc.freeze()  # collections of --manual-gc then look at their run alone
+        gc.freeze()  # collections of --manual-gc then scan only their run
         yield folder
     gc.unfreeze()
     torch.set_num_threads(threads)

@@ -19,7 +19,7 @@ BASE = """
 class Case:
     given: str
     where: str = ""  # has an effect there
-    idle: str | None = None  # has none there, which is told or refused; None: it always has one
+    idle: str | None = None  # has none there: a notice or a rejection; None: it always has one
     seen_by: Callable[[list[str]], list[str]] = train
 
 
@@ -300,7 +300,7 @@ ROOM = {
     "recompute_num_layers": Case("--recompute-num-layers 2", FULL.replace("uniform", "block"), ""),
     "cpu_offloading_num_layers": planned("--cpu-offloading-num-layers 1"),
     "kernels": planned("--kernels ref", TABLE),
-    "compile": Case("--compile", "--num-experts 4 --disable-bias-linear"),  # refused there, as it is read
+    "compile": Case("--compile", "--num-experts 4 --disable-bias-linear"),  # rejected there when it is read
     "masked_softmax_fusion": planned("--no-masked-softmax-fusion", TABLE),
     "bias_swiglu_fusion": planned("--no-bias-swiglu-fusion", f"{TABLE} {DENSE}", ""),
     "bias_dropout_fusion": planned("--no-bias-dropout-fusion", TABLE),

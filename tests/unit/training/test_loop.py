@@ -182,7 +182,7 @@ def counted(skipped: SkippedSteps, pattern: str, interval: int = 20) -> list[boo
     [
         ("x" * 32 + "." * 368, [False] * 20, False),  # the search for the first scale, 8 % of the steps
         ("x" * 32 + "." * 200, [False] * 11, True),  # 14 %
-        ("." * 60 + "x" * 40, [False] * 3 + [True, False], True),  # said once for a streak
+        ("." * 60 + "x" * 40, [False] * 3 + [True, False], True),  # one line per streak
         ("." * 60 + "x.." * 20 + "." * 40 + "x" * 20, [False] * 3 + [True, False, False, False, False, True], True),
         (("." * 19 + "x") * 10, [False] * 10, False),  # 5 %: doublings that were too much
         ("x" * 60, [False, False, True], True),
@@ -226,7 +226,7 @@ def test_skipped_iterations_consume_their_data() -> None:
     kept = {r["iteration"]: r["lm_loss"] for r in skipping["records"]}
     assert set(kept) == {1, 4, 5, 6}
     assert skipping["parts"].progress.consumed_train_samples == 48
-    # With a learning rate of 0 the loss depends on the samples alone (dropout off would make it equal).
+    # With a learning rate of 0 the loss depends only on the samples and on dropout's random numbers.
     assert kept[1] == whole[0]["lm_loss"]
 
 

@@ -74,7 +74,7 @@ def test_a_function_of_python_waits_where_a_collective_is_under_way() -> None:
         op("aten::addmm_", 10, 20),
         op("gloo:recv", 50, 80, kind="user_annotation"),
         op("aten::mm", 45, 60),
-        op("aten::mul", 75, 90),  # ends after what is under way: not nested in it
+        op("aten::mul", 75, 90),  # ends after the operation under way, so it is not nested in it
         op("optimizer", 90, 100, kind="user_annotation"),
         op("gloo:all_reduce", 95, 99, OTHER),
     ]

@@ -100,7 +100,7 @@ def test_this_torch_has_the_calls_as_they_are_made() -> None:
     inspect.signature(torch.accelerator.current_stream).bind(device)
     inspect.signature(torch.accelerator.empty_cache).bind()
     assert issubclass(torch.OutOfMemoryError, RuntimeError)
-    # Some versions compute neither on a CPU or on the meta device; one that did not know the argument raised TypeError.
+    # Some versions compute neither on a CPU or on the meta device; a version without the argument raises TypeError.
     half, wide = torch.ones(3, 4, dtype=torch.bfloat16), torch.ones(4, 4)
     with suppress(NotImplementedError):
         torch.addmm(wide, half.t(), half, out_dtype=torch.float32, out=wide)

@@ -75,7 +75,7 @@ def test_a_part_that_is_written_leaves_the_last_bits_of_the_others() -> None:
             take_step(engine, step)
             with torch.no_grad():
                 if engine is ours:
-                    engine.module.weight.copy_(engine.module.weight.clone())  # of what is there already
+                    engine.module.weight.copy_(engine.module.weight.clone())  # writes the same values
                     bias.copy_(engine.module.bias)
     assert torch.equal(ours.module.weight, untouched.module.weight) and torch.equal(bias, untouched.module.bias)
 
