@@ -1,11 +1,11 @@
-"""Prints the test files that a change can affect: those whose imports reach a changed module, lazy imports included.
+"""Prints the test files that a change can affect: those that import a changed module, directly or not.
 
-    python tests/changed.py [COMMIT]        # compared with the checkout as it is; default: HEAD
+    python tests/changed.py [COMMIT]        # compares the working tree with COMMIT; default: HEAD
     bash tests/run.sh --changed [COMMIT]    # runs them
 
-A test also imports what its texts name: a script that it starts ("tools/x.py"), a name that it patches. A changed file
-that is no module (a page, a recipe, a kernel's source) affects the test files that name it or its folder of csrc/, and
-`tests/docs` if it is a page.
+Lazy imports count. So do names in a test's strings: a script that it starts ("tools/x.py"), a name that it patches.
+Other changed files (a page, a recipe, a kernel's source) affect the test files that name them or their folder of csrc/.
+A changed page also affects `tests/docs`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def changed_files(commit: str) -> list[str]:
 
 
 def modules(root: Path, deleted: Iterable[str]) -> dict[str, str]:
-    """Dotted name -> file, of every module of the checkout and of the deleted ones."""
+    """Maps the dotted name of every module, deleted ones included, to its file."""
     files = [path.relative_to(root) for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
     files += [path.relative_to(root) for path in sorted(root.glob("*.py"))] + [Path(file) for file in deleted]
     return {".".join(file.with_suffix("").parts).removesuffix(".__init__"): file.as_posix() for file in files}
 
 
 def imported(module: str, text: str, known: Mapping[str, str]) -> set[str]:
-    """The modules of the checkout that a module imports anywhere, with the packages that they are in."""
+    """Modules of the checkout that a module imports anywhere, and the packages that contain them."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -56,7 +56,7 @@ def imported(module: str, text: str, known: Mapping[str, str]) -> set[str]:
 
 
 def named(text: str, known: Mapping[str, str]) -> set[str]:
-    """The scripts that a text of a test names by their files, and the names of megatron in it."""
+    """Scripts and megatron names that a string of a test mentions."""
     files = set(re.findall(r"[\w/]*\w\.py\b", text)) - {"__init__.py"}
     scripts = {module: f"/{file}" for module, file in known.items() if not module.startswith(("megatron.", "tests."))}
     found = {module for module, file in scripts.items() if any(file.endswith(f"/{name.lstrip('/')}") for name in files)}

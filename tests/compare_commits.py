@@ -1,12 +1,12 @@
-"""Runs two commits over a table of small trainings and compares every bit: no number may move when code is rearranged.
+"""Runs two commits over a table of small trainings and compares every bit: rearranging code may not move a number.
 
-    python tests/compare_commits.py BEFORE                 # against this checkout as it is
+    python tests/compare_commits.py BEFORE                 # against this checkout with its local changes
     python tests/compare_commits.py BEFORE AFTER --only adam muon --workers 2
 
-For each row of `compare_commits_table.py` both commits train four iterations from nothing, save at two and four, and
-the later one goes on from the earlier one's save of two. Compared are the metrics (losses, norms, rates, samples: all
-digits), every tensor and plain value of the files at four, and what the later commit's `verify_checkpoint.py --compare`
-reads. Commands are those that users type, so that modules may move; nothing of the package is imported here.
+For each row of `compare_commits_table.py` both commits train four iterations and save at two and four. The later commit
+also resumes from the earlier one's save of two. Compared are all digits of the metrics (losses, norms, rates, samples),
+every tensor and plain value of the files at four, and the later commit's `verify_checkpoint.py --compare`. Commands are
+those that users type, so that modules may move; the package itself is not imported here.
 
 Exit code 0: all equal; 1: a difference, or a run that failed; 2: nothing was compared.
 """
@@ -106,7 +106,7 @@ def same_metrics(one: Path, other: Path, later_than: int = 0) -> None:
 
 
 def _records(output: Path, later_than: int) -> list[dict[str, str]]:
-    """All digits of everything but clocks."""
+    """Metrics in all digits, without clocks."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     if not lines:
         raise Difference(f"{output}: no metrics")
@@ -115,7 +115,7 @@ def _records(output: Path, later_than: int) -> list[dict[str, str]]:
 
 
 def same_steps(trees: Trees, one: Path, other: Path) -> None:
-    """The files as they lie there, where both have the same; and what the later commit reads in both."""
+    """Compares the files as stored, if both steps have the same ones, and what the later commit reads from each."""
     names = [sorted(path.relative_to(step).as_posix() for path in step.rglob("*.pt")) for step in (one, other)]
     if names[0] == names[1]:
         for name in names[0]:
@@ -128,7 +128,7 @@ def same_steps(trees: Trees, one: Path, other: Path) -> None:
 
 
 def first_difference(one: Any, other: Any, place: str = "") -> str | None:
-    """Where two contents differ first, bit for bit; what is of a run alone is passed over."""
+    """First place where two contents differ, bit for bit; keys that differ in every run are skipped."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         same = (one.dtype, one.shape) == (other.dtype, other.shape) and _bytes(one) == _bytes(other)
         return None if same else f"{place}: tensors differ"
@@ -155,7 +155,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 @contextlib.contextmanager
 def checked_out(commit: str | None, folder: Path, name: str) -> Iterator[Path]:
-    """The commit's files with its kernels built, or this checkout."""
+    """Yields a worktree of the commit with its kernels built, or this checkout."""
     if commit is None:
         yield ROOT
         return

@@ -1,4 +1,4 @@
-"""Set before torch is imported: tests own their processes, and two shared cores are enough."""
+"""Prepares the test process before torch is imported: usual signals and limits, one thread, no downloads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 take_usual_values()
-# Nothing is fetched during tests, whatever a library would like to look up.
+# Libraries must not download anything during tests.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Where a test has two threads, they sleep while they wait: one that spins takes the core from another process's test.
 # OpenMP reads that when torch loads it; what a test starts decides for itself.
@@ -53,14 +53,14 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _frozen() -> Iterator[None]:
-    """Freezes again after each file of tests, which may have imported much, and thawed all (`gc.unfreeze`, as a run
-    does when it ends)."""
+    """Freezes again after each file of tests. A file may import much, and a run that ends unfreezes all
+    (`gc.unfreeze`)."""
     yield
     freeze()
 
 
 def freeze() -> None:
-    """Makes collections of garbage pass over what thousands of tests are made of, in this process and in forked ranks,
-    which would get a copy of every page that they look at."""
+    """Makes garbage collections skip the objects of thousands of tests. Forked ranks would copy every page that a
+    collection looks at."""
     gc.collect()
     gc.freeze()

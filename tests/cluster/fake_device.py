@@ -1,11 +1,10 @@
-"""A CUDA device on a machine that has none: tensors have shapes, types and the device "cuda", and no memory.
+"""Simulates a CUDA device: tensors have shapes, dtypes and the device "cuda", but no memory.
 
     with fake_cuda() as device:
         ...          # build a model on `device`, run a step
 
-What runs inside is our own code on torch's FakeTensors. What has no meaning without a device is replaced: streams and
-events, pinned memory, random generators, and the choice among torch's attention kernels (on CUDA it is never the one
-that writes the scores down, unless there is a mask).
+The project's own code runs on torch's FakeTensors. Replaced are streams and events, pinned memory, random generators,
+and the choice of torch's attention kernel. CUDA uses the kernel that materialises the scores only with a mask.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ PINNED = "_pinned"
 
 
 class Stream:
-    """Work in the order of the program, whatever stream it is handed to."""
+    """Runs work in program order, whichever stream it is given to."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -61,13 +60,13 @@ class Event:
 
 
 class Graph:
-    """Work that is captured is run once, and a replay hands over nothing new."""
+    """Runs captured work once; a replay issues nothing new."""
 
     def replay(self) -> None: ...
 
 
 class _Generator:
-    """Of random numbers on the device; its state is on the host, and nothing reads it."""
+    """Random generator of the device. Its state is on the host, and nothing reads it."""
 
     def __init__(self, device: Any = CUDA) -> None:
         self.device, self._seed, self._offset = torch.device(device), 0, 0
@@ -100,7 +99,7 @@ def _generator(device: Any = "cpu") -> Any:
 
 
 def _make_subclass(cls: type[Tensor], data: Tensor, requires_grad: bool = False, **options: Any) -> Tensor:
-    """Autograd's engine would ask the device for its streams: to C++ the tensors are on "meta", to Python on "cuda"."""
+    """Makes tensors that C++ sees on "meta" and Python on "cuda": autograd's engine would query a device's streams."""
     options.pop("dispatch_device", None)
     return _REAL_MAKE_SUBCLASS(cls, data, requires_grad, **options)
 
@@ -130,7 +129,7 @@ def is_pinned(tensor: Tensor, *_: Any) -> bool:
 
 
 def _address(tensor: Tensor) -> int:
-    """Of the tensor, if its storage were in memory: equal for views of the same place."""
+    """Address of the tensor as if its storage were in memory; equal for views of the same place."""
     return tensor.untyped_storage()._cdata + int(tensor.storage_offset()) * tensor.element_size()
 
 
@@ -151,7 +150,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """flash attention, or with a mask the memory-efficient one, which takes it as numbers added to the scores."""
+    """Picks flash attention, or with a mask the memory-efficient kernel, which adds the mask to the scores."""
     aten = torch.ops.aten
     if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
@@ -180,7 +179,7 @@ def fake_cuda() -> Iterator[torch.device]:
         patch.setattr(torch, "Event", Event)
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
-        # A mesh is numbers on the host; the shards of fully_shard are on "meta" to C++ alone.
+        # A mesh holds numbers on the host; for C++ the shards of fully_shard are on "meta".
         patch.setattr(DeviceMesh, "from_group", staticmethod(unset_fake_temporarily()(DeviceMesh.from_group)))
         patch.setattr(FSDPParamGroup, "_validate_no_meta_params", lambda group: None)
         patch.setattr(FSDPParamGroup, "_validate_cpu_offload_params", lambda group: None)
@@ -207,7 +206,7 @@ def fake_cuda() -> Iterator[torch.device]:
 
 
 class NumbersOnDevice(TorchDispatchMode):
-    """C++ that makes a number beside a tensor asks that for its device, and is told "meta"."""
+    """Puts scalars on "cuda" that C++ creates beside a tensor: C++ asks the tensor for its device and gets "meta"."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -217,7 +216,7 @@ class NumbersOnDevice(TorchDispatchMode):
 
 
 def replace_everywhere(patch: pytest.MonkeyPatch, function: Callable[..., Any], other: Callable[..., Any]) -> None:
-    """In every module of ours that has imported it by its name."""
+    """Patches the function in every megatron module that imported it by name."""
     name = function.__name__
     for module in [one for path, one in sys.modules.items() if path.startswith("megatron.")]:
         if getattr(module, name, None) is function:

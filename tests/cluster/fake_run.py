@@ -1,4 +1,4 @@
-"""The real step of one rank of any layout, on a fake device in a world of fake peers: nothing is computed or sent."""
+"""Runs the real step of one rank of any layout on a fake device with fake peers: nothing is computed or sent."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.helpers.runs import pretrain_gpt
 
 @contextlib.contextmanager
 def fake_world(rank: int, ranks: int) -> Iterator[None]:
-    """A process group of torch's "fake" backend: every collective returns at once."""
+    """Opens a process group of torch's "fake" backend, whose collectives return at once."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         yield
@@ -76,12 +76,12 @@ def fake_parts(argv: Sequence[str], rank: int, ranks: int) -> Iterator[Parts]:
 
 
 def all_gather_json(value: Any, axis: Axis, kind: type, *, after_work: bool = False) -> list[Any]:
-    """Each of the fake peers says what this rank says."""
+    """Returns this rank's value for every fake peer."""
     return [value] * axis.size
 
 
 def on_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What has nothing to do with the device, and is not watched."""
+    """Wraps a function that does not touch the device, so that it is not watched."""
 
     @functools.wraps(function)
     def unwatched(*args: Any, **kwargs: Any) -> Any:
@@ -92,7 +92,7 @@ def on_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pinned(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Batches as the loader gives them where there is a device: real, on the host, and pinned."""
+    """Batches as the loader gives them for a device: real tensors in pinned host memory."""
     while True:
         with _disable_current_modes():
             batch = {name: pin(v) if isinstance(v, torch.Tensor) else v for name, v in next(batches).items()}

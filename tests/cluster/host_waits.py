@@ -1,8 +1,8 @@
-"""Watches one step on a fake device: what the host would wait for, what is allocated, and how many bytes move.
+"""Watches one step on a fake device: host syncs, allocations and bytes moved.
 
-A wait fails at once and by name, unless its place is one of the known ones: then it is counted and answered. A device
-hands out nothing here, so whatever reads a number, takes its shape from data, or copies between host and device other
-than pinned and without blocking is such a wait.
+A host sync fails at once and names its line; known ones are counted and answered instead. The fake device has no
+values. A sync is whatever reads a number, takes a shape from data, or copies between host and device other than pinned
+and non-blocking.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _READ_WITHIN = {
     "embedding_renorm_",
     "barrier",
 }
-"""Operations whose own code waits for the device: kernels that look at numbers or at errors, and nccl's barrier."""
+"""Operations that wait for the device in their own code: kernels that check numbers or errors, and NCCL's barrier."""
 _META = torch.device("meta")
 
 
 class HostWait(AssertionError):
-    """The host would wait for the device here."""
+    """Raised where the host would wait for the device."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A line of ours, and the frame that was there."""
+    """A line of this repository and the names in its frame."""
 
     file: str
     line: int
@@ -68,7 +68,7 @@ class Place:
 
 
 def here(beyond: Sequence[str] = ()) -> Place:
-    """The innermost line of this repository, the watchers' own files and those of `beyond` excepted."""
+    """Innermost line of this repository, except the watchers' own files and those of `beyond`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -81,19 +81,19 @@ def here(beyond: Sequence[str] = ()) -> Place:
 
 
 def _function(frame: FrameType) -> str:
-    """Its name; of a comprehension (a function of its own before Python 3.12) or a lambda, that of the one around."""
+    """Name of the frame's function; a comprehension (before Python 3.12) or a lambda has its enclosing function's."""
     while frame.f_code.co_name.startswith("<") and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code.co_name
 
 
 Answer = Callable[[Mapping[str, Any], Any], Any]
-"""(the names at the place, the tensor that is asked) -> what the host would have read there."""
+"""(names at the place, tensor that is read) -> value that the host would have read."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """A wait that is known, and stands until a later step ends it."""
+    """A known wait, accepted until a later change removes it."""
 
     place: str
     why: str
@@ -111,7 +111,7 @@ class Allocation:
 
 
 class Watch(TorchDispatchMode):
-    """`weights` are the model's; an allocation above `bound` bytes is kept with its place."""
+    """`weights`: the model's parameters. Allocations above `bound` bytes are kept with their place."""
 
     def __init__(self, known: Sequence[Known], weights: Iterable[Tensor] = (), bound: int = sys.maxsize) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Watch(TorchDispatchMode):
         if known is None:
             whose = "" if tensor is None else f" of a tensor {list(tensor.shape)} on {tensor.device}"
             raise HostWait(f"{place}: {what}{whose} waits for the device")
-        if what != "tolist()" or tensor is None or tensor.device.type != "cpu":  # what is on the host is only answered
+        if what != "tolist()" or tensor is None or tensor.device.type != "cpu":  # host tensors do not wait
             self.waits[place.key] += 1
         return known.answer(place.names, tensor)
 
@@ -200,7 +200,7 @@ class Watch(TorchDispatchMode):
             self._copied(name, tensor, size)
 
     def _copied_into(self, tensor: Tensor, source: Tensor) -> None:
-        """What was allocated in the step gets the numbers of a weight, or of a part of it."""
+        """Records a weight, or a part of one, that is copied into memory allocated in the step."""
         key = tensor.untyped_storage()._cdata
         if source.untyped_storage()._cdata in self._weights and key in self._alive:
             self._copied(
@@ -219,7 +219,7 @@ class Watch(TorchDispatchMode):
 
 
 def _meets(watch: Watch, exchange: Callable[..., Any], value: Any, axis: Any, *rest: Any, **more: Any) -> Any:
-    """Plain values between ranks are read on the host."""
+    """Counts an exchange of plain values between ranks as a read on the host."""
     if axis.size > 1:
         watch._read(None, f"all_gather_json over {axis.name}")
     return exchange(value, axis, *rest, **more)
@@ -234,7 +234,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _waits(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The tensor that this operation would make the host wait for, if any."""
+    """Returns the tensor that this operation would make the host wait for, if any."""
     if name in ("_to_copy", "copy_"):
         return _copy_waits(name, args, kwargs)
     if name in ("index", "index_put", "index_put_"):
@@ -249,8 +249,8 @@ def _waits(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Tensor
 
 
 def _index_waits(name: str, args: Any) -> Tensor | None:
-    """The places where a mask is true are counted, unless all get one number; places given on the host (a list is, too)
-    are copied to the device."""
+    """Returns the index that an indexing operation waits for. The device counts a mask's places, unless all get one
+    number. Host indices, such as a list, are copied to the device."""
     given = [index for index in args[1] if index is not None]
     masks = [index for index in given if index.dtype in (torch.bool, torch.uint8)]
     fills = name != "index" and args[2].numel() == 1
@@ -259,7 +259,7 @@ def _index_waits(name: str, args: Any) -> Tensor | None:
 
 
 def _copy_waits(name: str, args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
-    """A copy between host and device, unless it is pinned and does not block."""
+    """Returns the source of a blocking or unpinned copy between host and device."""
     into, source = (None, args[0]) if name == "_to_copy" else args[:2]
     there = torch.device(kwargs.get("device") or source.device) if into is None else into.device
     if there.type == source.device.type:

@@ -1,4 +1,4 @@
-"""What a later step about the speed of a GPU is to end: waits of the host, and tensors of s x s, with their counts."""
+"""Host syncs and s x s tensors that work on GPU speed has yet to remove, with their counts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ENDS = "megatron/ops/grouped_linear.py:_ends"
 
 
 def _shares(names: Mapping[str, Any], tensor: Tensor) -> list[int]:
-    """The rows that are there, as evenly as they can be."""
+    """Splits the existing rows as evenly as possible."""
     rows, parts = names["rows"].shape[0], tensor.numel()
     return [rows // parts + (part < rows % parts) for part in range(parts)]
 
@@ -57,7 +57,7 @@ KNOWN = (
 
 
 def expected_waits(config: RunConfig, parts: Parts, micro_batches: int, evaluated: int = 0) -> Counter[str]:
-    """Of one step on this rank, and an evaluation of so many micro-batches."""
+    """Known waits of one step on this rank, and of an evaluation of `evaluated` micro-batches."""
     parallel, moe = parts.engine.parallel, config.moe
     layers = sum(isinstance(module, MoE) for module in parts.engine.model.modules())
     again = 2 if config.recompute.recompute_granularity == "full" or "moe" in config.recompute.modules else 1
@@ -83,7 +83,7 @@ def expected_waits(config: RunConfig, parts: Parts, micro_batches: int, evaluate
 
 @dataclass(frozen=True)
 class Square:
-    """A place that makes tensors of s x s, at most so many in each forward pass of a layer."""
+    """A place that allocates s x s tensors, at most so many per forward pass of a layer."""
 
     place: str
     why: str
@@ -103,7 +103,7 @@ SQUARES = (
 
 
 def expected_squares(config: RunConfig) -> set[str]:
-    """The places, on any rank, that a layout may not do without today."""
+    """Places where a layout still allocates s x s tensors, on any rank."""
     model, parallel, data = config.model, config.parallel, config.data
     masked = model.window is not None or data.reset_attention_mask
     kind = parallel.cp_attention if parallel.context_parallel_size > 1 else "whole"

@@ -1,4 +1,4 @@
-"""Bytes that a rank sends in a step: what its recording shows, and the formulas that docs/scale.md states."""
+"""Bytes that a rank sends in a step: as recorded, and by the formulas of docs/scale.md."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ACTIVATION, GRADIENT = 2, 4  # bytes: bf16 and fp32
 
 
 def sent(kind: str, given: int, members: int) -> Fraction:
-    """Bytes that leave a rank which gives so many, by algorithms that move no more than they must (a ring's)."""
+    """Bytes that leave a rank which contributes `given`, for bandwidth-optimal algorithms such as a ring."""
     others = Fraction(members - 1, members)
     factors = {"all_reduce": 2 * others, "reduce_scatter": others, "all_to_all": others, "all_gather": members - 1}
     return given * Fraction(factors[kind])
 
 
 def seen(recording: Recording, layout: Layout) -> dict[str, Fraction]:
-    """By axis, of the second step. The few numbers in double precision, and counts of rows, are left out."""
+    """Bytes of the second step by axis, without numbers in double precision and counts of rows."""
     found: defaultdict[str, Fraction] = defaultdict(Fraction)
     for op in second_step(recording):
         ranks = recording.groups[op.group].ranks
@@ -52,7 +52,7 @@ def second_step(recording: Recording) -> Iterator[Op]:
 
 
 def _axis(op: Op, ranks: tuple[int, ...], layout: Layout) -> str:
-    """The layouts of the test give no two axes of one kind of traffic the same ranks."""
+    """Axis of a collective. No two axes with the same kind of traffic have the same ranks in these layouts."""
     if op.kind == "all_to_all" or (op.dtype == "bfloat16" and ranks in layout.groups("cp")):
         return "cp" if layout.cp > 1 else "ep"
     for name in ("tp", "dp_cp", "expert_dp", "embedding", "shard", "replicate"):
@@ -67,25 +67,25 @@ def _bytes(dtype: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of a GPT with tied embeddings, learned positions and biases, as one rank of a layout runs it."""
+    """Shape of a GPT with tied embeddings, learned positions and biases, as one rank of a layout runs it."""
 
     layers: int
     hidden: int
     kv: int
     """Width of all keys."""
     vocabulary: int
-    """Rows of the table, padding included."""
+    """Rows of the token embedding, padding included."""
     positions: int
     batch: int
     seq: int
     """Tokens of a whole sequence."""
     micro_batches: int
     chunks: int = 1
-    """Stages of a rank."""
+    """Virtual pipeline stages of a rank."""
 
 
 def expected(shape: Shape, layout: Layout, rank: int, *, sp: bool, kind: str, divided: bool) -> Mapping[str, Fraction]:
-    """docs/scale.md, "Bytes between ranks"."""
+    """Bytes by axis; docs/scale.md, "Bytes between ranks", has the formulas."""
     t, c, p, n = layout.tp, layout.cp, layout.pp, layout.dp * layout.cp
     within, instances = layout.shard, layout.instances
     stage = rank // (layout.world_size // p)

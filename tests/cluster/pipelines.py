@@ -1,4 +1,4 @@
-"""Records the real `Pipeline` with stages that compute nothing but say how long they would."""
+"""Records the real `Pipeline` with stages that compute nothing and only declare a duration."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""nccl's rules once more, by another way than the prover's: as a graph of what must happen before what.
+"""Checks NCCL's rules a second time, by another method than the prover: as a graph of what must happen before what.
 
-Nothing here plays anything. A point is a moment of a rank's host or device; all ranks end if no point is before itself,
-and if whatever two ranks do together is done by both. It shares no code with `megatron/prove/order/waits.py` and
+Nothing is replayed. A point is a moment of a rank's host or device. All ranks end if the graph has no cycle and if
+every joint operation is done by all its ranks. No code is shared with `megatron/prove/order/waits.py` and
 `agreement.py`; docs/scale.md has the rules.
 """
 
@@ -18,7 +18,7 @@ Point = tuple[Any, ...]
 
 
 def refusals(recordings: Mapping[int, Recording]) -> list[str]:
-    """What nccl would refuse, hang in or get wrong before any question of timing."""
+    """Lists what NCCL would reject, hang in or compute wrongly whatever the timing."""
     return [*_groups(recordings), *_meetings(recordings), *_results_not_waited_for(recordings)]
 
 
@@ -34,7 +34,7 @@ def hangs(
 
 
 def _meeting_of(rank: int, op: Op, counts: dict[Point, int]) -> Iterator[tuple[Point, Any]]:
-    """(what the sides of a meeting call it, what they must agree on) for each meeting of an operation."""
+    """Meetings of an operation: (key that its sides share, what they must agree on)."""
     if not op.messages:
         counts[op.group] += 1
         yield (op.group, counts[op.group]), (op.kind, op.size, op.dtype, op.detail)
@@ -45,13 +45,13 @@ def _meeting_of(rank: int, op: Op, counts: dict[Point, int]) -> Iterator[tuple[P
 
 
 def _members(recordings: Mapping[int, Recording], rank: int, meeting: Point) -> set[int]:
-    """Those who meet, as far as they were recorded."""
+    """Recorded ranks of a meeting."""
     ranks = meeting[1] if isinstance(meeting[1], tuple) else recordings[rank].groups[meeting[0]].ranks
     return set(ranks) & set(recordings)
 
 
 def _groups(recordings: Mapping[int, Recording]) -> Iterator[str]:
-    """The n-th group of each rank is made in one call of all ranks."""
+    """Checks that all ranks make their n-th group in the same call."""
     made = {rank: list(recording.groups) for rank, recording in recordings.items()}
     for rank, recording in recordings.items():
         for place, (name, group) in enumerate(recording.groups.items()):
@@ -84,7 +84,7 @@ def _results_not_waited_for(recordings: Mapping[int, Recording]) -> Iterator[str
 
 
 class _Before:
-    """`points`: for each, those that come before it. A host point is passed, a device point starts or ends."""
+    """`points` maps each point to those before it. A host point is passed; a device point starts or ends."""
 
     def __init__(
         self, recordings: Mapping[int, Recording], waits_block: bool, one_queue: bool, collectives_connect: bool
@@ -103,7 +103,7 @@ class _Before:
             by_rank.keys() != _members(recordings, next(iter(by_rank)), (*link, 0))
             for link, by_rank in self.arrivals.items()
         )
-        for by_rank in self.arrivals.values():  # nobody passes the first use of a link before all have come to it
+        for by_rank in self.arrivals.values():  # the first use of a link waits for all its ranks
             for here in by_rank.values():
                 self.points[here] |= {self._before(other) for other in by_rank.values() if other != here}
 

@@ -1,4 +1,4 @@
-"""What starting N ranks costs each of them, as functions of N: docs/scale.md states the same formulas."""
+"""Cost per rank of starting N ranks, as functions of N; docs/scale.md states the same formulas."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_groups_of_a_rank_do_not_grow_with_the_ranks(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", COUNTS)
 def test_nccl_makes_all_groups_of_an_axis_in_one_split(world_size: int) -> None:
-    """In one split of the world the ranks of a group give its colour, which torch makes of their numbers: the groups of
-    an axis must have different ones."""
+    """One split of the world makes all groups of an axis. torch derives a group's colour from its ranks, so the colours
+    of an axis must differ."""
     layout, _, _ = COUNTS[world_size]
     for name in (
         "tp",
@@ -98,7 +98,7 @@ def open_sockets() -> int:
 
 
 class CountingStore(dist.Store):
-    """Counts what gloo asks of it."""
+    """Counts the operations that gloo asks for."""
 
     def __init__(self, inner: dist.Store) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def costs(rank: int, size: int, path: Path) -> list[tuple[int, dict[str, int]]]:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts the sockets in /proc")
 def test_costs_of_gloo_groups(tmp_path: Path) -> None:
-    """A group of n: n sockets (one to each other member, one that listens), and 2n + 1 operations of the store."""
+    """A group of n costs each rank n sockets (one to each other member, one listener) and 2n + 1 store operations."""
     size = 8
     for of_world, of_state in run_ranks(size, costs, size, tmp_path / "store"):
         assert of_world == (size, {"set": 1, "get": size, "wait": size})
@@ -162,7 +162,7 @@ def test_costs_of_gloo_groups(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [8, 64])
 def test_meeting_takes_as_many_store_operations_of_a_rank_whatever_their_number(size: int) -> None:
-    """Ranks as threads of this process. The first to come publishes what it has, the last tells the others."""
+    """Ranks are threads of this process. The first to arrive publishes its settings; the last notifies the others."""
     shared = dist.HashStore()
     stores = [CountingStore(shared) for _ in range(size)]
 

@@ -1,5 +1,5 @@
-"""The step of every layout on a fake GPU: the host waits nowhere, no tensor has the size of s x s, and no weight is
-copied, but for what `known_waits.py` names and counts.
+"""Runs a step of every layout on a fake GPU: no host sync, no s x s tensor, no copied weight. `known_waits.py` names
+and counts the exceptions.
 
 The layouts are those of the equivalence suites, in bf16, with sequences so long that s x s is larger than all else.
 """
@@ -28,16 +28,16 @@ SUITES = (test_data_parallel, test_model_parallel, test_context_parallel, test_m
 KINDS = ("num_experts", "window_size", "reset_attention_mask", "recompute_granularity", "moe_expert_capacity_factor")
 LONG = 16384
 SHORTER = 8192
-"""With ring attention, whose blocks of scores are many."""
+"""Sequence length with ring attention, which has many blocks of scores."""
 _BLOCK = 1024  # queries at a time, in ring attention
 _ACROSS_LAYERS = {"zero_stage", "overlap_grad_reduce", "overlap_param_gather", "recompute_granularity", "cuda_graphs"}
-"""Settings with which something passes from layer to layer, or begins in one and ends in another."""
+"""Settings with which data passes between layers, or work begins in one layer and ends in another."""
 _CUTS = {
     *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "moe_layer_freq"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
 }
-"""Settings that say what each of a number of layers is, or where it is."""
+"""Settings that give each layer a kind or a place."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Found:
 
 
 def settings(family: dict[str, Any], axes: dict[str, Any], ranks: int, micro_batches: int = 2) -> dict[str, Any]:
-    """Few micro-batches (of a pipeline as many as it has stages) and layers; everything else is the suite's."""
+    """The suite's settings with few layers and few micro-batches (in a pipeline, one per stage)."""
     pp = axes.get("pipeline_model_parallel_size", 1)
     least = axes.get("microbatch_group_size_per_virtual_pipeline_stage", pp)
     model_parallel = pp * axes.get("tensor_model_parallel_size", 1) * axes.get("context_parallel_size", 1)
@@ -88,8 +88,8 @@ def settings(family: dict[str, Any], axes: dict[str, Any], ranks: int, micro_bat
 
 
 def few_layers(names: set[str], pp: int, ring: bool) -> dict[str, Any]:
-    """One layer on each stage: the next does the same. Two where something passes between them; as many as the suite
-    has where it says what each is."""
+    """One layer per stage, because the next does the same. Two if something passes between layers; the suite's number
+    if its settings give each layer a kind or a place."""
     if names & _CUTS:
         return {}
     if (ring and pp == 1) or not names & _ACROSS_LAYERS:
@@ -99,8 +99,8 @@ def few_layers(names: set[str], pp: int, ring: bool) -> dict[str, Any]:
 
 @cache
 def cases() -> tuple[Case, ...]:
-    """Every layout of every suite once with each kind of model; of a pipeline its first and its last stage. What adds
-    a second micro-batch to the first is the same in all of them, and in the data-parallel suite and the variants."""
+    """Every layout of every suite, once with each kind of model, on the first and last stage of a pipeline. Only the
+    data-parallel suite runs a second micro-batch: it adds the same everywhere."""
     kinds: dict[tuple[Any, ...], Case] = {}
     for suite in SUITES:
         micro_batches = 2 if suite is test_data_parallel else 1
@@ -114,7 +114,7 @@ def cases() -> tuple[Case, ...]:
 
 
 def longest_row(config: RunConfig, padded_vocabulary: int) -> int:
-    """Numbers of one token in any one tensor."""
+    """Largest number of elements per token in any one tensor."""
     model, moe = config.model, config.moe
     widths = [padded_vocabulary, 3 * model.hidden_size, 2 * model.ffn_size]
     if moe.num_experts:
@@ -124,7 +124,7 @@ def longest_row(config: RunConfig, padded_vocabulary: int) -> int:
 
 
 def largest_allowed(config: RunConfig, padded_vocabulary: int) -> int:
-    """Bytes: a row of fp32 for every token, or a block of ring attention's scores."""
+    """Bytes of an fp32 row for every token, or of a block of ring attention's scores if that is more."""
     seq, cp = config.data.seq_length, config.parallel.context_parallel_size
     allowed = 4 * seq * longest_row(config, padded_vocabulary)
     if cp > 1 and config.parallel.cp_attention == "p2p":
@@ -135,7 +135,7 @@ def largest_allowed(config: RunConfig, padded_vocabulary: int) -> int:
 
 
 def copies_allowed(parts: Parts) -> int:
-    """Bytes: the grouped product of a layer's experts takes their weights side by side; one matrix at a time."""
+    """Bytes of weights that may be copied: grouped products put the matrices of a layer's experts side by side."""
     experts = [module for module in parts.engine.model.modules() if isinstance(module, Experts)]
     sizes = [sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in experts]
     return max(sizes, default=0)
@@ -230,7 +230,7 @@ def variants() -> dict[str, Found]:
 
 
 def test_no_variant_of_a_step_waits_or_copies(variants: dict[str, Found]) -> None:
-    """Evaluation, half precision with a scale that moves, dropout, recomputation, divided state, graphs."""
+    """Covers evaluation, fp16 with a dynamic loss scale, dropout, recomputation, sharded state and graphs."""
     waits = {name: (one.waits, one.expected) for name, one in variants.items() if one.waits != one.expected}
     rest = {name: one for name, one in variants.items() if not same_places(one) or one.copied.size > one.allowed_copies}
     assert not waits and not rest, (waits, rest)
@@ -273,7 +273,7 @@ TENSORS = flags(**settings(GPT2, layout(tp=2), 2))
 
 
 def test_twice_the_sequence_moves_at_most_twice_the_bytes() -> None:
-    """Attention apart, whose kernels read keys and values again, and which is counted with what it reads once."""
+    """Attention kernels re-read keys and values; attention is counted as reading each once."""
     for axes in (layout(tp=2, **SP), layout(pp=2), {"context_parallel_size": 2, "cp_comm_type": "a2a"}):
         short, long = (
             {**settings(GPT2, axes, 2), "seq_length": s, "max_position_embeddings": LONG} for s in (4096, 8192)
@@ -283,13 +283,13 @@ def test_twice_the_sequence_moves_at_most_twice_the_bytes() -> None:
 
 
 def test_only_the_batch_comes_from_the_host_and_only_the_outcome_goes_there() -> None:
-    """Tokens, labels and positions of 8 bytes each, weights of 4, the sample's number; five numbers of the step."""
+    """Copied in: tokens, labels, positions (8 bytes each), loss weights (4), the sample's number; out: five numbers."""
     found = watched(Case(2, 1, tuple(TENSORS)))
     assert found.host_bytes == 2 * (LONG * (8 + 8 + 8 + 4) + 8) + 5 * 8
 
 
 def test_the_exchange_of_reasons_to_stop_is_read_a_step_later() -> None:
-    """Two outcomes of steps and, after the second, what was exchanged after the first: that a rank had a signal."""
+    """The host reads two outcomes and, after the second, what the ranks exchanged after the first: one had a signal."""
     argv = [*TENSORS, "--exit-signal-handler", "--exit-duration-in-mins", "1000"]
     with fake_parts(argv, 1, 2) as parts, Watch(KNOWN) as watch:
         reason = parts.trainer.fit()

@@ -1,6 +1,6 @@
-"""Every layout that the equivalence suite knows: all members of each communicator do the same in the same order, and no
-rank waits for ever, from the start of a run over two steps, evaluations and a save to its stop, and in a run that goes
-on from a checkpoint."""
+"""Every layout of the equivalence suites: all members of a communicator issue the same operations in the same order,
+and no rank waits for ever. A new run starts, makes two steps, evaluates, saves and stops; another resumes from a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ SUITES = (
 
 
 def cases(suite: Any) -> list[Case]:
-    """(ranks, family, axes), each layout once: models differ in what they compute, not in whom they talk to."""
+    """(ranks, family, axes), each layout once: models differ in what they compute, not in which ranks communicate."""
     found: dict[str, Case] = {}
     for ranks, some in suite.CASES.items():
         for family, axes in some:
@@ -67,7 +67,7 @@ def cases(suite: Any) -> list[Case]:
 
 
 def few_batches(ranks: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Two rounds of the pipeline, or the few that there are; without a pipeline two micro-batches."""
+    """Two rounds of the pipeline, or fewer if the batch has fewer; without a pipeline two micro-batches."""
     whole = {**TINY, **settings}
     enough = two_rounds(ranks, whole)
     piped = whole.get("pipeline_model_parallel_size", 1) > 1
@@ -81,7 +81,7 @@ def recorded(ranks: int, **settings: Any) -> ClusterRecording:
 
 
 class Saved:
-    """The checkpoints that runs go on from, each saved once for all layouts of the same training."""
+    """Checkpoints that runs resume from, each saved once for all layouts of the same training."""
 
     def __init__(self, parent: Path) -> None:
         self._parent = parent
@@ -106,7 +106,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 def runs(
     ranks: int, copies: list[int] | None = None, saved: Saved | None = None, **settings: Any
 ) -> dict[str, ClusterRecording]:
-    """A new run, and one that goes on."""
+    """Records a new run and, with `saved`, a resumed one."""
     torch.set_num_threads(1)
     config = parse_args(flags(**{**EVERYTHING, **settings, **TWO_STEPS}))
     before = None if saved is None else saved.before(config)
@@ -129,7 +129,7 @@ def test_no_layout_of_the_equivalence_suite_hangs(suite: Any, saved: Saved) -> N
 
 
 def test_no_layout_of_muon_hangs(saved: Saved) -> None:
-    """All ranks are played: the replica that computes a matrix sends it to its own ranks, so replicas differ."""
+    """All ranks are played: the replica that computes a matrix sends it to its peers, so replicas differ."""
     found = {}
     for ranks, some in test_optimizers.CASES.items():
         for settings in ({**family, **axes} for family, axes in some if family["optimizer"] == "muon"):
@@ -141,7 +141,7 @@ def test_no_layout_of_muon_hangs(saved: Saved) -> None:
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
-# What decides the operations besides the layout: what is asked for, and what the numbers are like.
+# Settings other than the layout that change the operations: features, and the values that arise.
 TP2 = {"tensor_model_parallel_size": 2}
 MOE = {"disable_bias_linear": True, "num_experts": 4, "expert_model_parallel_size": 2}
 BETWEEN = {"save": "?", "non_persistent_save_interval": 1}
@@ -204,8 +204,8 @@ WORLDS: list[tuple[int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("ranks", "axes"), WORLDS)
 def test_every_rank_does_what_its_class_does(ranks: int, axes: dict[str, Any], tmp_path: Path) -> None:
-    """All ranks of small worlds: their place among the replicas decides nothing, and rank 0, which writes and logs
-    everything there is, asks for nothing more than the others of its class."""
+    """All ranks of small worlds. A rank's place among the replicas changes nothing. Rank 0, which writes and logs
+    everything, calls nothing more than the others of its class."""
     layout = parse_args(flags(**axes)).parallel.layout(ranks)
     the_rest = [rank for rank in range(ranks) if representative(layout, rank) != rank]
     files = {"metrics_jsonl": tmp_path / "metrics.jsonl", "data_table_path": tmp_path / "table"}
@@ -230,8 +230,8 @@ def test_every_rank_does_what_its_class_does(ranks: int, axes: dict[str, Any], t
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )
 def test_thousands_of_ranks(ranks: int, axes: dict[str, Any], programs: list[int], copies: list[int]) -> None:
-    """One rank of each class stands for the others; the next replica's first on both ends of the
-    pipeline and the last of all do the same."""
+    """One rank stands for each class. The next replica's first rank at both ends of the pipeline and the last of all
+    ranks do the same as theirs."""
     batch = {"num_layers": 4, "micro_batch_size": 1, "global_batch_size": ranks, "eval_iters": 0}
     cluster = recorded(ranks, **batch, **axes)
     assert cluster.findings() == [] and sorted(cluster.copies) == copies

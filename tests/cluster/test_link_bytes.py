@@ -1,4 +1,4 @@
-"""Bytes that a rank sends over the links of each axis in a step: recordings of real steps against formulas."""
+"""Bytes that a rank sends over each axis in a step: recordings of real steps against formulas."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def test_bytes_are_those_of_the_formulas(ranks: int, axes: dict[str, Any]) -> No
 
 
 def test_experts_send_every_chosen_row_there_and_back_twice() -> None:
-    """Forward and backward. A rank's own rows are its tokens times the experts of each, whatever the router decides;
-    what it sends back is what others chose to send here, as many in the mean of all ranks."""
+    """Forward and backward. A rank sends its tokens times the experts of each, whatever the router decides. It sends
+    back the rows that others sent here: on average as many."""
     experts = {"num_experts": 4, "expert_model_parallel_size": 2, "disable_bias_linear": True, "moe_router_topk": 2}
     cluster = recorded(4, **experts, global_batch_size=8)
     rows = MODEL["micro_batch_size"] * MODEL["seq_length"] * 2

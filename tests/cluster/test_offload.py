@@ -1,4 +1,4 @@
-"""A step whose optimizer is offloaded, on a fake GPU: the host waits for the decision and the gradients alone."""
+"""A step with an offloaded optimizer, on a fake GPU: the host waits only for the decision and the gradients."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_without_its_exceptions_the_wait_is_found() -> None:
 def test_what_the_ranks_send_of_the_state_is_on_the_device(
     monkeypatch: pytest.MonkeyPatch, fraction: float, stage: int
 ) -> None:
-    """The groups below the world have the device's backend alone, which takes no tensors of the host."""
+    """Groups below the world have only the device's backend, which does not take host tensors."""
     sent: list[torch.device] = []
     for name in ("broadcast", "all_reduce"):
         monkeypatch.setattr(torch.distributed, name, lambda tensor, *_, **__: sent.append(tensor.device))
@@ -80,7 +80,7 @@ SHARDS = (
 
 
 def shards(**changes: object) -> list[str]:
-    """Parameters on the host; tensor parallelism, since a model that is not split is made with its memory here."""
+    """Parameters on the host. Tensor parallelism is on, because an unsplit model is allocated in real memory here."""
     settings = {"zero_stage": 3, "remote_device": "cpu", "optimizer_cpu_offload": False, **changes}
     return argv(**{"tensor_model_parallel_size": 2, "global_batch_size": 2, "micro_batch_size": 1, **settings})
 

@@ -1,5 +1,5 @@
-"""Pipelines of 2 to 16 stages never hang under the rules of nccl and CUDA, in any schedule, and the order of operations
-that makes it so costs no time."""
+"""Pipelines of 2 to 16 stages never hang under the rules of NCCL and CUDA, in any schedule. The order of operations
+that ensures this costs no time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_no_pipeline_hangs(name: str) -> None:
 
 @pytest.mark.parametrize("shape", [(2, 5, 2, 3), (2, 7, 3, 5), (4, 12, 2, 6), (4, 9, 2, 5), (5, 6, 2, 6)])
 def test_no_pipeline_hangs_or_waits_in_larger_groups(shape: tuple[int, int, int, int]) -> None:
-    """(ranks, micro-batches, chunks, group). With one queue a receive that was posted early is waited for."""
+    """(ranks, micro-batches, chunks, group). With one queue, a receive that was posted early delays what follows."""
     ranks, micro_batches, chunks, group = shape
     recordings = record_pipeline("interleaved", ranks, micro_batches, chunks, STEPS, group)
     assert disagreements(recordings) == []
@@ -57,7 +57,7 @@ def test_no_pipeline_hangs_or_waits_in_larger_groups(shape: tuple[int, int, int,
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("rules", [INDEPENDENT, ONE_QUEUE], ids=["own queues", "one queue"])
 def test_no_time_is_lost_to_the_order(name: str, rules: Rules) -> None:
-    """The recorded pipeline takes as long as its schedule does on paper, where nothing but data is waited for."""
+    """The recorded pipeline takes as long as its schedule on paper, which waits for data only."""
     backward = 1.0 if name == "zero-bubble" else 2.0
     for ranks, groups in ((2, 4), (4, 4), (8, 2)):
         chunks = 2 if name == "interleaved" else 1
@@ -90,13 +90,13 @@ def stuck(recordings: Mapping[int, Recording], rules: Rules) -> str:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_launches_that_block_hang_a_pipeline(name: str) -> None:
-    """Why CUDA_LAUNCH_BLOCKING=1 is refused."""
+    """Shows why CUDA_LAUNCH_BLOCKING=1 is rejected."""
     found = stuck(record_pipeline(name, 2, 4, 2 if name == "interleaved" else 1), LAUNCH_BLOCKS)
     assert "rank 0 waits for receive from rank 1" in found, found
 
 
 def test_planted_links_that_connect_in_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stage 0's first operation is the receive of a gradient, stage 1's that of an activation."""
+    """Stage 0's first operation receives a gradient, stage 1's an activation."""
     monkeypatch.setattr(Links, "connect", lambda self, device: None)
     recordings = record_pipeline("1f1b", 4, 8)
     found = stuck(recordings, INDEPENDENT)
@@ -132,7 +132,7 @@ def test_planted_one_group_for_all_links_of_a_kind() -> None:
 
 def test_planted_a_schedule_that_deadlocks(monkeypatch: pytest.MonkeyPatch) -> None:
     def hasty(ranks: int, rank: int, micro_batches: int, chunks: int) -> list[Action]:
-        """Stage 1 goes on forward where the others go back."""
+        """Stage 1 runs forward where the others run backward."""
         actions = one_forward_one_backward(ranks, rank, micro_batches, chunks)
         return sorted(actions, key=lambda action: action.kind == "B") if rank == 1 else actions
 
@@ -142,8 +142,8 @@ def test_planted_a_schedule_that_deadlocks(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_planted_a_stage_that_runs_ahead_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found with two micro-batches for each stage, as here; with two more than stages, to which `check_layout.py
-    --cluster` cuts a long pipeline, the stage only runs all forward passes first, which no queue minds."""
+    """Needs two micro-batches per stage, as here. With two more than stages, to which `check_layout.py --cluster` cuts
+    a long pipeline, the stage merely runs all forward passes first; no queue hangs."""
 
     def ahead(ranks: int, rank: int, micro_batches: int, chunks: int) -> list[Action]:
         actions = one_forward_one_backward(ranks, rank, micro_batches, chunks)
@@ -163,7 +163,7 @@ def test_planted_groups_in_another_order_whatever_their_names() -> None:
 
 
 def test_planted_a_swapped_receive_is_found() -> None:
-    """The tensors have the same shape, so nccl would deliver the wrong ones without a word."""
+    """The tensors have the same shape, so NCCL would silently deliver the wrong ones."""
     recordings = record_pipeline("1f1b", 3, 6)
     events = list(recordings[1].events)
     first, second = [

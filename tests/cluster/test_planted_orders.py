@@ -1,4 +1,4 @@
-"""What the proof of the order is worth: each planted fault is found."""
+"""Every planted fault in the order of operations is found."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SETTINGS = {"num_layers": 4, "tensor_model_parallel_size": 2, "pipeline_model_pa
 
 
 def test_planted_weights_gathered_in_another_order_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ZeRO-1: the next forward pass asks for the gathers; rank 1 takes them the other way round."""
+    """ZeRO-1: the next forward pass triggers the gathers; rank 1 issues them in the other order."""
     publish = BucketStore.publish
 
     def other_way_round(self: BucketStore) -> None:
@@ -68,7 +68,7 @@ def test_planted_matrices_brought_together_in_another_order_on_one_rank(monkeypa
 
 
 def test_planted_a_matrix_that_one_rank_takes_for_another_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks deal the matrices without a word: one that deals in another way waits for a result from another."""
+    """The ranks deal the matrices without communicating: one that deals differently waits for another's result."""
     deal = matrices.deal
 
     def shifted(those: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def test_planted_a_collective_left_out_on_one_class(monkeypatch: pytest.MonkeyPa
 
 
 def test_planted_a_collective_of_the_last_stages_first_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a world of which not all ranks are recorded, and none of its data-parallel group but itself would be."""
+    """Only some ranks of the world are recorded: by default, none of rank 16's data-parallel peers."""
     train_step = Engine.train_step
 
     def asks_more(self: Engine, *given: Any, **more: Any) -> Any:
@@ -190,7 +190,7 @@ def test_planted_a_rank_that_verifies_alone(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_planted_two_ranks_that_ask_two_communicators_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each communicator sees the same operations on all members; it is the order between the two that hangs."""
+    """Each communicator sees the same operations on all members; the order between the two hangs."""
 
     def both(self: Engine, totals: torch.Tensor) -> torch.Tensor:
         tp, pp = self.parallel.tp, self.parallel.pp
@@ -204,7 +204,7 @@ def test_planted_two_ranks_that_ask_two_communicators_in_turn(monkeypatch: pytes
 
 
 def test_foreign_callers_are_seen() -> None:
-    """torch's fully_shard knows nothing of ours; it asks the same process groups."""
+    """torch's fully_shard does not call this project's collectives, but it uses the same process groups."""
     with recorder.recorded(1, 4) as tape:
         parallel = parallel_state.ParallelState.build(Layout(4, tp=2), 1)
         mesh = DeviceMesh.from_group(parallel.dp.group, "cpu")
@@ -217,7 +217,7 @@ def test_foreign_callers_are_seen() -> None:
 
 
 def test_planted_tensors_that_nccl_does_not_take() -> None:
-    """gloo takes the first, and sends the numbers of the second in the order that they have in memory."""
+    """gloo accepts the first, and sends the second in memory order."""
     with recorder.recorded(1, 4):
         dp = parallel_state.ParallelState.build(Layout(4), 1).dp
         with pytest.raises(AssertionError, match=r"all_reduce over world: nccl does not take .* of torch\.int16"):

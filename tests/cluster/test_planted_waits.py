@@ -1,4 +1,4 @@
-"""What the prover of host waits is worth: each planted mistake is found, by the name of its line."""
+"""Every planted host sync is found and its line named."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ QUIET = (
     *(takes_places_of_a_list, takes_places_of_the_host, shows_numbers, writes_a_number, meets_the_others),
     *(empties_the_cache, looks_for_errors, draws_by_weight),
 )
-"""Waits that no number read in Python betrays. All are tried in one step."""
+"""Waits without a number read in Python. All are tried in one step."""
 
 
 def test_waits_inside_torch_are_found() -> None:
@@ -134,7 +134,7 @@ def makes_a_square(x: Tensor) -> Tensor:
 
 
 def test_a_planted_square_is_found() -> None:
-    """One in each of two layers, for each of two micro-batches."""
+    """One square in each of two layers, for each of two micro-batches."""
     argv = tuple(flags(**{**settings(GPT2, layout(tp=2), 2), "num_layers": 2}))
     result = watched(Case(2, 1, argv), lambda parts: in_every_layer(parts, makes_a_square))
     assert result.squares == {"tests/cluster/test_planted_waits.py:makes_a_square": 4} and not same_places(result)

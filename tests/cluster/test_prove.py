@@ -1,4 +1,4 @@
-"""tools/check_layout.py --cluster: the flags of a user, proved in one process, and a launch that hangs found."""
+"""tools/check_layout.py --cluster proves a user's flags in one process and finds a launch that hangs."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def test_what_the_classes_do_and_the_verdict(capsys: pytest.CaptureFixture[str])
 def test_long_pipelines_are_cut_to_what_the_order_needs(
     more: dict[str, Any], layers: int, micro_batches: int, tmp_path: Path
 ) -> None:
-    """Micro-batches that fill a schedule, alternate on every stage and empty it; of equal stages one layer, where
-    nothing begins in one layer and ends in the next."""
+    """Keeps micro-batches that fill a schedule, alternate on every stage and drain it. Keeps one of several equal
+    layers, unless work begins in one layer and ends in the next."""
     longer = {"num_layers": 32, "pipeline_model_parallel_size": 8, "train_iters": 2, "micro_batch_size": 1}
     given = parse_args(flags(**{**longer, "global_batch_size": 1024, **more}))
     config = for_order(given, 64, tmp_path)
@@ -90,7 +90,7 @@ def test_a_launch_that_hangs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 def test_files_that_nothing_is_read_from_need_not_be_there(capsys: pytest.CaptureFixture[str]) -> None:
-    """A cluster's data is not on the machine where its flags are proved."""
+    """The cluster's data need not be on the machine where its flags are proved."""
     argv = [word for word in LAUNCH if word != "--mock-data"]
     argv += ["--vocab-file", "/no/vocab.json", "--merge-file", "/no/merges.txt", "--data-path", "/no/documents"]
     assert main(["--cluster", "64", "--", *argv]) == 0
@@ -98,7 +98,7 @@ def test_files_that_nothing_is_read_from_need_not_be_there(capsys: pytest.Captur
 
 
 def test_workers_record_what_one_process_records(tmp_path: Path) -> None:
-    """Every group of ranks knows what those before it broadcast, whoever recorded them."""
+    """Every group of ranks has what those before it broadcast, whichever worker recorded them."""
     longer = {**EVERY_AXIS, "train_iters": 2, "eval_iters": 1, "eval_interval": 2, "save": "?", "save_interval": 1}
     config = for_order(parse_args(flags(**longer)), 16, tmp_path)
     found = {}

@@ -1,5 +1,5 @@
-"""Start, training, evaluation, save, stop and load, recorded on real ranks over gloo: what a rank does follows from
-what it receives, and sizes that a router decides are compared too."""
+"""Start, training, evaluation, save, stop and load, recorded on real ranks over gloo. What a rank does follows from
+what it receives; sizes that a router decides are compared too."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run_all(rank: int, folder: Path) -> dict[str, tuple[Recording, Recording]]:
 
 
 def train(rank: int, folder: Path, iterations: int, axes: dict[str, Any]) -> Recording:
-    """From the start, or from the checkpoint that is there."""
+    """Starts a new training, or resumes one if its checkpoint exists."""
     save = {"save": str(folder / "steps"), "load": str(folder / "steps") if iterations > 2 else None}
     config = parse_args(flags(**{**COMMON, **few_batches(RANKS, axes, {}), **save, "train_iters": iterations}))
     folder.mkdir(exist_ok=True)

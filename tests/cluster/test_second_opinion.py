@@ -1,5 +1,5 @@
-"""The prover against a second opinion, which knows the same rules of nccl and shares no code with it: on recorded
-schedules, on faults of seven kinds planted at random places, and on random changes of the order that may do no harm."""
+"""Compares the prover with a second opinion, which has the same rules of NCCL but none of the prover's code. Inputs are
+recorded schedules, seven kinds of faults at random places, and random harmless changes of the order."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def other_dtype(random: Random, recordings: Recordings, rank: int) -> Recordings
 
 
 def swapped(recordings: Recordings, rank: int, one: int, other: int, *names: str) -> Recordings:
-    """Two operations exchange what they ask for, and keep their places and waits."""
+    """Swaps the arguments of two operations; their places and waits stay."""
     events = list(recordings[rank].events)
     a, b = events[one], events[other]
     events[one] = replace(a, **{name: getattr(b, name) for name in names})  # type: ignore[type-var]
@@ -171,7 +171,7 @@ def groups_in_another_order(random: Random, recordings: Recordings, rank: int) -
 
 
 def crossed(random: Random, recordings: Recordings, rank: int) -> Recordings | None:
-    """Two collectives, each waited for at once, the other way round: another rank asks for them in the right order."""
+    """Swaps two collectives, each waited for at once; another rank issues them in the original order."""
     events: Any = list(recordings[rank].events)
     groups = recordings[rank].groups
     found = [
@@ -214,7 +214,7 @@ def test_both_find_every_planted_fault(fault: Fault, recorded: dict[str, Recordi
 
 
 def reordered(random: Random, recordings: Recordings) -> Recordings:
-    """An event of a rank comes later, but not behind its own wait or the next operation of its communicator."""
+    """Moves an event of a rank later, but not past its own wait or the next operation of its communicator."""
     rank = random.choice(list(recordings))
     events = list(recordings[rank].events)
     begin = random.randrange(len(events) - 1)
@@ -249,7 +249,7 @@ def test_both_find_links_that_connect_in_the_first_step(monkeypatch: pytest.Monk
 
 
 def test_both_find_collectives_that_connect_after_their_groups_first_use() -> None:
-    """Two ranks hand over two sums the other way round, on communicators that both have used before."""
+    """Two ranks issue two sums in opposite order, on communicators that both have used before."""
     groups = {name: Communicator(name, (0, 1)) for name in "ab"}
 
     def program(rank: int, order: str) -> Recording:
@@ -265,7 +265,7 @@ def test_both_find_collectives_that_connect_after_their_groups_first_use() -> No
 
 
 def test_time_says_nothing_of_order(recorded: dict[str, Recordings]) -> None:
-    """However long a computation takes: only what is before what counts."""
+    """Durations of computations do not matter; only the order does."""
     recordings = {
         rank: replace(r, events=[Compute(0.0) if isinstance(event, Compute) else event for event in r.events])
         for rank, r in recorded["1f1b"].items()

@@ -1,4 +1,4 @@
-"""Every axis and every schedule trains what one process trains where `wait()` orders and does not block, as on nccl."""
+"""Every axis and schedule trains what one process trains when `wait()` only orders and does not block, as on NCCL."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def gathered_weights_not_waited_for(parts: Parts) -> None:
 
 
 def instances_summed_too_early(parts: Parts) -> None:
-    """Before their own sums have arrived."""
+    """Sums the instances before their own sums have arrived."""
 
     def start(self: Bucket) -> None:
         early = collectives.start_all_reduce(self.buffer[slice(*self.chunk)], self.replicas)
@@ -219,7 +219,7 @@ def instances_summed_too_early(parts: Parts) -> None:
 
 
 def sends_not_kept(parts: Parts) -> None:
-    """A stage's output may be freed while it is sent: nobody keeps it until then."""
+    """Drops the reference to a stage's output while it is being sent, so that it may be freed."""
 
     class Forgetful(deque[Any]):
         def append(self, item: Any) -> None: ...

@@ -1,4 +1,4 @@
-"""What the data-parallel ranks send in one step of each stage of ZeRO, counted at the process group."""
+"""Elements that the data-parallel ranks send in one step at each stage of ZeRO, counted at the process group."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ PADDED = -(-PARAMETERS // (64 * RANKS)) * 64 * RANKS / PARAMETERS  # chunks of s
 PADDED_WITHIN = -(-PARAMETERS // (64 * (RANKS // 2))) * 64 * (RANKS // 2) / PARAMETERS
 INSTANCES = {"num_distributed_optimizer_instances": 2}
 WITHIN = RANKS // 2
-"""Ranks of an instance: a sum between instances is of the part that a rank updates."""
+"""Ranks of an instance. Instances sum only the part that a rank updates."""
 
 
 def sent_in_a_step(**settings: Any) -> float:
-    """Elements that the data-parallel ranks send, in units of a reduce-scatter of all gradients. An all-reduce is
-    two: a reduce-scatter, and an all-gather of its result."""
+    """Elements that the data-parallel ranks send, in units of a reduce-scatter of all gradients. An all-reduce is two
+    units: a reduce-scatter, and an all-gather of its result."""
     torch.set_num_threads(1)
     argv = flags(**LLAMA_SHAPE, ffn_hidden_size=128, vocab_size=96, micro_batch_size=1, kernels="ref", **settings)
     recording = record_clusters({"a run": parse_args(argv)}, RANKS, pretrain_gpt())["a run"].programs[0]
@@ -48,7 +48,7 @@ def first_step(recording: Recording) -> list[Op]:
 
 
 def units(op: Op, recording: Recording) -> int:
-    """What is left out are numbers: the loss, the norm."""
+    """Leaves out single numbers: the loss, the norm."""
     if op.size < 32:
         return 0
     ranks = len(recording.groups[op.group].ranks)
@@ -80,7 +80,7 @@ def test_what_a_step_sends(settings: Mapping[str, Any], micro_batches: int, expe
 
 @pytest.mark.parametrize("keep_gathered", [True, False])
 def test_what_fully_shard_sends_is_in_the_log_of_its_axis(keep_gathered: bool) -> None:
-    """Which the heartbeat reads: a rank that hangs in such a collective is named by it."""
+    """The heartbeat reads this log to name a rank that hangs in such a collective."""
     with recorded(1, RANKS) as tape:
         parallel = ParallelState.build(Layout(RANKS, tp=2), 1)
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))

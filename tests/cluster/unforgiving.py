@@ -1,8 +1,8 @@
-"""A backend as unforgiving as nccl, on gloo: `wait()` orders and does not block.
+"""A gloo backend as unforgiving as NCCL: `wait()` orders and does not block.
 
-What an operation receives is NaN until it has been waited for and another operation follows; what it sends, and where
-it receives, belongs to it until then. Whoever reads a result too early, writes to what is being sent, frees a buffer in
-flight or never waits is named: the line, and the operation that was in flight there.
+A receive buffer holds NaN until it was waited for and another operation follows. Until then, send and receive buffers
+belong to the operation. These are errors, which name the line and the operation in flight: a result that is read too
+early, a write to a buffer that is being sent, a freed buffer in flight, a missing wait.
 
     with unforgiving():                       # before ranks are forked
         run_ranks(4, body)
@@ -35,12 +35,12 @@ _LOOK_AT_SHAPES |= {"detach", "alias", "ones_like", "new_ones"}
 
 
 class Unforgiven(AssertionError):
-    """What works on gloo and would not on nccl."""
+    """Something that works on gloo and would not on NCCL."""
 
 
 @dataclass(frozen=True)
 class _Region:
-    """The bytes of a tensor, without keeping it alive."""
+    """Bytes of a tensor, without keeping it alive."""
 
     storage: weakref.ref[Any]
     key: int
@@ -70,7 +70,7 @@ class _Region:
 
 @dataclass
 class _Flight:
-    """An operation from its issue to the first one after its wait: the tensors, and gloo's own copies of them."""
+    """An operation from its issue to the first one after its wait, with its tensors and gloo's own copies of them."""
 
     what: str
     place: Place
@@ -93,7 +93,7 @@ class _Work:
         return True
 
     def is_completed(self) -> bool:
-        """Never before it is waited for: nobody may count on it."""
+        """Returns False until it is waited for: code must not rely on earlier completion."""
         return self.flight.waited
 
     def is_success(self) -> bool:
@@ -102,7 +102,7 @@ class _Work:
 
 @dataclass
 class Order:
-    """The operations of one rank in the order in which it issues them."""
+    """Operations of one rank in the order in which it issues them."""
 
     flying: list[_Flight] = field(default_factory=list)
     arriving: list[_Flight] = field(default_factory=list)
@@ -115,7 +115,7 @@ class Order:
         out_of: Sequence[Tensor],
         start: Callable[[list[Tensor], list[Tensor]], Any],
     ) -> _Work:
-        """`start` is given gloo's own tensors. What is both sent and received is in `into` alone."""
+        """`start` gets gloo's own tensors. A tensor that is both sent and received is in `into` only."""
         self.arrive()
         for tensor in (*into, *out_of):
             self.check(lambda: f"{what} by {_caller()}", [tensor], [])
@@ -125,7 +125,7 @@ class Order:
             )
             regions = [[_Region.of(t) for t in ts] for ts in (into, out_of)]
             sent = [
-                (region, data)  # where one is a part of the other, what is received there replaces it
+                (region, data)  # overlapping memory: the received data replaces it
                 for region, data in zip(regions[1], leaving)
                 if not any(region.touches(other) for other in regions[0])
             ]
@@ -153,7 +153,7 @@ class Order:
                     raise Unforgiven(f"{flight}: what it sends was changed before its wait()")
 
     def arrive(self) -> None:
-        """Before an operation that comes after waits: their data is there."""
+        """Delivers the data of operations that were waited for, before the next operation."""
         if self.mistakes:
             raise Unforgiven(self.mistakes[0])
         if not self.arriving:
@@ -169,7 +169,7 @@ class Order:
                         tensor.copy_(data)
 
     def check(self, what: Callable[[], str], reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        """Neither may touch what is in flight, except that what is being sent may be read. `what` says who does it."""
+        """Raises if reads or writes touch a buffer in flight; a send buffer may be read. `what` names the code."""
         if not self.flying:
             return
         written = [_Region.of(tensor) for tensor in writes]
@@ -213,7 +213,7 @@ class _Watch(TorchDispatchMode):
 
 
 class _Group(dist.ProcessGroup):
-    """gloo, with tensors of its own."""
+    """gloo with its own copies of the tensors."""
 
     def __init__(self, order: Order, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
@@ -275,7 +275,7 @@ class _Group(dist.ProcessGroup):
 
 @contextlib.contextmanager
 def unforgiving() -> Iterator[None]:
-    """Ranks that are forked inside have the backend in gloo's place."""
+    """Replaces gloo by this backend in ranks that are forked inside."""
     begin = dist.init_process_group
 
     def init(backend: str, **settings: Any) -> None:
@@ -294,7 +294,7 @@ def _group(order: Order, store: Any, rank: int, size: int, timeout: Any) -> _Gro
 
 @contextlib.contextmanager
 def order_of_operations() -> Iterator[Order]:
-    """Watches this rank's operations; what a device copies to the host in their order (`tolist`, `cpu`) is one too."""
+    """Watches this rank's operations, including device-to-host copies in stream order (`tolist`, `cpu`)."""
     world = dist.group.WORLD
     assert isinstance(world, _Group)
     order = world.order
@@ -322,5 +322,5 @@ def _poison(tensor: Tensor) -> None:
 
 
 def _caller() -> Place:
-    """Without the names there, which would keep alive what may be freed."""
+    """Place of the caller, without its names: they would keep alive what may be freed."""
     return replace(here(beyond=_COLLECTIVES), names={})

@@ -1,4 +1,4 @@
-"""One rank for test_launchers.py: joins, sums over the ranks, prints what it knows as JSON, leaves."""
+"""One rank of test_launchers.py: joins, sums over the ranks, prints what it knows as JSON, leaves."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A number that goes bad on one rank alone, in its part of a layer or on its stage: all ranks stop in that step with
-the same words, or all leave the step out and lower the loss scale, and none of them goes on by itself."""
+"""A number goes bad on one rank, in its shard of a layer or on its stage. Either all ranks stop in that step with the
+same message, or all skip the step and lower the loss scale."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOT_FINITE = r"a gradient is not finite \(in samples 8 to 15\)"
 
 
 def bad_from_step_2(rank: int, argv: list[str], where: int, kind: str, name: str) -> tuple[list[Any], str]:
-    """(skipped, loss scale) of every step, and the error that ended them."""
+    """(skipped, loss scale) of every step, and the message of the error that ended the run."""
     torch.set_num_threads(1)
     _, parts = make_parts(argv, rank=rank, world_size=RANKS)
     steps: list[Any] = []
@@ -75,7 +75,7 @@ def test_all_ranks_stop_and_name_the_one(where: int, kind: str, name: str, said:
 
 
 def test_an_overflow_on_one_stage_is_skipped_by_all() -> None:
-    """Two overflows lower the scale (--hysteresis 2), and it is the same everywhere."""
+    """Two overflows lower the scale (--hysteresis 2) on all ranks."""
     fp16 = {"fp16": True, "initial_loss_scale": 2.0**10}
     ended = run_ranks(RANKS, bad_from_step_2, flags(**LAYOUT, **fp16), 3, "inf", GRADIENT)
     expected = [(False, 1024.0), (True, 1024.0), (True, 1024.0), (True, 512.0)]
@@ -84,7 +84,7 @@ def test_an_overflow_on_one_stage_is_skipped_by_all() -> None:
 
 @pytest.mark.parametrize("where", [1, 3])
 def test_divided_gradients_are_looked_at_by_those_that_hold_them(where: int) -> None:
-    """With ZeRO-1 the sum is on one of the two data-parallel ranks, whichever of them went wrong."""
+    """ZeRO-1 keeps the sum on one of the two data-parallel ranks, whichever rank the bad number came from."""
     layout = {"tensor_model_parallel_size": 2, "num_layers": 4, "zero_stage": 1}
     ended = run_ranks(RANKS, bad_from_step_2, flags(**layout), where, "nan", GRADIENT)
     assert all(steps == [(False, 1.0)] for steps, _ in ended)

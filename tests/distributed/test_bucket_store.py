@@ -1,4 +1,4 @@
-"""Data parallel against one process that sees the whole batch, in fp64; and against torch's own DDP."""
+"""Data parallelism in fp64 against one process that sees the whole batch, and against torch's own DDP."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_planted_bugs_are_seen(plant: Callable[[pytest.MonkeyPatch], None], monk
 
 
 def against_torch_ddp(rank: int) -> float:
-    """The mean over ranks that DDP takes is our sum over 2 ranks, halved."""
+    """DDP averages over the ranks: half of our sum over 2 ranks."""
     ours, theirs = make_model(torch.float32), make_model(torch.float32)
     state = ParallelState.build(Layout(2), rank)
     grads = BucketStore(ours.named_parameters(), state.dp)
@@ -178,7 +178,7 @@ def test_equals_torch_ddp() -> None:
 
 
 def half_grads(rank: int, dtype: torch.dtype) -> tuple[float, bool]:
-    """Half gradients of several micro-batches are added in fp32: the sum of the single ones, exactly."""
+    """Half-precision gradients of several micro-batches are added in fp32, exactly the sum of the single ones."""
     model = make_model(dtype)
     state = ParallelState.build(Layout(2), rank)
     grads = BucketStore(model.named_parameters(), state.dp)
@@ -205,7 +205,7 @@ def test_half_gradients_add_up_in_fp32(dtype: torch.dtype) -> None:
 
 
 def uneven_use(rank: int) -> list[float]:
-    """A layer that only one rank uses, under overlap: the collectives still match, and the other adds zero."""
+    """Only one rank uses a layer, under overlap: the collectives still match, and the other rank adds zero."""
     torch.manual_seed(0)
     layers = nn.ModuleList([nn.Linear(3, 3).double() for _ in range(3)])
     state = ParallelState.build(Layout(2), rank)
@@ -242,7 +242,7 @@ def test_broadcast_parameters_takes_the_first_ranks() -> None:
 
 
 def own_group(rank: int) -> float:
-    """A group that the user made: ranks 1 and 3 of 4."""
+    """The user's own process group: ranks 1 and 3 of 4."""
     group = torch.distributed.new_group([1, 3])
     if rank not in (1, 3):
         return 0.0

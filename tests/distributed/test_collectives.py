@@ -83,7 +83,7 @@ def test_two_states_live_side_by_side() -> None:
 
 
 def waits_for_nobody(rank: int) -> float:
-    """The other member never comes to the collective."""
+    """Fails in time if the other member never joins the collective."""
     state = ParallelState.build(Layout(4, tp=2), rank, timedelta(seconds=1))
     begin = time.monotonic()
     if rank == 0:
@@ -97,7 +97,7 @@ def test_groups_keep_the_timeout_they_were_built_with() -> None:
 
 
 def leaves_too_early(rank: int) -> str:
-    """Rank 0 does not come to the end."""
+    """Rank 0 does not reach the shutdown in time."""
     begin, said = time.monotonic(), "left"
     if rank == 0:
         time.sleep(2)
@@ -129,7 +129,7 @@ def test_after_shutdown_an_axis_has_no_group() -> None:
 
 
 class TestHelper:
-    """run_ranks itself: what must not pass."""
+    """Mistakes that run_ranks itself must report."""
 
     def test_a_rank_that_returns_nothing_fails(self) -> None:
         with pytest.raises(RankFailed, match="rank 1 returned None"):

@@ -1,4 +1,4 @@
-"""Two machines must read the same data, whatever its place: they compare it once it is open."""
+"""Two machines must read the same data, in any folder: they compare it once it is open."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def copied(folder: Path, to: Path) -> Path:
 
 
 def train(folders: list[Path], **changes: object) -> list[subprocess.CompletedProcess[str]]:
-    """One process for each machine, as started by hand, with its data in a folder of its own."""
+    """Runs one process per machine, as started by hand, each with its data in its own folder."""
     port = free_port()
     ranks = []
     for rank, folder in enumerate(folders):

@@ -1,4 +1,4 @@
-"""Every rank reads its own share of the same samples, whatever the layout, and waits for nobody to do so."""
+"""Every rank reads its own share of the same samples in every layout, without waiting for other ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rank_process(results: Any, rank: int, arguments: tuple[Any, ...]) -> None:
 
 
 def run_ranks_alone(path: tuple[str, ...], folder: Path, micro: int, size: int, consumed: int) -> list[list[Any]]:
-    """One process per rank with a cache directory of its own, no process group among them; steps of all ranks."""
+    """Steps of all ranks: one process per rank with its own cache directory and without a process group."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     processes = []
@@ -89,7 +89,7 @@ def test_ranks_of_one_machine_share_a_cache_they_build_at_once(tmp_path: Path) -
 
 
 def test_a_sampler_that_overlaps_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted bug: every rank takes the first micro-batch of the block."""
+    """Planted bug: every rank takes the first micro-batch of the block."""
     from megatron.data import sampler
 
     def overlapping(total: int, consumed: int, shape: BlockShape) -> Any:

@@ -1,4 +1,4 @@
-"""A run whose settings come from DeepSpeed's JSON trains, number for number, as one whose flags say the same."""
+"""A run with settings from DeepSpeed's JSON trains exactly as one with the same settings as flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every data-parallel rank writes and reads its share, sends nothing of it, and keeps no records of the others."""
+"""Every data-parallel rank writes and reads its own share; it sends none of it and keeps no records of the others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint_schema_2"  # of two 
 
 @contextmanager
 def counting() -> Iterator[Counter[str]]:
-    """Bytes that this rank writes and reads of a checkpoint, and sends."""
+    """Counts the bytes of a checkpoint that this rank writes and reads, and those that it sends."""
     seen: Counter[str] = Counter()
     write, elements, found_places, encoded = HashingFile.write, StepReader.elements, _Places._places, messages._encoded
 
@@ -47,7 +47,7 @@ def counting() -> Iterator[Counter[str]]:
         return found
 
     def placed(self: _Places, record: TensorRecord, piece: Slice, *what: Any) -> Any:
-        """What is read into memory that is there, while it is hashed."""
+        """Counts bytes that are read straight into existing memory while they are hashed."""
         places = list(found_places(self, record, piece, *what))
         seen["read " + piece.key[0]] += sum(len(memory) for _, _, memory in places)
         return places
@@ -127,7 +127,7 @@ def test_the_weights_file_is_read_alone(tmp_path: Path) -> None:
 
 
 def test_the_weights_file_is_that_of_a_run_of_one_rank(tmp_path: Path) -> None:
-    """But for the optimizer's state, which no converter reads: what opens the one opens the other."""
+    """Apart from the optimizer's state, which no converter reads, both weights files open the same way."""
     run_ranks(RANKS, save_dealt, tmp_path / "four")
     with closing(RunHistory("one")) as history:
         parallel = ParallelState.build(Layout(1), 0)
@@ -185,7 +185,7 @@ SETTINGS: dict[str, Any] = {"bf16": True, "optimizer": "adam", "train_iters": 2,
 
 
 def save_and_load(rank: int, folder: Path, stage: int) -> tuple[Counter[str], Counter[str], int, int]:
-    """What a save and a load of this rank move, and the elements of all parameters and of its pieces."""
+    """Bytes that a save and a load of this rank move, the elements of all parameters, and those of its own pieces."""
     torch.set_num_threads(1)
     argv = flags(**SETTINGS, zero_stage=stage)
     _, parts = make_parts([*argv, "--save", str(folder), "--exit-interval", "1"], rank=rank, world_size=RANKS)
@@ -205,7 +205,7 @@ def save_and_load(rank: int, folder: Path, stage: int) -> tuple[Counter[str], Co
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_bytes_of_a_rank(stage: int, tmp_path: Path) -> None:
-    """bf16 weights (2 bytes), masters and two moments (12); the rest of the files has at most 1000 bytes a tensor."""
+    """Counts bf16 weights (2 bytes), masters and two moments (12); everything else is at most 1000 bytes a tensor."""
     results = run_ranks(RANKS, save_and_load, tmp_path, stage, timeout=120.0)
     (whole,) = {whole for _, _, whole, _ in results}
     overhead = 1000 * 4 * 28 + 50_000

@@ -1,4 +1,4 @@
-"""Rows that travel to experts and back, on ranks that have any number of them; gradients with an axis of their own."""
+"""Any number of rows travels to experts and back; the experts' gradients have their own axis."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(weights: list[Tensor]) -> Callable[[Tensor, list[int]], Tensor]:
 
 
 def dispatched(rank: int, ep: int, tp: int, split_tokens: bool) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
-    """Results of this rank's rows, the gradient of the rows, and of the experts here."""
+    """Results of this rank's rows, their gradient, and the gradients of the local experts."""
     state = ParallelState.build(Layout(4, tp=tp, ep=ep), rank)
     tokens_of = rank if split_tokens or tp == 1 else state.tp.ranks[0]  # else the tensor-parallel ranks see the same
     rows, counts = rows_of(tokens_of).requires_grad_(), torch.tensor(COUNTS[tokens_of])

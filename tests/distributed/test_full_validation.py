@@ -1,5 +1,5 @@
-"""--full-validation reads every sample once, also those that fill no batch, in every layout: where
-ranks share experts all compute equally often, and the sample that fills up counts nothing."""
+"""--full-validation reads every sample once in every layout, including those that do not fill a batch. Ranks that share
+experts compute equally often; padding samples do not count."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def validated(rank: int, ranks: int, argv: list[str]) -> tuple[float, int]:
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_experts_of_other_ranks(stages: int) -> None:
-    """The first of two stages has no loss mask, and computes as often all the same."""
+    """The first of two stages has no loss mask, but computes as often as the others."""
     argv = flags(**EXPERTS, hidden_dropout=0, attention_dropout=0)
     loss, tokens = validated(0, 1, argv)
     assert tokens == SAMPLES * 16
@@ -41,7 +41,7 @@ def test_experts_of_other_ranks(stages: int) -> None:
 
 @pytest.mark.parametrize("axis", ["context", "tensor_model", "pipeline_model"])
 def test_samples_that_fill_no_batch_are_read_by_one_replica(axis: str) -> None:
-    """The ranks of a replica read the same sample, whichever they share it over."""
+    """Ranks of one replica read the same sample, over whichever axis they split it."""
     argv = flags(hidden_dropout=0, attention_dropout=0)
     loss, tokens = validated(0, 1, argv)
     for ours, count in run_ranks(4, validated, 4, [*argv, f"--{axis.replace('_', '-')}-parallel-size", "2"]):

@@ -1,4 +1,4 @@
-"""Weights divided over the ranks (ZeRO 2 and 3): evaluation alone, weights taken alone, checks, and a foreign model."""
+"""Sharded weights (ZeRO 2 and 3): evaluation only, weights only, checks, and a user's own model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL: dict[str, Any] = {"bf16": True, "train_iters": 2, "eval_iters": 1, "eval_
 
 
 def train(rank: int, argv: list[str]) -> tuple[dict[str, Tensor], list[float]]:
-    """The whole weights after a run, and what its evaluation gives."""
+    """Whole weights after a run, and the losses of its evaluation."""
     torch.set_num_threads(1)
     _, parts = make_parts(argv, rank=rank, world_size=2)
     with parts:
@@ -65,7 +65,7 @@ def test_a_shard_that_is_not_finite_is_named() -> None:
 
 
 class Foreign(nn.Module):
-    """Layers in a list, a row more than the ranks divide, a frozen parameter and one that is never used."""
+    """Layers in a list, a row count that the ranks do not divide, a frozen parameter and an unused one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Weights that are gathered while the next forward pass runs are there when they are used, whatever uses them."""
+"""Weights that are gathered during the next forward pass have arrived when they are used, by any kind of use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH, STEPS = 12, 4
 
 
 class Chain(nn.Module):
-    """Something before the layers, and something after them; one layer is used twice."""
+    """Has parameters before and after the layers, and uses one layer twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Chain(nn.Module):
 
 
 class Backwards(Chain):
-    """What is registered last is used first."""
+    """Uses first what is registered last."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.after(x))
@@ -87,7 +87,7 @@ def test_planted_weights_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_planted_weights_that_arrive_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wait that does not wait: the weights are old ones, and the result is another."""
+    """Planted bug: a wait that does not wait, so that old weights change the result."""
     wanted = run_ranks(2, train, Chain, False)[0]
     start = collectives.start_gather_in_place
 

@@ -1,4 +1,4 @@
-"""Real launchers and real processes: start, restart, clean finish, and the ways a start goes wrong."""
+"""Real launchers and real processes: start, restart, clean finish, and the ways in which a start fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Ours without anything a launcher around the tests may have set."""
+    """The process's environment without a launcher's variables."""
     launchers = ("TORCHELASTIC", "SLURM_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "OMP_", "GLOO_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     return {**clean, "PYTHONPATH": str(ROOT), **extra}
@@ -79,7 +79,7 @@ def test_launchers(launcher: list[str]) -> None:
 
 @pytest.mark.slow
 def test_a_killed_rank_is_restarted() -> None:
-    """The second attempt must not read the keys that the first one left in the launcher's store."""
+    """The second attempt must not read keys that the first one left in the launcher's store."""
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", str(WORKER)]
     found = reports(run([*command, "--die-at-first-attempt"]))
     assert [(r["rank"], r["attempt"], r["total"]) for r in found] == [(0, 1, 3.0), (1, 1, 3.0)]
@@ -119,7 +119,7 @@ def test_ranks_that_never_come_are_waited_for_in_bound(rank: int) -> None:
 
 
 def test_two_machines_with_other_settings_are_told_before_a_group_exists(tmp_path: Path) -> None:
-    """As started on two machines by hand, with a master address that is not loopback: one process here is each."""
+    """Two processes stand for two machines, started by hand, with a master address that is not loopback."""
     port, machine = free_port(), {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": socket.gethostname()}
     ranks = [
         subprocess.Popen(

@@ -1,5 +1,5 @@
-"""What the log says of a step is what one says: loss, norms of gradients and weights, and the count of zeros,
-in which copies count once and the rows that only pad the vocabulary (more of them with tensor parallelism) never."""
+"""The log of several ranks has the numbers of one process: loss, norms of gradients and weights, count of zeros. Copies
+count once; rows that pad the vocabulary, of which tensor parallelism has more, do not count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain values between ranks: what comes back, and what a rank that is none of ours can do (nothing)."""
+"""Plain values sent between ranks: what arrives, and that a foreign rank can do no harm."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_values_come_back_as_they_went() -> None:
 
 
 class Evil:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -62,7 +62,7 @@ class Evil:
 
 
 def sends_a_pickle(rank: int, proof: Path) -> str:
-    """The last rank does what a program with torch's object collectives does."""
+    """The last rank sends a pickle, as a program with torch's object collectives does."""
     state = ParallelState.build(Layout(2), rank)
     if rank == 1:
         data = torch.frombuffer(bytearray(pickle.dumps(Evil(proof))), dtype=torch.uint8)
@@ -143,7 +143,7 @@ def fails_on_one(rank: int, error: Exception) -> tuple[str, str]:
 
 
 class OwnError(MegatronError):
-    """Of a class that only its own module knows."""
+    """An error class that only its own module knows."""
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_an_error_travels_as_its_kind_and_text(error: Exception, seen: type[Exce
 
 
 def works_for_long(rank: int, watched: bool) -> str:
-    """In a group whose collectives may take a second."""
+    """Works longer than the timeout of the group's collectives, one second."""
     axis = ParallelState.build(Layout(2, cp=2), rank, timedelta(seconds=1)).cp
     assert axis.comm_log is not None
     axis.comm_log.watched = watched

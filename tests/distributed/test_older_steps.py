@@ -1,5 +1,5 @@
-"""Steps of schema 3, as the last version that wrote it left them (tests/golden/make_schema_3.py): a run goes on from
-the newest, whatever kind it is of, as it would have gone on then. Of `megatron/checkpoint/` and its `local/`."""
+"""Resumes steps of schema 3 as the last version with that schema would: from the newest of any kind. That version wrote
+them (tests/golden/make_schema_3.py). Covers `megatron/checkpoint/` and `local/`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole steps on several ranks: equal to one process, equal between ranks, and one decision about bad numbers."""
+"""Whole steps on several ranks equal one process, equal each other, and handle bad numbers alike."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_ranks_stay_bit_equal(dtype: torch.dtype) -> None:
 
 
 def split_norm(rank: int) -> tuple[float, int, float]:
-    """`split` is halved over tp, `whole` is copied: each element counts once."""
+    """Norm where `split` is halved over tp and `whole` is copied; each element counts once."""
     state = ParallelState.build(Layout(4, tp=2), rank)
     model = nn.ParameterDict({"split": torch.zeros(3), "whole": torch.zeros(2)}).double()
     grads = BucketStore(model.named_parameters(), state.dp)
@@ -102,7 +102,7 @@ def test_planted_bug_a_copied_tensor_counted_on_every_rank(monkeypatch: pytest.M
 
 
 def one_bad_rank(rank: int, split: bool) -> tuple[bool, list[str], float]:
-    """A NaN in the gradient of one rank only: by the sum, or by the norm, all of them skip."""
+    """One rank's gradient has a NaN: all ranks skip, because of the sum or because of the norm."""
     state = ParallelState.build(Layout(2, tp=2 if split else 1), rank)
     model = nn.ParameterDict({"a": torch.ones(3), "b": torch.ones(3)})
     grads = BucketStore(model.named_parameters(), state.dp)

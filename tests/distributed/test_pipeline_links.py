@@ -1,5 +1,5 @@
-"""Links between stages: messages find their receiver whatever the order of asking, in one group and in one for each
-link (which nccl needs, and which runs here on gloo)."""
+"""Links between stages deliver messages in any order of asking, in one group or in one group per link. NCCL needs a
+group per link; here it runs on gloo."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.distributed import run_ranks
 
 
 def exchange(rank: int, size: int, by_link: bool) -> list[float]:
-    """Everybody sends activations forward and gradients back, around both ends, and receives the last ones first."""
+    """Every rank sends activations forward and gradients back around the ring, and receives the last ones first."""
     state = ParallelState.build(Layout(size, pp=size), rank, links=by_link)
     assert len(state.pp_links) == (4 if by_link else 0)
     links = Links(state.pp, state.pp_links)

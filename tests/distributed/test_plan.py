@@ -1,4 +1,4 @@
-"""--dry-run: what it says a rank will hold is what the rank then holds."""
+"""--dry-run predicts what a rank will hold."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXPERTS = {"num_experts": 4, "disable_bias_linear": True, "expert_model_parallel
 
 
 def count_parameters(run: Run, model_provider: ModelProvider, rank: int) -> int:
-    """As --dry-run counts those that `rank` will hold: without memory, and without a word to the others."""
+    """Parameters that `rank` will hold, counted as --dry-run does: without memory or communication."""
     state = ParallelState.plan(run.config.parallel.layout(run.launch.world_size), rank)
     model = _provided(run, model_provider, torch.device("meta"))
     check_can_be_split(model, run.config.parallel, state)
@@ -47,7 +47,7 @@ def test_the_largest_share(more: dict[str, Any]) -> None:
 
 
 def planned(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, str]]:
-    """The exit code, and the rows."""
+    """The exit code, and the plan's rows by name."""
     code = pretrain_here([*argv, "--dry-run"])
     said = capsys.readouterr()
     rows = [

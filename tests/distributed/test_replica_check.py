@@ -1,4 +1,4 @@
-"""Copies of parameters are equal bit for bit on every rank that holds them, and one flipped bit is found and named."""
+"""Replicated parameters are equal bit for bit on all their ranks; one flipped bit is found and named."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def flip_one_bit(tensor: Tensor, element: int) -> None:
 def train(
     rank: int, world_size: int, argv: list[str], poked_rank: int, poked: str, element: int, moment: str | None = None
 ) -> str:
-    """The message of the error that ends the run, or how it ended."""
+    """Message of the error that ends the run, or "done"."""
     _, parts = make_parts(argv, rank=rank, world_size=world_size)
     with parts:
         trainer = parts.trainer
@@ -115,7 +115,7 @@ EVERY_MOMENT = {
 
 @pytest.mark.parametrize("case", EVERY_MOMENT)
 def test_the_lowest_bit_of_every_moment_counts(case: str) -> None:
-    """In one process: what is compared between ranks changes with the bit."""
+    """Runs in one process: each flipped bit changes the fingerprint that ranks would compare."""
     _, parts = make_parts(flags(**{**TINY, "train_iters": 2}, **EVERY_MOMENT[case]))
     with parts:
         trainer = parts.trainer
@@ -130,7 +130,7 @@ def test_the_lowest_bit_of_every_moment_counts(case: str) -> None:
 
 
 def test_padding_rows_are_no_copy() -> None:
-    """97 tokens in 112 rows: what lies in the padding is nobody's."""
+    """97 tokens in 112 rows; padding rows are not compared."""
     argv = flags(**TINY, **layout(tp=2))
     assert ends(4, argv, 1, "embedding.word_embeddings.weight", -1) == {"done"}
 

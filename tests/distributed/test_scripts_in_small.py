@@ -1,4 +1,4 @@
-"""Lines of the hundred scripts of 2026 train as written, but for sizes and paths, on as many ranks as they divide."""
+"""Trains lines of the hundred scripts of 2026 as written, but for sizes and paths, on their numbers of ranks."""
 
 from __future__ import annotations
 

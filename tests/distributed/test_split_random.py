@@ -1,5 +1,5 @@
-"""Dropout over tensor-parallel ranks: one mask where they hold copies, masks of their own where tensors are split; what
-is computed again draws the same, and a resumed run goes on with the stream (test_parallel_checkpoints.py)."""
+"""Dropout over tensor-parallel ranks: one mask for copies, a mask per rank for split tensors. Recomputation draws the
+same masks; test_parallel_checkpoints.py checks that a resumed run continues the stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SELECTIVE = {"recompute_granularity": "selective"}
 
 
 class Masks(TorchDispatchMode):
-    """What each dropout kept, by what is dropped: attention probabilities are square."""
+    """Kept places of each dropout by kind; attention probabilities are the square ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def masks(rank: int, argv: list[str]) -> dict[str, list[Tensor]]:
 
 
 def agreement(sequence_parallel: bool) -> dict[str, list[float]]:
-    """The share of equal places of the two ranks' masks."""
+    """Share of places where the two ranks' masks agree."""
     one, other = run_ranks(2, masks, flags(**RATES, **(SP if sequence_parallel else TP), kernels="ref"))
     assert all(one.values()) and {k: len(v) for k, v in one.items()} == {k: len(v) for k, v in other.items()}
     return {what: [(a == b).float().mean().item() for a, b in zip(one[what], other[what])] for what in one}
@@ -80,7 +80,7 @@ def after_a_step(rank: int, ranks: int, cases: list[list[str]]) -> list[Any]:
 
 @pytest.mark.parametrize("axes", [TP, SP, {**SP, "pipeline_model_parallel_size": 2, "num_layers": 4}], ids=str)
 def test_what_is_computed_again_drops_the_same(axes: dict[str, Any]) -> None:
-    """Bit for bit: losses of two steps, and the second's gradients."""
+    """Losses of two steps and the second's gradients, bit for bit."""
     ranks = 4 if "pipeline_model_parallel_size" in axes else 2
     cases = [flags(**RATES, **axes, **recompute) for recompute in ({}, FULL, SELECTIVE)]
     plain, *recomputed = zip(*run_ranks(ranks, after_a_step, ranks, cases), strict=True)
@@ -91,7 +91,7 @@ def test_what_is_computed_again_drops_the_same(axes: dict[str, Any]) -> None:
 
 
 def draws(rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Before, inside and after a fork."""
+    """Random numbers before, inside and after a fork."""
     torch.manual_seed(5)
     stream = rng.SplitRandom(ParallelState.build(Layout(2, tp=2), rank).tp)
     before = torch.rand(4)

@@ -1,4 +1,4 @@
-"""A stage of a pipeline reads only what it uses: bytes of the data's files are counted on every rank."""
+"""A pipeline stage reads only what it uses: bytes read from the data files are counted on every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.data.oracle import random_documents, write_dataset
 
 SEQ, SAMPLES, STEPS = 16, 8, 2
 WHOLE = SAMPLES * (SEQ + 1) * 2
-"""Bytes of a step's samples: one token more than inputs, of two bytes each."""
+"""Bytes of a step's samples, each one token longer than the inputs, with two bytes per token."""
 RESETS = {"reset_attention_mask": True, "reset_position_ids": True}
 
 
@@ -43,7 +43,7 @@ def settings(prefix: str, **changes: Any) -> list[str]:
 
 
 def read_in_training(parts: Parts) -> tuple[int, set[str]]:
-    """(bytes of .bin files that this rank has read in all steps, fields of its batches)."""
+    """(bytes of .bin files that this rank read in all steps, fields of its batches)."""
     get, fields = IndexedDataset.get, set[str]()
     read = [0]
 

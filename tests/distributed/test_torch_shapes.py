@@ -35,7 +35,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, ranks: int, accumulation: int = 1) -> None:
-    """As users of either type the loop; the first micro-batches of a step without reduction."""
+    """The usual training loop of both types; all but the last micro-batch of a step skip the reduction."""
     for step in range(STEPS):
         images, labels = (part.chunk(ranks)[rank] for part in batch_of(step, ranks * accumulation * MICRO))
         optimizer.zero_grad(set_to_none=step % 2 == 0)
@@ -79,7 +79,7 @@ def test_ddp_equals_torchs(ranks: int, accumulation: int, unused: bool, cap: flo
 
 
 def in_bf16(rank: int) -> float:
-    """Gradients are in the parameters' type, as torch's are, and the same but for the order of rounding."""
+    """Gradients have the parameters' dtype, as in torch, and differ only by the order of rounding."""
     ours, theirs = (nn.Linear(8, 8).to(torch.bfloat16) for _ in range(2))
     mine, wrapped = DistributedDataParallel(ours), nn.parallel.DistributedDataParallel(theirs)
     theirs.load_state_dict(ours.state_dict())
@@ -96,7 +96,7 @@ def test_ddp_in_half_precision() -> None:
 
 
 class TwoWays(nn.Module):
-    """Each rank uses another branch, and nobody the third."""
+    """Each rank uses a different branch; the third is unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def test_ddp_says_what_is_wrong() -> None:
 
 
 class Returns(nn.Module):
-    """Uses `first` and returns it within something; `second` is not used."""
+    """Uses `first` and returns its output inside a container; `second` is unused."""
 
     def __init__(self, within: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -184,8 +184,8 @@ WITHIN: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = [
 
 
 def found_in_outputs(rank: int) -> tuple[float, str]:
-    """The largest difference from torch's own over all kinds of outputs, and what an output that hides its tensors
-    raises."""
+    """The largest difference from torch over all kinds of outputs, and the error for an output that hides its
+    tensors."""
     differences = []
     for within, of in WITHIN:
         torch.manual_seed(0)
@@ -214,7 +214,7 @@ NARROW = "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0f
 
 
 class Buffers(nn.Module):
-    """One buffer of each type, in an order that aligns none of them, and one that is a view with its sign pending."""
+    """One buffer of each dtype, in an order that aligns none of them, and one lazily negated view."""
 
     def __init__(self, value: int) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class Buffers(nn.Module):
 
 
 def unusual_types(rank: int) -> list[str]:
-    """The names of tensors that are not the first rank's."""
+    """Names of tensors that differ from the first rank's."""
     wrong, wanted = [], dict(Buffers(1).named_buffers())
     for make in (
         DistributedDataParallel,
@@ -308,7 +308,7 @@ def test_the_sharded_pair_equals_one_process(ranks: int, kind: Any, accumulation
 
 
 def accumulated(rank: int) -> list[dict[str, Tensor]]:
-    """no_sync() and a missing zero_grad() both add up: as torch's DDP does with a plain optimizer."""
+    """Gradients accumulate under no_sync() and without zero_grad(), as in torch's DDP with a plain optimizer."""
     found = []
     for sharded in (True, False):
         model = without_unused(norm=False)
@@ -349,7 +349,7 @@ def test_oss_clips_the_norm_of_all_gradients() -> None:
 
 
 def cycled(rank: int) -> float:
-    """OneCycleLR changes the rate and the betas of the groups, which it finds in `defaults`."""
+    """OneCycleLR changes the rate and the betas of the groups; it looks for the betas in `defaults`."""
     weights = []
     for sharded in (True, False):
         model = without_unused(norm=False)
@@ -373,7 +373,7 @@ def test_oss_follows_a_schedule_of_rate_and_betas() -> None:
 
 
 def moved_state(rank: int) -> list[bool]:
-    """The whole state is a plain optimizer's; it loads into one, and back into owners that are others."""
+    """The consolidated state is a plain optimizer's: it loads into one, and back into other owners."""
     model = without_unused(norm=False)
     optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=1e-2)
     with pytest.raises(ConfigError, match="consolidate_state_dict"):
@@ -434,7 +434,7 @@ def test_planted_bugs_are_seen(plant: Callable[[pytest.MonkeyPatch], None], monk
 
 
 def mistakes(rank: int) -> list[str]:
-    """The FairScale article's lines, and near ones."""
+    """Lines of the FairScale article, and similar ones."""
     model = nn.Linear(10, 10)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
     said = []

@@ -1,4 +1,4 @@
-"""Ranks verify a checkpoint together: each hashes its share, and what one finds is the verdict of all."""
+"""Ranks verify a checkpoint together: each hashes its share, and one rank's failure fails all."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_copy_is_another_file_and_a_link_to_the_folder_is_not(saved: Path, tmp
 
 @contextmanager
 def counting(copies: dict[int, str], rank: int) -> Iterator[list[int]]:
-    """The number of blocks of each call; ranks in `copies` see files of their own."""
+    """Number of blocks of each call; ranks in `copies` see their own files."""
     hashed: list[int] = []
     hash_blocks, seen = storage.hash_blocks, found_step.identity
 
@@ -124,7 +124,7 @@ def test_damage_in_the_share_of_one_rank_is_told_by_all(where: float, saved: Pat
 
 
 def load_in_one_pass(rank: int, folder: Path) -> int:
-    """The elements of the weights and moments of a load that hashes what it reads; all are compared."""
+    """Number of elements of weights and moments in a load that hashes what it reads; all are compared."""
     parallel, wanted, params = ParallelState.build(Layout(4), rank), make_state(10, seed=1), make_params(seed=77)
     assert wanted.optimizer is not None
     own = {
@@ -146,13 +146,13 @@ def load_in_one_pass(rank: int, folder: Path) -> int:
 
 
 def test_a_rank_reads_what_it_needs_beyond_its_share(saved: Path) -> None:
-    """Each of four ranks hashes a quarter of the file's blocks for all, and reads all of it into its own memory."""
+    """Each of four ranks hashes a quarter of the file's blocks for all, and reads the whole file for itself."""
     (elements,) = set(run_ranks(4, load_in_one_pass, saved))
     assert elements * 4 > 16 * BLOCK  # several blocks for each rank
 
 
 def test_planted_a_rank_that_reads_its_share_alone(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a file that is one block, or on one rank, this would not be seen."""
+    """Planted bug: a file of one block, or a single rank, would not show it."""
     hash_blocks, blocks_of = storage.hash_blocks, Manifest.blocks_of
     shares: list[dict[str, range]] = []
 
@@ -172,11 +172,11 @@ def test_planted_a_rank_that_reads_its_share_alone(saved: Path, monkeypatch: pyt
         run_ranks(4, load_in_one_pass, saved)
 
 
-# ---------------------------------------------------------------- what is read
+# ---------------------------------------------------------------- files that are read
 
 
 def opened_on_resume(rank: int, argv: list[str]) -> list[str]:
-    """The files of a checkpoint that a rank opens when its layout is that of the run before."""
+    """Files of a checkpoint that a rank opens when it resumes at the same layout."""
     torch.set_num_threads(1)
     _, parts = make_parts([*argv, "--exit-interval", "1"], rank=rank, world_size=4)
     with parts:
@@ -205,8 +205,8 @@ def opened_on_resume(rank: int, argv: list[str]) -> list[str]:
 
 
 def test_a_rank_opens_its_own_file_and_at_most_three_others(tmp_path: Path) -> None:
-    """That of its tensor-parallel group's first rank, for what all of the group hold; the last stage that of the first
-    with its part of the tied embedding; and that of the world's first, for what is not split."""
+    """The other three files are those of the tensor-parallel group's first rank (replicated tensors), of the first
+    stage (tied embedding; last stage only), and of rank 0 (unsplit tensors)."""
     argv = flags(
         tensor_model_parallel_size=2, pipeline_model_parallel_size=2, save=tmp_path, load=tmp_path, train_iters=2
     )

@@ -1,4 +1,4 @@
-"""Finds the fenced blocks of a Markdown file: `bash` blocks are executed by tests, `console` blocks are only shown."""
+"""Finds the fenced blocks of a Markdown file: tests execute `bash` blocks; `console` blocks are only shown."""
 
 from __future__ import annotations
 

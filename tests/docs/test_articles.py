@@ -1,7 +1,7 @@
-"""The programs of the articles on DeepSpeed, FairScale and DDP: corrected in examples/, and as they were written.
+"""The programs of the articles on DeepSpeed, FairScale and DDP: corrected in examples/, and as published.
 
-As written means: with the articles' own mistakes, and with the line of the import changed. Each mistake has one line
-that says what to write instead, or is none here.
+As published means with the articles' mistakes, and with only the import line changed. Each mistake either prints one
+line that says what to write, or is harmless here.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def test_the_program_on_zero(stage: int, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_three_skipped_updates_in_a_row_have_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """The article's program goes on: the number of halvings in the line is the one that follows."""
+    """The article's program continues; the line counts the halvings that follow."""
     engine = run_text(ZERO.replace("STAGE", "0").replace("range(10)", "range(100)"))["engine"]
     said = capsys.readouterr().out
     line = "3 updates in a row were skipped: the loss scale is 2^30; about 14 more halvings are"
@@ -138,7 +138,7 @@ def test_three_skipped_updates_in_a_row_have_a_line(capsys: pytest.CaptureFixtur
 
 
 def test_its_json_file(tmp_path: Path) -> None:
-    """The scheduler lacks the one parameter that has no default."""
+    """The JSON's scheduler lacks the one parameter without a default."""
     file = tmp_path / "ds_config.json"
     file.write_text(
         """{"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4,
@@ -179,7 +179,7 @@ def test_the_program_on_fairscale(name: str) -> None:
 
 
 def test_a_mistake_in_a_program_of_ones_own_is_one_line(tmp_path: Path) -> None:
-    """FairScale's wrappers in the wrong order: the line of the program, and no traceback around it."""
+    """FairScale's wrappers in the wrong order: the error shows the program's line and no traceback."""
     program = tmp_path / "article.py"
     program.write_text(
         f"import sys\nsys.path.insert(0, {str(REPOSITORY)!r})\n{FAIRSCALE}{MISTAKES['sharded before OSS'][0]}"

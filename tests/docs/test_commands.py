@@ -1,6 +1,6 @@
-"""Every command block of README and docs, as typed, in order, in one fresh copy of the checkout.
+"""Runs every command block of README and docs as typed, in order, in one fresh copy of the checkout.
 
-Those of the README, and benchmarks, start real interpreters; the others are forked from one that has imported torch.
+Commands of the README and benchmarks start real interpreters; the others fork one that has imported torch.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_every_page_is_read() -> None:
 
 
 def test_files_named_in_the_docs_exist() -> None:
-    """Code and links: `megatron/...`, `tests/...`, `tools/...`, `docs/...` that a page names are there."""
+    """Covers code and links: `megatron/...`, `tests/...`, `tools/...` and `docs/...` that a page names must exist."""
     missing = []
     for page in [*PAGES, *(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "design").glob("*.md"))]:
         text = (ROOT / page).read_text(encoding="utf-8")
@@ -80,7 +80,7 @@ FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
 
 
 def known_flags() -> set[str]:
-    """Those of training, and those that tools, benchmarks and example scripts spell out in their sources."""
+    """Flags of training, and those in the sources of tools, benchmarks and example scripts."""
     sources = [ROOT / "docs" / "flags.md", *(ROOT / "tools").glob("*.py"), *(ROOT / "examples").glob("*.*")]
     sources += [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "csrc").glob("*.py")]
     sources += [ROOT / "megatron" / "config" / "docs.py", ROOT / "tests" / "run.sh"]
@@ -90,7 +90,7 @@ def known_flags() -> set[str]:
 
 
 def test_what_the_readme_says_was_measured_stands_in_the_measurements() -> None:
-    """Number for number, each in one table row: docs/performance.md has its machine, date and command."""
+    """Each number is in one table row of docs/performance.md, which has its machine, date and command."""
     tables = re.search(r"^## Measured\n(.*?)^## ", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
     assert tables is not None
     cells = [cell for line in tables[1].splitlines() if line.startswith("|") for cell in line.split("|")[2:]]

@@ -1,4 +1,4 @@
-"""The Dockerfile and its .dockerignore, as far as they can be tried without building: what they copy is enough."""
+"""Checks the Dockerfile and its .dockerignore without building: what they copy is enough."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DOCKERFILE = instructions((ROOT / "Dockerfile").read_text())
 
 
 def is_sent(path: str, ignore: str) -> bool:
-    """Whether a file is in what the builder sees: the last line that matches it, or a folder above it, decides."""
+    """Returns whether the builder sees a file: the last line that matches it, or a folder above it, decides."""
     sent, above = True, [path, *(str(parent) for parent in Path(path).parents)][:-1]
     for line in ignore.splitlines():
         pattern = line.removeprefix("!")
@@ -40,7 +40,7 @@ def is_sent(path: str, ignore: str) -> bool:
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files that the image would have."""
+    """Files that the image would have."""
     target, ignore = tmp_path_factory.mktemp("image"), (ROOT / ".dockerignore").read_text()
     files = [path.relative_to(ROOT).as_posix() for path in repository_files()]
     for name, rest in DOCKERFILE:
@@ -60,7 +60,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_is_copied_trains_and_installs(image: Path) -> None:
-    """The commands of the image find all that they read; setup_environment itself is tried in tests/unit/tools."""
+    """The image's commands find all files that they read; tests/unit/tools covers setup_environment itself."""
     done = subprocess.run(
         ["bash", "examples/qwen3_0.6b.sh", "--dry-run"],
         cwd=image,

@@ -1,4 +1,4 @@
-"""The launchers of large models: their commands at full size, and each in small."""
+"""Launchers of large models: their commands at full size, and a small run of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAUNCHERS = {
     "mixtral_8x7b": ("mixtral-8x7b", 64, 16),
     "zero3_one_node": ("llama2-7b", 8, 8),
 }
-# What a preset leaves to the user, and what may be said in two ways.
+# Settings that a preset leaves to the user or that have two spellings.
 NOT_OF_THE_SHAPE = {"model", "seq_length", "init_method_std", "num_query_groups", "kv_channels"}
 NOT_OF_THE_SHAPE |= {"group_query_attention", "attention_dropout", "hidden_dropout"}
 # In small on two ranks: what differs from the launcher's layout, or from SMALL.
@@ -64,7 +64,7 @@ def test_the_printed_command_is_the_published_model(launcher: str) -> None:
 def test_the_printed_command_is_valid_at_its_number_of_ranks(
     launcher: str, material: Material, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A tokenizer and a dataset of this test take the place of the real ones: all else is as printed."""
+    """This test's tokenizer and dataset replace the real ones; everything else is as printed."""
     program, flags = command(launcher)
     _, ranks, dp = LAUNCHERS[launcher]
     machines = re.findall(r"--nproc_per_node (\d+)(?: --nnodes (\d+))?", " ".join(program))

@@ -1,4 +1,4 @@
-"""Every page begins with what its reader can do after it, and with a table of its contents."""
+"""Every page begins with what its reader can do after it, and with a table of contents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def anchor(title: str) -> str:
 
 
 def missing(text: str) -> list[str]:
-    """What the head of a page lacks."""
+    """Parts that the head of a page lacks."""
     head = text.split("\n## ")[0]
     listed = [target for _, target in LINK.findall(head)]
     expected = [anchor(title) for title in sections(text)]

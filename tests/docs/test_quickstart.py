@@ -1,4 +1,4 @@
-"""`bash examples/quickstart.sh` from a fresh checkout, with few iterations; then again, and with mistakes."""
+"""`bash examples/quickstart.sh` from a fresh checkout with few iterations; then again, and with mistakes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 
 @pytest.fixture(scope="module")
 def first_run(checkout: Checkout) -> str:
-    """The Python of the tests has torch, so the set-up takes the vendor's way: nothing is downloaded."""
+    """The tests' Python has torch, so the set-up takes the path for a vendor's torch: nothing is downloaded."""
     return checkout.must_run("bash examples/quickstart.sh --train-iters 12", timeout=600)
 
 

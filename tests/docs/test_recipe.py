@@ -1,4 +1,4 @@
-"""The 8-device recipe inside `examples/gpt2_8p` of a fresh copy, by the lines of its page, without a network."""
+"""The 8-device recipe in `examples/gpt2_8p` of a fresh copy, by the lines of its page, without a network."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PUBLISHED = {  # reference: the recipe's own page
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
-    """The folder that its reader changes into, with a dataset."""
+    """The folder in which the recipe is run, with a dataset."""
     checkout = copy_checkout(tmp_path_factory.mktemp("recipe"))
     folder = Checkout(checkout.root / "examples" / "gpt2_8p", warm=True)
     folder.must_run(SMALL + PREPROCESS)
@@ -36,7 +36,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells of the table's rows, last first in the log of a run."""
+    """Cells of the rows of the text's last table."""
     table = text[text.rindex("size  ") :].splitlines()[2:]
     return [re.split(r"  +", line) for line in table if line.endswith(("here", "published"))]
 
@@ -52,7 +52,7 @@ def test_preprocessing_splits_sentences_offline(recipe: Checkout) -> None:
 
 @pytest.fixture(scope="module")
 def runs(recipe: Checkout) -> tuple[str, str, str]:
-    """On four CPU ranks half of the way; then as the page has it, at last with the python3 that pip3 installs for."""
+    """Runs half of the training on four CPU ranks, then the page's command, then one with the python3 on the PATH."""
     first = recipe.must_run(f"{FULL} --devices=4 --exit-interval 10")
     return first, recipe.must_run(FULL), recipe.must_run(f"unset PYTHON; {PERFORMANCE}")
 
@@ -149,7 +149,7 @@ launched() { dry_run=1 train_iters=500000 data_path=none LOG_INTERVAL=100 PASSED
 
 
 def test_the_five_sizes_have_the_recipes_shapes_and_layouts(recipe: Checkout) -> None:
-    """On eight accelerators."""
+    """The launch prints commands for eight accelerators."""
     shapes = {
         "345M": "1 2 24 1024 16 1024 1024 4 16",
         "1.3B": "2 2 24 2048 16 1024 1024 8 32",
@@ -228,7 +228,7 @@ def test_a_process_that_was_killed_is_explained(recipe: Checkout, code: int, log
 
 
 def test_dry_runs_print_the_commands(recipe: Checkout) -> None:
-    """Also before there is any data, and for eight devices on one CPU."""
+    """Dry runs work before any data exists, and for eight devices on one CPU."""
     printed = recipe.must_run("bash ./test/train_full_8p.sh --devices=8 --data_path=./none --dry-run")
     assert " -m torch.distributed.run --standalone --nproc_per_node 8 pretrain_gpt.py --tensor" in printed
     assert "345M on 8 x cpu: tensor parallel 1, pipeline parallel 2, micro batch 4\n" in printed
@@ -238,7 +238,7 @@ def test_dry_runs_print_the_commands(recipe: Checkout) -> None:
 
 
 def test_its_requirements_are_those_of_the_tests() -> None:
-    """`pip3 install -r requirements.txt` finds all of them installed here, so it asks no index."""
+    """`pip3 install -r requirements.txt` finds all of them installed here, so it does not contact an index."""
     pinned = dict(
         line.split("==")
         for line in (ROOT / "constraints.txt").read_text().splitlines()

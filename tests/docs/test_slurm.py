@@ -1,4 +1,4 @@
-"""The batch scripts for Slurm, with a small Slurm in its place: interrupted and queued again, a run is the same run."""
+"""Batch scripts for Slurm, on a fake Slurm: a run that is interrupted and requeued equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
 
 @pytest.fixture(scope="module")
 def whole(material: Material) -> list[dict[str, str]]:
-    """What is logged of a run that nobody interrupts, started by torchrun."""
+    """Log of an uninterrupted run, started by torchrun."""
     metrics = material.folder / "whole.jsonl"
     environment = material.environment("whole", GPUS_PER_NODE=2)
     done = start("qwen3_0.6b", [*TRAIN, "--metrics-jsonl", str(metrics)], environment)
@@ -57,7 +57,7 @@ def logged(metrics: Path) -> list[dict[str, Any]]:
 def test_a_job_that_is_interrupted_goes_on_as_if_it_had_not_been(
     script: str, nodes: int, each: int, how: str, slurm: FakeSlurm, material: Material, whole: list[dict[str, str]]
 ) -> None:
-    """Ahead of the time limit the batch script is told; a preemption may tell the tasks alone."""
+    """Slurm signals the batch script ahead of the time limit; a preemption may signal only the tasks."""
     metrics, batch = material.folder / f"{script}.jsonl", SCRIPTS / f"{script}.sbatch"
     words = ["examples/qwen3_0.6b.sh", *TRAIN, "--metrics-jsonl", str(metrics)]
     environment = material.environment(script)
@@ -78,7 +78,7 @@ def test_a_job_that_is_interrupted_goes_on_as_if_it_had_not_been(
     assert logged(metrics) == whole
 
 
-# In place of the ranks: a task ends at once, or when it is told; the first one may leave a record.
+# Stand-in for the ranks: a task ends at once or on a signal; the first one may leave a record.
 TASK = """import os, signal, time
 def end(*_):
     if os.environ["SLURM_PROCID"] == "0" and os.environ["SAID"]:
@@ -104,7 +104,7 @@ LOST, FAILED = '{"reason": "PeerLostError", "exit_code": 17}', '{"reason": "NonF
 
 
 def task(folder: Path) -> str:
-    """A launcher that runs it."""
+    """Writes a launcher that runs TASK, and returns its path."""
     (folder / "launcher.sh").write_text(f"exec {sys.executable} -S -c '{TASK}'\n")
     return str(folder / "launcher.sh")
 
@@ -137,7 +137,7 @@ def test_what_is_queued_again(
     how: str, code: int, said: str, told: signal.Signals | None, state: str, ends: int | str,
     slurm: FakeSlurm, tmp_path: Path,
 ) -> None:  # fmt: skip
-    """What an earlier part has recorded counts for nothing."""
+    """An exit reason that an earlier part recorded is ignored."""
     checkpoints = tmp_path / "checkpoints"
     checkpoints.mkdir()
     (checkpoints / "exit_reason.json").write_text(FAILED if ends == "again" else SIGNAL)

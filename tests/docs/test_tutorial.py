@@ -1,7 +1,7 @@
-"""The public CodeParrot tutorial, as its readers type it, in a fresh copy of the checkout.
+"""Runs the public CodeParrot tutorial as its readers type it, in a fresh copy of the checkout.
 
-The commands are the tutorial's own, word for word. Fewer processes are started, and flags that are typed behind its own
-make the model, the batch and the run smaller; `python` is the one that runs the tests (its launchers get a warm one).
+The commands are the tutorial's own, word for word. Flags behind a launcher's own make the model, batch and run smaller,
+and fewer processes are started. `python` is the one that runs the tests; launchers get a warm one.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def test_preprocess(checkout: Checkout) -> None:
 
 
 def test_train_in_two_launches(checkout: Checkout) -> None:
-    """As typed, but for `--exit-interval` on the first launch: the second is the same command without it."""
+    """Both launches are typed as in the tutorial, the first with `--exit-interval` added."""
     first = checkout.must_run(train("--exit-interval", "2"))
     saved = checkout.root / "experiments" / "codeparrot-small"
     assert "fresh start" in first and "fp16 products: " in first, "how fp16 is multiplied on a CPU is said"
@@ -126,8 +126,8 @@ def test_a_typo_in_the_tutorials_command_is_one_line(checkout: Checkout) -> None
 
 @pytest.fixture(scope="module")
 def launched(checkout: Checkout) -> Callable[[str], str]:
-    """Runs a launcher once: with its own settings, smaller by what is typed behind its name. Its processes are warm
-    ones (tests/helpers/warm)."""
+    """Runs a launcher once with its own settings; flags behind its name shrink them. Processes are warm
+    (tests/helpers/warm)."""
     warm = Checkout(checkout.root, warm=True)
 
     @cache
@@ -169,7 +169,7 @@ print(generate("def hello_world():", max_new_tokens=8)[0]["generated_text"])
 def test_a_model_of_tensor_and_pipeline_parallel_ranks_is_shared(
     checkout: Checkout, launched: Callable[[str], str]
 ) -> None:
-    """As the tutorial ends, against a Hub on this machine."""
+    """The end of the tutorial, against a Hub on this machine."""
     launched(MODEL_PARALLEL)
     (checkout.root / "share.py").write_text(SHARE)
     with fake_hub() as hub:
@@ -186,7 +186,7 @@ DATA_OF_THE_LAUNCHERS = "gpt2-vocab.json gpt2-merges.txt my-gpt2_text_document.b
 
 @pytest.fixture
 def with_data(checkout: Checkout) -> Iterator[Checkout]:
-    """The files that the launchers name are there; nobody reads them before the settings are right."""
+    """Creates the files that the launchers name; nothing reads them before the settings are right."""
     checkout.must_run(f"touch {DATA_OF_THE_LAUNCHERS}")
     yield checkout
     checkout.must_run(f"rm {DATA_OF_THE_LAUNCHERS}")
@@ -210,7 +210,7 @@ def test_a_launcher_with_a_mistake_is_one_line(with_data: Checkout) -> None:
 
 
 def test_all_mistakes_of_a_launcher_are_told_a_line_each(checkout: Checkout) -> None:
-    """Its data is not there, and a size is wrong."""
+    """The launch lacks its data and has a wrong size."""
     done = checkout.run("bash examples/pretrain_gpt_distributed.sh --hidden-size 1000")
     lines = done.stdout.strip().splitlines()
     assert done.returncode == 2 and all(line.startswith("error: ") for line in lines), done.stdout
@@ -219,7 +219,7 @@ def test_all_mistakes_of_a_launcher_are_told_a_line_each(checkout: Checkout) -> 
 
 
 def test_files_of_the_tutorial_are_ignored_by_git(checkout: Checkout) -> None:
-    """Users run in their clone: what the tutorial leaves there must not show up in `git status`."""
+    """Users run in their clone: files of the tutorial must not show up in `git status`."""
     listed = checkout.must_run("git init -q . && git add -A && git ls-files").splitlines()
     named = ("codeparrot_", "vocab.json", "merges.txt", "experiments/", "index-cache/")
     left = [name for name in listed if name.startswith(named) or name.endswith((".safetensors", ".pt"))]

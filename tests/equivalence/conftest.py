@@ -8,7 +8,7 @@ from tests.helpers.exports import ask_warm
 
 @pytest.fixture(scope="session", autouse=True)
 def imported_for_ranks() -> None:
-    """tools/check_layout.py forks its ranks too."""
+    """Imports what forked ranks need; tools/check_layout.py forks its ranks too."""
     import_for_ranks()
 
 

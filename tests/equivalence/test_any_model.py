@@ -1,4 +1,4 @@
-"""The engine for any model against a plain torch loop over the whole batch, in fp64, and against torch's own DDP."""
+"""The engine for any model in fp64 against a plain torch loop over the whole batch, and against torch's own DDP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS, MICRO, GATE = 20, 2, 1e-10
 
 
 def two_groups(model: Tiny, lr: float = 1e-2) -> list[dict[str, Any]]:
-    """Rates of their own for the head, and weight decay for some."""
+    """The head has its own rate; only the rest has weight decay."""
     head = [model.out.weight, model.out.bias]
     rest = [one for one in model.parameters() if all(one is not other for other in head)]
     return [{"params": rest, "weight_decay": 0.1}, {"params": head, "lr": lr / 10, "weight_decay": 0.0}]
@@ -40,7 +40,7 @@ def config(ranks: int, accumulation: int, stage: int = 0, **more: Any) -> dict[s
 
 
 def train(engine: ModelEngine, steps: int, first: int = 0) -> None:
-    """Every rank takes its part of the batch that the plain loop takes whole."""
+    """Trains each rank's part of the batch that the plain loop takes whole."""
     rank, accumulation = engine.global_rank, engine.gradient_accumulation_steps()
     for step in range(first, first + steps):
         images, labels = batch_of(step, engine.train_batch_size())
@@ -88,7 +88,7 @@ def test_equals_a_plain_torch_loop(ranks: int, kind: str, accumulation: int, sta
 
 
 def plant_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients are summed over the ranks."""
+    """Planted bug: gradients are summed over the ranks instead of averaged."""
     step = Optimizer.client_step
     monkeypatch.setattr(Optimizer, "client_step", lambda self, grad_scale: step(self, self.loss_scale))
 
@@ -114,7 +114,7 @@ def test_planted_bugs_are_seen(plant: Callable[[pytest.MonkeyPatch], None], monk
 
 
 def beside_torch_ddp(rank: int) -> float:
-    """BatchNorm too: each rank's own statistics, and the first rank's buffers."""
+    """Includes BatchNorm: each rank's own statistics, and the first rank's buffers."""
     ours, theirs = make_model(norm=True), make_model(norm=True)
     engine, *_ = initialize(model=ours, optimizer=OPTIMIZERS["adamw"](ours), config=config(2, 1))
     wrapped = nn.parallel.DistributedDataParallel(theirs, find_unused_parameters=True)

@@ -1,5 +1,5 @@
-"""Buffers of every type in half precision: the reference Llama's rotation, whose factors are complex, computes what
-plain torch computes, and all types come back from a checkpoint."""
+"""Buffers of every dtype in half precision. The reference Llama's rotation, whose factors are complex, computes what
+plain torch computes; all dtypes come back from a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.distributed import run_ranks
 STAGES = (0, 1, 2, 3)
 CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FLOATS = ("wide", "eighths")
-"""As with DeepSpeed's module.bfloat16(), floating-point buffers of all widths become the model's type."""
+"""Floating-point buffers of all widths become the model's dtype, as with DeepSpeed's module.bfloat16()."""
 
 
 def frequencies(dim: int, end: int, theta: float = 10000.0) -> Tensor:
@@ -58,7 +58,7 @@ class Rotated(nn.Module):
 
 
 def computed(rank: int, size: int, folder: str) -> list[str]:
-    """What differs from plain torch."""
+    """Lists differences from plain torch."""
     wrong = []
     for half, dtype in CAST.items():
         for stage in STAGES:

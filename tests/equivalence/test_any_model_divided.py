@@ -1,5 +1,5 @@
-"""Programs that reach for weights while ranks divide them (ZeRO 2 and 3): what is computed is right, or one line says
-what to call instead."""
+"""Programs that access weights while ranks shard them (ZeRO 2 and 3): the result is right, or one line says what to
+call instead."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 
 
 def refusals(rank: int) -> list[str]:
-    """What is said in other words, or nothing."""
+    """Lists calls with a wrong error message."""
     wrong = []
     for stage in (2, 3):
         for name, (call, said) in REFUSED.items():
@@ -115,7 +115,7 @@ REPLACED = {assigned: "first.weight", with_another_layer: "layers.1.weight", wit
 
 
 def replacements(rank: int) -> list[str]:
-    """What is not refused, or in other words."""
+    """Lists replacements that were accepted or had a wrong error message."""
     wrong = []
     for stage in (0, 1, 2, 3):
         for replace, name in REPLACED.items():
@@ -137,12 +137,12 @@ def replacements(rank: int) -> list[str]:
 
 
 def test_parameters_that_come_later_are_refused() -> None:
-    """Nothing would train them."""
+    """Parameters that are replaced later would not be trained."""
     assert run_ranks(2, replacements) == [[], []]
 
 
 def steps(engine: Any, model: Any, optimizer: Any = None) -> None:
-    """Layers are called by themselves, before the first pass of the whole model, too."""
+    """Calls layers directly as well, even before the first pass of the whole model."""
     for number in range(3):
         loss = model.layers[1](X).square().mean() + (engine or model)(X * number)
         if engine is None:
@@ -155,7 +155,7 @@ def steps(engine: Any, model: Any, optimizer: Any = None) -> None:
 
 
 def taken_back(rank: int) -> list[float]:
-    """The differences from a plain loop; and from the weights that were kept and taken back."""
+    """Differences from a plain loop, and from weights that were saved and loaded back."""
     plain = Encoder().double()
     steps(None, plain, torch.optim.SGD(plain.parameters(), lr=0.1))
     found = []

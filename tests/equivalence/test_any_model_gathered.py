@@ -1,5 +1,5 @@
-"""Layers that are gathered on all ranks at once (ZeRO 2 and 3): ranks that part, and programs that write into them, are
-told."""
+"""Layers that all ranks gather together (ZeRO 2 and 3): errors for ranks that use different layers, and for programs
+that write into gathered weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Layers(nn.Module):
 
 
 def other_layers(rank: int, accumulation: int) -> bool:
-    """Of the same size, in the second step: messages that do not belong together would be taken for each other."""
+    """Ranks use different layers of one size in the second step; without a check, their messages would be mixed up."""
     for stage in (2, 3):
         model = Layers()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -57,7 +57,7 @@ def test_ranks_that_use_other_layers_at_stages_2_and_3_are_told(accumulation: in
 
 
 def layers_of_other_sizes(rank: int, width: int) -> bool:
-    """Where gloo would end the process: one rank uses another layer, or one layer more."""
+    """One rank uses another layer, or one layer more; without a check, gloo would abort the process."""
     for stage in (2, 3):
         for used in (((0,), (1,)), ((1,), (1, 0))):
             model = Layers(width)
@@ -73,14 +73,14 @@ def test_ranks_that_use_layers_of_other_sizes_at_stages_2_and_3_are_told() -> No
 
 
 def test_planted_bug_gathers_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At layers of one size, where gloo notices nothing."""
+    """Uses layers of one size, where gloo does not notice."""
     monkeypatch.setattr(SameUse, "_compare", lambda *_: None)
     with pytest.raises(RankFailed, match="DID NOT RAISE"):
         run_ranks(2, layers_of_other_sizes, 6)
 
 
 def written_while_gathered(rank: int) -> list[str]:
-    """Whether what is written between steps is kept, and what the step says of what is written within one."""
+    """Tests writes between steps, which must be kept, and within a step; returns the error of the latter."""
     said = []
     for stage in (2, 3):
         model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
@@ -112,7 +112,7 @@ def written_while_gathered(rank: int) -> list[str]:
 
 
 def test_weights_that_are_written_while_they_are_gathered() -> None:
-    """At stage 3 nothing is gathered after a backward pass."""
+    """Stage 3 keeps nothing gathered after a backward pass."""
     for kept, refused, kept_too, taken in run_ranks(2, written_while_gathered):
         assert (kept, kept_too) == ("True", "True")
         assert refused.startswith("0.bias was written between a forward pass and engine.step()")
@@ -142,7 +142,7 @@ def list_alone(rank: int) -> list[str]:
 
 
 class Dicts(nn.Module):
-    """A list of dicts of layers, none of which has a forward pass."""
+    """A list of dicts of layers, without a forward pass at any level."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Dicts(nn.Module):
 
 
 def test_a_list_of_layers_without_a_forward_pass() -> None:
-    """As the model it is refused; inside one its layers are gathered."""
+    """A list is rejected as the model; inside a model, its layers are gathered."""
     for said in run_ranks(2, list_alone):
         for kind, line in zip(["ModuleList", "ModuleDict"] * 2, said, strict=True):
             assert f"the model is a {kind} without a forward() of its own" in line

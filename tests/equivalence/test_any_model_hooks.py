@@ -1,5 +1,5 @@
-"""Hooks, parametrizations and adapters that a program adds to a model before `initialize()`: every one does what it
-does in a plain torch loop over the whole batch, at every stage, or is rejected by name."""
+"""Hooks, parametrizations and adapters that a program adds to a model before `initialize()`. Each has the effect that
+it has in a plain torch loop over the whole batch, at every stage, or is rejected with its name."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def halves(step: int) -> tuple[Tensor, ...]:
 
 
 def trained(change: Change, rank: int, stage: int | None) -> dict[str, Tensor]:
-    """`stage` None: in a plain loop."""
+    """Weights after training; `stage` None is a plain loop."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6)).double()
     change(model)
@@ -108,7 +108,7 @@ def trained(change: Change, rank: int, stage: int | None) -> dict[str, Tensor]:
 
 
 def each_change(rank: int, names: tuple[str, ...]) -> list[str]:
-    """What differs."""
+    """Lists differences from the plain loop."""
     wrong = []
     for name in names:
         wanted = trained(CHANGES[name], rank, None)

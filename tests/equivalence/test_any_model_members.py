@@ -1,4 +1,4 @@
-"""DeepSpeed's own boundaries of an accumulation, and its calls for whole weights, where ranks divide them."""
+"""DeepSpeed's explicit accumulation boundaries, and its calls for whole weights when ranks shard them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The engine's methods in every order that a program may call them: after each one the whole state dict, and what a
-checkpoint holds, are those of a plain model that went through the same."""
+"""Calls the engine's methods in random orders. After each call the whole state dict and the checkpoint equal those of a
+plain model after the same calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FREEZES = ("norm.bias", "layers.0.bias")
 
 
 class Kinds(nn.Module):
-    """A list of layers, weights outside of it, a tied pair, a frozen layer; buffers written in place and replaced."""
+    """A list of layers, weights outside it, a tied pair and a frozen layer; buffers written in place and replaced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 class Twins:
-    """An engine on this rank, and the plain model that sees the batches of both."""
+    """An engine on this rank, and a plain model that sees the batches of both ranks."""
 
     def __init__(self, rank: int, stage: int, draw: random.Random, folder: Path) -> None:
         self.rank, self.draw, self.folder = rank, draw, folder
@@ -102,7 +102,7 @@ class Twins:
         self.engine.module.load_state_dict(other)
 
     def freeze(self) -> None:
-        """Or trains again."""
+        """Freezes a parameter, or unfreezes it."""
         name = self.draw.choice(FREEZES)
         trained = not self.plain.get_parameter(name).requires_grad
         for model in (self.plain, self.engine.module):
@@ -137,7 +137,7 @@ def drawn(seed: int) -> tuple[str, ...]:
 
 
 def each_order(rank: int, orders: tuple[tuple[str, ...], ...], folder: str) -> list[str]:
-    """What went wrong."""
+    """Lists errors."""
     wrong = []
     for number, order in enumerate(orders):
         for stage in STAGES:

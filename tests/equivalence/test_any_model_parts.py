@@ -1,5 +1,5 @@
-"""Ranks that use other parts of a model, or leave parts out later: what they train is what a plain torch loop trains on
-the whole batch. A part that nobody uses, or that is frozen, does not move."""
+"""Ranks that use different parts of a model, or leave parts out later, train what a plain torch loop trains on the
+whole batch. An unused or frozen part does not move."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.helpers.distributed import RankFailed, run_ranks
 
 BOTH, ONE, OTHER, NONE = (1, 1), (1, 0), (0, 1), (0, 0)
 Plan = list[tuple[tuple[int, int], tuple[int, int]]]
-"""Of each step: what the first rank and the second use."""
+"""Parts that the first and the second rank use in each step."""
 PLANS: dict[str, Plan] = {
     "one rank lacks a part from the start": [(BOTH, ONE)] * 4,
     "they take turns": [(ONE, OTHER), (OTHER, ONE), (BOTH, BOTH), (ONE, ONE)],
@@ -161,7 +161,7 @@ def clipped_by_hand(rank: int) -> list[str]:
 
 
 def test_clipping_by_hand_is_refused_at_every_stage() -> None:
-    """At stage 3 it would clip sums over the ranks, elsewhere nothing."""
+    """Clipping by hand would clip sums over the ranks at stage 3, and nothing elsewhere."""
     for said in run_ranks(2, clipped_by_hand):
         assert all('give "gradient_clipping" in the config' in line for line in said), said
 
@@ -192,7 +192,7 @@ def test_weights_that_are_written_at_stages_2_and_3_are_taken_or_refused() -> No
 
 
 class Sharing(nn.Module):
-    """Layers of a list that share a weight, a layer with a second name, and one that others hold too."""
+    """Layers that share a weight, a layer with two names, and one that two containers hold."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ def test_planted_bug_what_no_rank_has_used_is_not_looked_for(monkeypatch: pytest
 
 
 def comparisons(rank: int) -> list[bool]:
-    """In which steps the ranks compare."""
+    """Returns for each step whether the ranks compare."""
     found: list[bool] = []
     compare = Usage._start_comparing
 
@@ -269,7 +269,7 @@ def comparisons(rank: int) -> list[bool]:
 
 
 def test_ranks_compare_in_steps_in_which_one_lacks_a_gradient() -> None:
-    """A second message in every step would make a small model's step longer than that of torch's DDP."""
+    """A second message in every step would make a small model slower than torch's DDP."""
     assert run_ranks(2, comparisons) == [[False, True, True, False]] * 2
 
 
@@ -288,7 +288,7 @@ def test_planted_bug_the_count_of_an_earlier_step_stays(monkeypatch: pytest.Monk
 
 
 def test_planted_bug_ranks_compare_before_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one has begun to sum in its backward pass, and the other lacks a gradient."""
+    """One rank already sums in its backward pass, while the other lacks a gradient."""
 
     def reduce(self: Usage) -> None:
         grads: Any = self._grads
@@ -302,7 +302,7 @@ def test_planted_bug_ranks_compare_before_their_sums(monkeypatch: pytest.MonkeyP
 
 
 class TrustRatio(torch.optim.SGD):
-    """LARS."""
+    """The LARS update."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -314,7 +314,7 @@ class TrustRatio(torch.optim.SGD):
 
 
 def with_a_trust_ratio(rank: int) -> tuple[list[str], float]:
-    """What it says at stages 1 to 3 and with the key; and the largest difference from a plain loop at stage 0."""
+    """Messages at stages 1 to 3, without and with the key, and the largest difference from a plain loop at stage 0."""
     said = []
     plain, _ = made()
     updates = TrustRatio(plain.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""A resumed engine is the engine that did not stop: bit-equal weights, in the same and in other numbers of ranks."""
+"""A resumed engine equals one that did not stop: bit-equal weights, on the same and on other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_engine(ranks: int, *, fp16: bool = False, accumulation: int = 1, stage:
 
 
 def train(engine: ModelEngine, first: int, last: int) -> None:
-    """With dropout: what is drawn belongs to the state."""
+    """Trains with dropout, whose random numbers belong to the state."""
     rank, micro = engine.global_rank, engine.train_micro_batch_size_per_gpu()
     for step in range(first, last):
         images, labels = batch_of(step, SAMPLES, torch.float64)

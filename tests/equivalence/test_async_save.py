@@ -1,5 +1,5 @@
-"""Runs with --async-save: what they save is what other runs save, bit for bit, while training goes on; and they end as
-other runs do."""
+"""Runs with --async-save: what they save during training equals the saves of other runs bit for bit, and they end
+alike."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 
 
 class WritesLater(Hook):
-    """What is saved after the second iteration is written once the fourth begins."""
+    """Delays the write of the save after iteration 2 until iteration 4 begins."""
 
     def __init__(self) -> None:
         self._go, self.held = Event(), 0
@@ -67,7 +67,7 @@ class WritesLater(Hook):
 
 
 def run(rank: int, ranks: int, argv: list[str], late: bool = False) -> list[str]:
-    """The losses."""
+    """Losses of the run."""
     torch.set_num_threads(1)
     records: list[dict[str, Any]] = []
     later = WritesLater()

@@ -135,7 +135,7 @@ def sent_round_the_wrong_ranks(parts: Parts) -> None:
 
 
 def gradients_not_brought_home(parts: Parts) -> None:
-    """With two ranks a layer shifts once forward and three times backward; the last shift returns to the owner."""
+    """Planted bug: drops the third of a layer's three backward shifts, which returns gradients to their owner."""
     original, calls, layers = collectives.start_shift, count(), 2
 
     def all_but_the_last(tensor: Tensor, axis: Axis) -> collectives.Pending:
@@ -155,7 +155,7 @@ def merged_without_rescaling(parts: Parts) -> None:
 
 
 def a_chunk_too_much(parts: Parts) -> None:
-    """Causality by rank, not by chunk: the second chunk of a later rank is in the future."""
+    """Planted bug: causality by rank, not by chunk, although a later rank's second chunk is in the future."""
     pairs = _Ringed.pairs
 
     def wrong(self: _Ringed, owner: int, chunk: int, document_ids: Tensor | None) -> Any:
@@ -187,7 +187,7 @@ def local_positions(parts: Parts) -> None:
 
 
 def labels_not_cut_alike(parts: Parts) -> None:
-    """Labels are cut into contiguous pieces, and the rest of the batch into balanced chunks."""
+    """Planted bug: labels are cut into contiguous pieces, the rest of the batch into balanced chunks."""
     original = evaluation_module.slice_batch
 
     def wrong(batch: Any, cp: Axis) -> Any:

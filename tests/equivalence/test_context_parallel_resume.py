@@ -1,4 +1,4 @@
-"""A run with a shared sequence, stopped and resumed, is the run that did not stop: bit for bit, with dropout."""
+"""A run with context parallelism, stopped and resumed with dropout, equals the one that did not stop, bit for bit."""
 
 from __future__ import annotations
 

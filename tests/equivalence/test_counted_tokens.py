@@ -1,7 +1,6 @@
 """The loss is the sum over counted tokens divided by their number: its gradient equals autograd's, in fp64.
 
-The other tests compare layouts with one process of the same code, so an error in what the sum is divided by would be on
-both sides.
+The other tests compare layouts with one process of the same code, so both sides would share an error in the divisor.
 """
 
 from __future__ import annotations

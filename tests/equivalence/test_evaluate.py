@@ -1,5 +1,5 @@
-"""An evaluation is that of the exported model in `transformers`: every sum of log-probabilities, the likeliest tokens
-and the number of tokens counted, whatever --load takes, in every layout."""
+"""An evaluation equals that of the exported model in `transformers`, for every form that --load takes and every layout:
+sums of log-probabilities, top predictions and the number of counted tokens."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
 
 
 def save_sharp(argv: list[str]) -> None:
-    """All weights random, and some words much likelier than others: a token more or less shows."""
+    """Saves random weights with some words much likelier than others, so that one token more or less shows."""
     _, parts = make_parts(argv)
     with parts, torch.no_grad():
         for name, parameter in parts.engine.model.named_parameters():
@@ -96,7 +96,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def evaluated(load: Path, *words: Any) -> dict[str, Any]:
-    """The command line, in this process."""
+    """Runs the command line in this process."""
     output, threads = load.parent / "out.json", torch.get_num_threads()
     try:
         assert main(["--load", str(load), "--output", str(output), *map(str, words)]) == 0
@@ -107,8 +107,8 @@ def evaluated(load: Path, *words: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def log_probabilities(model: Any, tokens: list[int], stride: int) -> Iterator[float]:
-    """Of every token but the first, which reads from the earliest of 0, stride, 2 stride, ... that leaves no more than
-    a window of tokens before it."""
+    """Log-probabilities of all tokens but the first. The context starts at the earliest of 0, stride, 2 stride, ...
+    that leaves at most a window of tokens before the target."""
     read: dict[int, torch.Tensor] = {}
     for target in range(1, len(tokens)):
         start = ceil(max(target - WINDOW, 0) / stride) * stride
@@ -175,8 +175,8 @@ def test_every_form_of_a_checkpoint_is_the_same(models: Callable[[str], Saved], 
 def test_a_tokenizer_of_another_size_is_named(
     models: Callable[[str], Saved], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a checkpoint without a tokenizer of its own: refused where it has more entries than the table has rows, and
-    doubted where padding does not explain what it lacks."""
+    """The checkpoint has no tokenizer of its own. More entries than the embedding has rows are rejected; fewer than
+    padding explains get a warning."""
     for size, said in ((700, "700 entries: it is another than the model's"), (260, "260 entries; if it is not")):
         write_files(tmp_path, bpe_file_texts(train_bpe([Path(__file__).read_text()], size)))
         files = ["--vocab-file", str(tmp_path / "vocab.json"), "--merge-file", str(tmp_path / "merges.txt")]
@@ -211,7 +211,7 @@ def test_tokens_on_disk_are_those_of_their_text(models: Callable[[str], Saved], 
 
 
 def passages(tokenizer: Any, model: Any) -> list[str]:
-    """Two of them end as the model would end them."""
+    """Every second passage ends with the model's top prediction."""
     found = []
     for text in SAMPLES[:4]:
         tokens = tokenizer(text, add_special_tokens=False).input_ids[:10]
@@ -331,7 +331,7 @@ def test_every_layout_equals_one_process(several: tuple[dict[str, Saved], Path])
 
 
 def one_token_more(rows: Any) -> Any:
-    """Scores the last token of the context, too."""
+    """Planted bug: scores the last token of the context, too."""
     return [Scored(row.tokens, max(row.first - 1, 1)) for row in rows]
 
 

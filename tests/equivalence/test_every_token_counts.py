@@ -1,4 +1,4 @@
-"""The comparison of layouts sees every token: faults in the last chunk, stage, token, sample, micro-batch and window.
+"""Comparing layouts covers every token: finds faults in the last chunk, stage, token, sample, micro-batch and window.
 
 Each fault is a real mistake in one place of the layout's run, as small as that place allows. With a loss mask that
 counts only the first tokens of each sample, as the comparison once had, most of these tests fail.
@@ -107,7 +107,7 @@ def test_a_fault_of_the_tool_is_seen(plant: str, case: tuple[int, dict[str, Any]
 
 
 def own_chunks_of_the_ring(parts: Parts) -> None:
-    """`distance != 0` in place of `distance < 0`: each chunk attends to itself alone."""
+    """`distance != 0` in place of `distance < 0`: each chunk attends only to itself."""
     _filter_pairs(lambda pair, last: pair.distance == 0)
 
 
@@ -127,7 +127,7 @@ def _filter_pairs(kept: Callable[[Pair, int], bool]) -> None:
 
 
 def last_rows_of_a_chunk(parts: Parts) -> None:
-    """Attention works on a few queries at a time; those after the first few see one key less."""
+    """Attention works on a few queries at a time; those after the first few miss one key."""
     blocks._ROWS = {"cpu": 8}
     before = Pair.keys_before
 
@@ -138,7 +138,7 @@ def last_rows_of_a_chunk(parts: Parts) -> None:
 
 
 def last_micro_batch_again(parts: Parts) -> None:
-    """The second micro-batch of the last data-parallel rank is the first once more."""
+    """The second micro-batch of the last data-parallel rank repeats the first."""
     dp, made = parts.engine.parallel.dp, iter(parts.trainer.train_batches)
     if dp.rank < dp.size - 1:
         return
@@ -176,13 +176,13 @@ def positions_of_an_evaluation(parts: Parts) -> None:
 
 
 def capacity_of_the_last_layer(parts: Parts) -> None:
-    """The last layer's experts have room for one token more than they should."""
+    """The last layer's experts have capacity for one token too many."""
     last = _last_router(parts)
     last.config = dataclasses.replace(last.config, moe_expert_capacity_factor=0.85)
 
 
 def router_loss_of_the_last_layer(parts: Parts) -> None:
-    """The last layer's router adds nothing to the objective."""
+    """The last layer's router does not contribute to the objective."""
     _last_router(parts)._watched = lambda weights, *_: weights  # type: ignore[method-assign]
 
 

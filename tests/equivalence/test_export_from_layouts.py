@@ -1,5 +1,5 @@
-"""A Hugging Face export is the same bytes whatever layout wrote the checkpoint: all weights random, none of them 0 or
-1, so that no part can stand in for another."""
+"""A Hugging Face export has the same bytes whatever layout wrote the checkpoint. All weights are random, none is 0 or
+1, so that no part can be mistaken for another."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The same run in fp32 for fifty steps with Adam at 1, 2, 4 and 8 ranks: the loss curves, printed side by side.
+"""The same fp32 run for fifty steps with Adam at 1, 2, 4 and 8 ranks; prints the loss curves side by side.
 
-The gate is 1e-5 relative at every step, and 1e-6 at the first (see test_single_precision.py, whose gradients see what a
-loss cannot). Measured is 2e-7: a loss is a mean, so what rounding does to single weights hardly shows in it. With the
-gradients of the tensor-parallel norms left unsummed, the curves part by more than the gate.
+The gate is 1e-5 relative at every step, and 1e-6 at the first; 2e-7 is measured. A loss is a mean, so rounding of
+single weights hardly shows; test_single_precision.py checks gradients. If the gradients of the tensor-parallel norms
+are not summed, the curves part by more than the gate.
 
     python -m pytest -q -s tests/equivalence/test_fifty_steps.py
 """
@@ -20,7 +20,7 @@ from tests.helpers.runs import Recorder, flags, make_parts
 
 FIRST, EVERY = 1e-6, 1e-5
 SOON = 10
-"""Steps after which a planted bug has long been seen."""
+"""Steps after which a planted bug has long shown."""
 SETTINGS: dict[str, Any] = {
     "num_layers": 4,
     "micro_batch_size": 2,

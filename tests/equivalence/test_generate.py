@@ -1,5 +1,5 @@
-"""Generated texts are those of the exported model in `transformers`, token for token, for every family, in batches of
-prompts of different lengths, by beams, and in every layout; every mistake that caches and ranks invite is seen."""
+"""Generated texts equal those of the exported model in `transformers`, token for token: every family and layout, beams,
+batches of prompts of different lengths. Planted mistakes in caches and ranks are found."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ transformers = pytest.importorskip("transformers")
 EOD = 5
 LENGTHS = (7, 30, 1, 7, 18)  # the longest is more than a window of 20
 COUNT = 40
-"""Past the window, and past what the cache of a window holds before it drops something."""
+"""Length beyond the window, and beyond the point where a window's cache first drops something."""
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -49,7 +49,7 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[GPT, Any]]:
-    """Ours and theirs, in fp64, with weights of std 0.2."""
+    """Our model and theirs, in fp64, with weights of std 0.2."""
     made: dict[str, tuple[GPT, Any]] = {}
 
     def make(case: str) -> tuple[GPT, Any]:
@@ -189,7 +189,7 @@ def test_the_command_line_is_transformers_for_every_form(
 
 
 def test_a_hugging_face_model_begins_and_ends_as_in_transformers(saved: dict[str, Saved], tmp_path: Path) -> None:
-    """With what its tokenizer puts before a text, and at any of the ends that its files name."""
+    """Generation begins with the tokenizer's prefix and stops at any end that the model's files name."""
     folder, out = tmp_path / "model", tmp_path / "out.jsonl"
     shutil.copytree(saved["llama"].folder, folder)
     redraw(folder, std=0.2)
@@ -217,14 +217,14 @@ def test_a_hugging_face_model_begins_and_ends_as_in_transformers(saved: dict[str
     assert ours() == free != theirs(special=False), "the beginning shows in what follows"
     early = free[6]
     late = next(token for token in free[7:] if token not in free[:7])
-    for ends in ([early, late], [late, early]):  # either alone would end it elsewhere
+    for ends in ([early, late], [late, early]):  # a single end would stop it elsewhere
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
         cut = theirs()
         assert cut[-1] == early and len(cut) < 20 and ours() == cut[:-1]
 
 
 def redraw(folder: Path, *, std: float) -> None:
-    """Other weights, in which every token of a prompt counts: those of `saved` follow the last one or two."""
+    """Redraws the weights so that every prompt token counts; with those of `saved` only the last one or two do."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -247,7 +247,7 @@ def test_a_single_text_is_streamed_and_stops(saved: dict[str, Saved], capsys: py
 
 
 def one_off(cache: KVCache, kept: Tensor, new: Tensor) -> Tensor:
-    """Writes where the last token is."""
+    """Planted bug: writes over the last token."""
     cache._used -= (shift := int(cache._used > 0))
     try:
         return EXTEND(cache, kept, new)
@@ -268,7 +268,7 @@ def positions_of_the_longest(self: Decoder, asked: Sequence[Sequence[int]], coun
 
 
 def kept_short(cache: KVCache) -> int:
-    """The window begins a token late."""
+    """Planted bug: the window begins a token late."""
     return FIRST(cache) + 1 if FIRST(cache) else 0
 
 
@@ -290,7 +290,7 @@ def test_a_mistake_of_the_cache_is_seen(name: str, pair: Any, monkeypatch: pytes
 
 
 def test_memory_that_nobody_wrote_is_never_read(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A weight of zero times NaN is NaN."""
+    """NaN in unwritten memory would show, because zero times NaN is NaN."""
     ours, _ = pair("llama gqa")
     expected = generate(ours, prompts(*LENGTHS), max_new_tokens=5)
     make = GPT.make_cache
@@ -332,7 +332,7 @@ def test_a_rank_that_draws_for_itself_is_seen(saved: dict[str, Saved], monkeypat
 
 
 def test_an_error_of_the_rank_that_decides_is_one_of_all_ranks(saved: dict[str, Saved]) -> None:
-    """None waits for tokens that never come."""
+    """The other ranks raise as well instead of waiting for tokens."""
 
     def planted(rank: int) -> str:
         torch.set_num_threads(1)

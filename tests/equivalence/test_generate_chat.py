@@ -1,4 +1,4 @@
-"""`tools/generate.py --chat` and `--prompt-with-special-tokens` go on from the ids of `transformers`."""
+"""`tools/generate.py --chat` and `--prompt-with-special-tokens` continue the same prompt ids as `transformers`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_special_tokens_in_a_prompt_are_a_choice(theirs: Path, tmp_path: Path) -
 
 
 def test_a_run_is_prompted_in_the_format_that_it_was_trained_with(theirs: Path, tmp_path: Path) -> None:
-    """Megatron-LM's formats are no template beside the tokenizer, but a setting of the run."""
+    """Megatron-LM's prompt formats are a setting of the run, not a template beside the tokenizer."""
     words = {
         "sft": True, "mock_data": None, "vocab_size": None, "split": "100,0,0", "seq_length": LENGTH, "train_iters": 1,
         "data_path": write_chats(tmp_path / "chats.jsonl", some_chats(6)), "max_position_embeddings": LENGTH,

@@ -1,5 +1,5 @@
-"""EleutherAI's harness gives on our checkpoint what its own `hf` model gives on the export: a local task of each kind,
-every answer. Needs the package lm_eval, which is optional; without it, what is said without it is checked."""
+"""EleutherAI's harness gives the same answers on our checkpoint as its `hf` model on the export, for each kind of task.
+Needs the optional package lm_eval; without it, the tests check the messages for its absence."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_the_command_line_runs_a_local_task(saved: Saved, tmp_path: Path, monkey
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What our model needs of the package to score pairs: a base class and a registry."""
+    """Stand-in for what our model needs of the package to score pairs: a base class and a registry."""
 
     class TemplateLM:
         def __init__(self) -> None:
@@ -147,8 +147,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sums_and_likeliest_tokens_are_those_of_transformers(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the harness's tasks are made of, where the package is not installed too: of pairs that are longer than the
-    window the last tokens count."""
+    """Tests the parts of the harness's tasks without the package. In pairs longer than the window the last tokens
+    count."""
     stand_in(monkeypatch)
     from megatron.evaluation.harness import MegatronLM
 

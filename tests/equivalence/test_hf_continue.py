@@ -1,4 +1,4 @@
-"""A Hugging Face model is continued by one command: imported, trained on, exported; `transformers` is the oracle."""
+"""One command each imports, trains and exports a Hugging Face model; `transformers` is the oracle."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_one_command_goes_on_with_the_imported_model(family: str, tmp_path: Path
 
 
 def test_a_trained_model_goes_back_with_the_rows_beyond_its_tokenizer(tmp_path: Path) -> None:
-    """Nearly without a rate: what is exported is what came in, so no row has been lost or made anew."""
+    """A rate of almost 0 exports what was imported, so no row was lost or redrawn."""
     native, theirs = imported(tmp_path)
     argv = command(native, write_data(tmp_path / "data"), lr=1e-30, save=tmp_path / "run", save_interval=2)
     assert pretrain_here(argv) == 0

@@ -1,5 +1,5 @@
 """`pretrain_gpt.py --load FOLDER --finetune` of a Hugging Face model: the loss of `transformers`, the weights of an
-import bit for bit, and of its files only what a rank holds."""
+import bit for bit. A rank reads only what it holds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def native_of(folder: Path) -> Path:
 
 
 def first_losses(argv: list[str], rank: int = 0, ranks: int = 1) -> tuple[float, list[torch.Tensor]]:
-    """Of the first global batch, and its texts where this rank sees them."""
+    """Loss of the first global batch, and its texts where this rank sees them."""
     torch.set_num_threads(1)
     records: list[dict[str, Any]] = []
     run, script, texts = make_run(read_settings(argv), rank=rank, world_size=ranks), pretrain_gpt(), []
@@ -89,7 +89,7 @@ def test_at_tp2_pp2_the_first_loss_is_that_of_transformers(family: str, tmp_path
 
 
 def held_by(source: Any, tp: int, rank: int) -> dict[str, tuple[Shard, torch.Tensor]]:
-    """What one tensor-parallel rank holds of every parameter, filled with something else."""
+    """Every parameter's shard on one tensor-parallel rank, filled with another value."""
     rows = -(-source.vocab_size // (16 * tp)) * 16 * tp
     cut = Cut(ParallelState.plan(Layout(tp, tp=tp), rank).tp, padded_vocab_size=rows)
     held = {}
@@ -102,7 +102,7 @@ def held_by(source: Any, tp: int, rank: int) -> dict[str, tuple[Shard, torch.Ten
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_are_those_of_an_import_bit_for_bit(family: str, dtype: str, tmp_path: Path) -> None:
-    """At every tensor-parallel size, more ranks than key-value heads included; pipelines and experts divide by name."""
+    """Covers tensor parallelism beyond the number of key-value heads. Pipelines and experts only select names."""
     folder = tmp_path / "theirs"
     make_model(folder, family).to(getattr(torch, dtype)).save_pretrained(folder)
     step = native_of(folder) / paths.RELEASE
@@ -118,7 +118,7 @@ def test_weights_are_those_of_an_import_bit_for_bit(family: str, dtype: str, tmp
 
 
 def mapped_kilobytes(path: Path) -> int:
-    """Of a file, the pages that this process has touched."""
+    """Memory of a file's pages that this process has touched."""
     total, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if line.split(" ")[0].count("-") == 1 and ":" not in line.split(" ")[0]:
@@ -182,7 +182,7 @@ def test_settings_come_from_the_folder(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_trained_on_and_given_back(tmp_path: Path) -> None:
-    """What direct loading keeps besides the weights is what an import keeps."""
+    """Direct loading keeps the same data besides weights as an import."""
     folder, data = tmp_path / "theirs", tmp_path / "data"
     make_model(folder, bos_token_id=3, eos_token_id=[2, 3])
     write_data(data)

@@ -1,7 +1,7 @@
-"""An exported model is the model: logits of transformers' own classes against ours, with weights that hide nothing.
+"""An exported model is the same model: logits of transformers' classes against ours.
 
-Weights have a standard deviation of 0.2: on freshly initialised ones a swapped Q and K moves the loss by 0.0003 and a
-broken exporter passes. Every mistake that has shipped somewhere is planted here, and must be seen.
+Weights have a standard deviation of 0.2. On freshly initialised weights a swapped Q and K moves the loss by only
+0.0003, so a broken exporter would pass. Every known exporter mistake is planted here and must be found.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def model(**settings: Any) -> ModelConfig:
 def save_random(
     directory: Path, config: ModelConfig, *, vocab_size: int = 61, dtype: torch.dtype = torch.float32, **state: Any
 ) -> dict[str, torch.Tensor]:
-    """A native checkpoint with weights of std 0.2 (norm gains around 1), its vocabulary padded to 64 in the file."""
+    """A native checkpoint with weights of std 0.2 (norm gains around 1) and a vocabulary padded to 64 in the file."""
     generator = torch.Generator().manual_seed(7)
     tensors, params = {}, {}
     for parameter in parameters(config, vocab_size).values():
@@ -159,7 +159,7 @@ def export_to(out: Path, export: Export) -> list[str]:
 
 @pytest.mark.parametrize(("trained", "asked"), [("bfloat16", None), ("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_a_gain_stored_less_one_is_exported_in_half_precision(tmp_path: Path, trained: str, asked: str | None) -> None:
-    """1 + weight is rounded once, to the precision of the export, which says by how much."""
+    """1 + weight is rounded once, to the export's precision; a message gives the largest error."""
     tensors = save_random(tmp_path / "ckpt", model(**GPT2, apply_layernorm_1p=True), dtype=getattr(torch, trained))
     messages = export_to(tmp_path / "hf", plan(tmp_path / "ckpt", dtype=asked))
     gains = load_file(tmp_path / "hf/model.safetensors")["transformer.ln_f.weight"]
@@ -204,7 +204,7 @@ def test_logits_equal_and_import_gives_the_same_bits_back(tmp_path: Path, case: 
 
 
 def test_logits_are_close_by_a_wide_margin(tmp_path: Path) -> None:
-    """What rounding leaves is far below the tolerance, so the tolerance hides nothing."""
+    """Rounding errors are far below the tolerance, so the tolerance hides no mistake."""
     save_random(tmp_path / "native", model(**CASES["llama llama3 scaling"][1]))
     export = plan(tmp_path / "native")
     export_to(tmp_path / "hf", export)
@@ -212,7 +212,7 @@ def test_logits_are_close_by_a_wide_margin(tmp_path: Path) -> None:
 
 
 def test_olmo2_is_scaled_in_the_names_that_version_4_insists_on(tmp_path: Path) -> None:
-    """Its check there: two entries, of which `type` is one. Version 5 reads `type` as `rope_type`."""
+    """Version 4's check for OLMo-2 requires two entries, one named `type`. Version 5 reads `type` as `rope_type`."""
     save_random(tmp_path / "native", model(**CASES["olmo2 linear scaling"][1]))
     export_to(tmp_path / "hf", plan(tmp_path / "native"))
     written = json.loads((tmp_path / "hf/config.json").read_text())["rope_scaling"]
@@ -222,7 +222,7 @@ def test_olmo2_is_scaled_in_the_names_that_version_4_insists_on(tmp_path: Path) 
 def test_an_export_that_transformers_does_not_open_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As version 4 does of OLMo-2 with YaRN."""
+    """Version 4 fails like this on OLMo-2 with YaRN."""
 
     def refuse(*given: Any, **options: Any) -> None:
         raise ValueError("`rope_scaling` must be a dictionary with two fields")
@@ -237,7 +237,7 @@ def test_an_export_that_transformers_does_not_open_is_one_line(
 
 @pytest.mark.parametrize("case", ["gpt2", "llama mqa tied", "qwen3"])
 def test_a_model_in_parts_on_several_devices_is_the_model(tmp_path: Path, case: str) -> None:
-    """`device_map="auto"`: the first layer fits the device, the second does not, and is fetched when it is its turn."""
+    """`device_map="auto"`: the first layer fits the device; the second is fetched when needed."""
     save_random(tmp_path / "native", model(**CASES[case][1]))
     export_to(tmp_path / "hf", plan(tmp_path / "native"))
     load = transformers.AutoModelForCausalLM.from_pretrained
@@ -263,7 +263,7 @@ def swap(tensors: Tensors, one: str, other: str) -> None:
 
 
 def conv_qkv_order(tensors: Tensors) -> None:
-    """The Megatron order of heads left as it is: [heads, 3, width] instead of [3, heads, width]."""
+    """Planted bug: keeps Megatron's order of heads, [heads, 3, width] instead of [3, heads, width]."""
     for name in [name for name in tensors if "c_attn" in name]:
         rows = tensors[name].T if tensors[name].dim() == 2 else tensors[name]
         mixed = rows.reshape(3, 4, 8, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
@@ -277,7 +277,7 @@ def neox_qkv_order(tensors: Tensors) -> None:
 
 
 def interleaved_rope(tensors: Tensors) -> None:
-    """The permutation that Meta's own layout needs and ours must not get."""
+    """Planted bug: applies the permutation that only Meta's own layout needs."""
     for name in [name for name in tensors if "q_proj" in name or "k_proj" in name]:
         weight = tensors[name]
         tensors[name] = weight.view(-1, 2, 4, 32).transpose(1, 2).reshape(weight.shape).contiguous()
@@ -386,7 +386,7 @@ def test_large_exports_are_sharded(tmp_path: Path) -> None:
 
 
 def most_bytes_at_once(export: Export, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Of the weights that the export has read and not let go of yet, whenever it reads one more."""
+    """Largest number of bytes of weights that the export holds at once."""
     alive: dict[int, int] = {}
     most, logical = 0, StepReader.logical
 
@@ -439,7 +439,7 @@ def test_logits_are_compared_or_nothing_is_exported(tmp_path: Path, monkeypatch:
 
 
 def test_the_classic_file_alone_is_the_model(tmp_path: Path) -> None:
-    """What old converters do with one `model_optim_rng.pt`: `args` by attribute, 23.06 names, [heads, 3, width]."""
+    """Old converters read one `model_optim_rng.pt`: `args` by attribute, 23.06 names, [heads, 3, width]."""
     import transformers
 
     save_random(tmp_path, model(**GPT2))
@@ -506,7 +506,7 @@ SHAPE: dict[str, Any] = {
 
 @pytest.mark.parametrize("family", FOREIGN)
 def test_what_transformers_saved_is_imported_whole(tmp_path: Path, family: str) -> None:
-    """The other direction: a folder that transformers itself wrote, its own defaults included."""
+    """Imports a folder that transformers itself wrote, with its own defaults."""
     import transformers
 
     from megatron.cli.convert_checkpoint import main as convert

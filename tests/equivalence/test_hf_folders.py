@@ -1,5 +1,5 @@
-"""Folders as transformers and the Hub write them: read whatever their form, named where something else was meant, and
-given back as they came."""
+"""Folders as transformers and the Hub write them: any form is read, a wrong kind is named, and the export restores the
+form."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def as_bin(folder: Path) -> None:
 
 
 def as_shards(folder: Path, suffix: str) -> None:
-    """In two files with an index, as large models are."""
+    """Splits the weights into two files with an index, as in large models."""
     held, places = load_file(folder / "model.safetensors"), {}
     (folder / "model.safetensors").unlink()
     whole = "pytorch_model.bin" if suffix == "bin" else "model.safetensors"
@@ -54,7 +54,7 @@ def as_shards(folder: Path, suffix: str) -> None:
 
 
 def without_prefix(folder: Path) -> None:
-    """As gpt2 itself is on the Hub."""
+    """Removes the prefix of names, as in gpt2 on the Hub."""
     held = load_file(folder / "model.safetensors")
     save_file(
         {name.removeprefix("transformer."): tensor for name, tensor in held.items()}, folder / "model.safetensors"
@@ -62,7 +62,7 @@ def without_prefix(folder: Path) -> None:
 
 
 def as_cache(folder: Path) -> None:
-    """As a download leaves it: links to the files of a cache."""
+    """Makes a folder of links into a cache, as a download does."""
     cache = folder.parent / "models--a--b"
     (cache / "blobs").mkdir(parents=True)
     (cache / "snapshots").mkdir()
@@ -100,7 +100,7 @@ def test_every_form_of_a_folder_is_read(form: str, dtype: str, tmp_path: Path) -
 
 
 def test_a_tied_head_that_is_another_table_is_refused(tmp_path: Path) -> None:
-    """Some versions of transformers take this head, and others the word table."""
+    """Some versions of transformers use this head, and others the token embedding."""
     folder = tmp_path / "theirs"
     make_model(folder, "qwen2")
     held = load_file(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""An export on a Hub: what the page says, against a small Hub on this machine. What comes down is what went up."""
+"""Exports to a small Hub on this machine, as the page shows; the download equals the upload."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds an export under the page's name, in several files."""
+    """Holds an export of several files under the page's name."""
     made = tmp_path_factory.mktemp("export")
     config = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, **LLAMA)
     save_model(made / "run", config)
@@ -60,7 +60,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def check_what_comes_down(hub: Hub, folder: Path, repo: str) -> None:
-    """In a process with an empty cache."""
+    """Downloads in a process with an empty cache, and compares."""
     name = repo.replace("/", "-")
     run(hub, folder, f"cache of {name}", sys.executable, "-c", BACK, repo, name)
     found, expected = torch.load(folder / name, weights_only=True), weights_of(folder / FOLDER)

@@ -1,8 +1,8 @@
-"""Every entry of every family's map counts: a mistake in one of them changes the logits that `transformers` computes by
-more than the tolerance of the export's check.
+"""Every entry of every family's map matters: a mistake in one moves the logits of `transformers` by more than the
+tolerance of the export's check.
 
-Planted in the map itself, one tensor kind at a time: rows one place on, the matrix turned, parts of an entry exchanged,
-the tensors of two entries exchanged. Weights have std 0.2; logits are compared at every position.
+Mistakes are planted in the map, one tensor kind at a time: shifted rows, a transposed matrix, swapped parts of an
+entry, swapped tensors of two entries. Weights have std 0.2; logits are compared at every position.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Parts = tuple[Tensor, ...]
 
 
 class Case:
-    """A tiny model of one family, and what `transformers` computes with its tensors."""
+    """A tiny model of one family, and the logits that `transformers` computes with its tensors."""
 
     def __init__(self, family: Family) -> None:
         settings, experts = MODELS[family.model_type]
@@ -67,7 +67,7 @@ class Case:
         self.tokens = torch.randint(0, ROWS, (2, 24), generator=draw)
 
     def tensors(self, changed: dict[str, TensorLayout] | None = None, kind: str = "") -> dict[str, Tensor]:
-        """As an export writes them. `changed` entries hold for the tensors of that kind alone."""
+        """Tensors as an export writes them. `changed` entries apply only to tensors of `kind`."""
         found: dict[str, Tensor] = {}
         for exchange in self.family.exchanges(self.config, ROWS, self.moe):
             module, _, which = exchange.parameter.row.name.rpartition(".")
@@ -85,7 +85,7 @@ class Case:
         return logits
 
     def entries(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """(our module, kind, stored shape), one for all layers and experts."""
+        """(our module, kind, stored shape), once for all layers and experts."""
         seen = set()
         for parameter in parameters(self.config, ROWS, self.moe).values():
             module, _, kind = parameter.row.name.rpartition(".")
@@ -112,7 +112,7 @@ def turned(parts: Parts) -> Parts:
 
 
 def exchanged(parts: Parts) -> Parts:
-    """The first two of one shape."""
+    """Swaps the first two parts of equal shape."""
     found = list(parts)
     for one in range(len(found)):
         for other in range(one + 1, len(found)):
@@ -161,7 +161,7 @@ def test_every_mistake_in_a_map_changes_the_logits(family: str) -> None:
 
 
 def test_every_tensor_of_a_model_comes_from_one_entry_and_goes_back() -> None:
-    """Import is export turned round: of each entry, with numbers that are all different."""
+    """Import inverts export for each entry; all numbers differ."""
     for family in FAMILIES:
         case = case_of(family.model_type)
         for exchange in family.exchanges(case.config, ROWS, case.moe):

@@ -1,4 +1,4 @@
-"""Models with experts to transformers and back: logits equal, weights bit-equal; what no family computes is refused."""
+"""Models with experts to transformers and back: equal logits, bit-equal weights; unsupported settings are rejected."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_logits_equal_and_import_gives_the_same_bits_back(tmp_path: Path, case: 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("layers", [1, 3])
 def test_the_load_balance_loss_weighs_what_it_did(family: str, layers: int) -> None:
-    """Of routers that all see the same, in the formula of `transformers` with the coefficient that is exported."""
+    """Identical routers in all layers, the formula of `transformers`, and the exported coefficient."""
     modeling = import_module(f"transformers.models.{family}.modeling_{family}")
     config = ModelConfig(**{**(SHAPE if family == "mixtral" else QWEN), "num_layers": layers})
     moe = MoEConfig(num_experts=4, moe_router_topk=2, moe_aux_loss_coeff=0.03)

@@ -1,5 +1,5 @@
-"""Ten steps of a Hugging Face model under our trainer and under `transformers` with torch's AdamW: the same losses and,
-exported, the same weights. fp64, so that nothing but the arithmetic itself can differ."""
+"""Ten steps of a Hugging Face model under our trainer equal ten under `transformers` with torch's AdamW: losses, and
+weights after export. In fp64 only the arithmetic can differ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.runs import Recorder, make_run, pretrain_gpt
 
 STEPS, RATE, DECAY = 10, 3e-3, 0.1
 OPTIMIZER = {"lr": RATE, "weight_decay": DECAY, "clip_grad": 1.0, "adam_eps": 1e-8, "train_iters": STEPS}
-FAMILIES_OF_ONE_LOSS = [family for family in FAMILIES if family != "qwen3_moe"]  # its balance loss is ours alone
+FAMILIES_OF_ONE_LOSS = [family for family in FAMILIES if family != "qwen3_moe"]  # its balance loss is only in ours
 
 
 def trained_here(folder: Path, data: Path) -> tuple[list[float], list[list[torch.Tensor]]]:
@@ -39,7 +39,7 @@ def trained_here(folder: Path, data: Path) -> tuple[list[float], list[list[torch
 
 
 def loss_of(model: Any, text: torch.Tensor) -> torch.Tensor:
-    """Their own `loss` is rounded to fp32."""
+    """Cross-entropy in the logits' dtype, because the model's own `loss` is rounded to fp32."""
     logits = model(text[:, :-1], use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
 

@@ -1,4 +1,4 @@
-"""Several instances of a divided optimizer (HSDP) train what one process with a plain optimizer trains."""
+"""Several instances of a sharded optimizer (HSDP) train what one process with a plain optimizer trains."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_one_rank_in_each_instance_is_plain_data_parallelism() -> None:
 
 
 def train_and_resume(rank: int, first: list[str], others: list[list[str]]) -> list[dict[str, Tensor]]:
-    """What there is after the two steps that are saved, after two more, and what each of the others then loads."""
+    """States after two steps, which are saved, and after four; and the state that each of `others` loads."""
     torch.set_num_threads(1)
     found = []
     _, parts = make_parts(first, rank=rank, world_size=4)
@@ -164,7 +164,7 @@ def instances_are_not_summed(parts: Parts) -> None:
 
 
 def the_own_instance_is_summed_again(parts: Parts) -> None:
-    """The wrong group."""
+    """Planted bug: the wrong group."""
     shard = parts.trainer.engine.parallel.shard
     start, now = collectives.start_all_reduce, collectives.all_reduce
     collectives.start_all_reduce = lambda x, axis: start(x, shard if axis.name == "replicate" else axis)
@@ -172,7 +172,7 @@ def the_own_instance_is_summed_again(parts: Parts) -> None:
 
 
 def divided_by_the_instances(parts: Parts) -> None:
-    """The mean of the sums: the loss has divided by all samples."""
+    """Planted bug: averages the sums, although the loss is already divided by all samples."""
     grads = parts.trainer.engine.store
     reduce = grads.reduce
 
@@ -184,7 +184,7 @@ def divided_by_the_instances(parts: Parts) -> None:
 
 
 def norms_are_summed_over_the_instances(parts: Parts) -> None:
-    """Each element would count once in every instance."""
+    """Planted bug: each element counts once in every instance."""
     engine = parts.trainer.engine
     optimizer, by_axes, everybody = engine.optimizer, engine.optimizer._by_axes, engine.parallel.dp_cp
 
@@ -195,7 +195,7 @@ def norms_are_summed_over_the_instances(parts: Parts) -> None:
 
 
 def the_whole_buffer_is_summed_over_the_instances(parts: Parts) -> None:
-    """As if nothing had been divided: what this rank updates holds its own instance's sum alone."""
+    """Planted bug: sums as if nothing were sharded; this rank's part keeps its own instance's sum."""
 
     def start(self: Bucket) -> None:
         other = slice(0, self.chunk[0]) if self.chunk[0] else slice(self.chunk[1], None)

@@ -1,5 +1,5 @@
-"""Local checkpoints on four ranks of two machines: whatever is lost, a restart goes on from the newest step that is
-whole, bit for bit, and from no other."""
+"""Local checkpoints on four ranks of two machines: whatever is lost, a restart resumes bit for bit from the newest
+complete step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TREES = ("save", "machine0", "machine1")
 
 
 def command(rank: int, folder: Path, ranks: int = RANKS, **changes: Any) -> list[str]:
-    """Of the ranks the first half sees one directory, the other half another: two machines."""
+    """Command of a rank. The first half of the ranks sees one directory, the other half another: two machines."""
     machine = folder / f"machine{rank * 2 // ranks}"
     return flags(
         **{
@@ -63,7 +63,7 @@ def command(rank: int, folder: Path, ranks: int = RANKS, **changes: Any) -> list
 
 
 def train(rank: int, ranks: int, argv: list[str], iterations: int | None = None) -> tuple[int, dict[int, str], str]:
-    """The iteration at which it goes on, the losses, and what is said."""
+    """The iteration at which it resumes, the losses, and the messages."""
     torch.set_num_threads(1)
     records: list[dict[str, Any]] = []
     with redirect_stdout(io.StringIO()) as said:
@@ -76,8 +76,8 @@ def train(rank: int, ranks: int, argv: list[str], iterations: int | None = None)
 
 
 def dies(rank: int, folder: Path) -> int:
-    """It saves 2 and 4; its local steps 5 and 6 are whole; rank 2 is killed before it commits its share of 7, once all
-    others have committed theirs."""
+    """Saves 2 and 4, and complete local steps 5 and 6. Rank 2 is killed before it commits its share of 7, after all
+    others committed theirs."""
     torch.set_num_threads(1)
     commit, keep_only = LocalSave.commit, ReplicaFolder.keep_only
 
@@ -152,7 +152,7 @@ CASES: dict[str, tuple[int, dict[str, Any], str]] = {
     "one step": (2, {"ckpt_step": 2}, ""),
     "weights alone": (0, {"finetune": True}, ""),
 }
-"""What is lost -> where a restart goes on, what it is told besides, and what it says."""
+"""Lost parts -> (iteration at which a restart resumes, additional settings, message)."""
 
 
 def of_the_neighbour(directory: Path, read: Any = share.read) -> ShareRecord:

@@ -1,5 +1,5 @@
-"""A run goes to Megatron-LM's format and comes back: from there it continues as if it had never stopped, on one rank
-and on others than the tree was written for."""
+"""A run converted to Megatron-LM's format and back continues as if it had never stopped, on one rank and on other
+numbers of ranks than the tree was written for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GPT2: dict[str, Any] = {"num_layers": 4, "attention_dropout": 0.0, "hidden_dropo
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def trees(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run of six steps, and its third as trees of Megatron-LM."""
+    """A run of six steps, and its third step as trees of Megatron-LM."""
     folder, settings = tmp_path_factory.mktemp("run"), RUN if request.param == "llama" else GPT2
     whole = train_here(flags(**settings, save=folder / "native", save_interval=3))["records"]
     command = ["--load", str(folder / "native"), "--to", "megatron", "--ckpt-step", "3"]

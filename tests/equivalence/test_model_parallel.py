@@ -1,7 +1,7 @@
 """Tensor, sequence and pipeline parallelism in every schedule train what one process trains: fp64, 1e-10.
 
-Losses, gradient norms, every gradient and the weights after two steps, on batches whose tokens all have different
-weights. Then each collective in turn is broken, and the suite must see it.
+Compares losses, gradient norms, every gradient and the weights after two steps, on batches whose tokens all have
+different weights. Then each collective in turn is broken, and the suite must find it.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def test_every_layout_is_the_single_process(ranks: int) -> None:
 
 
 def test_nan_is_never_equal() -> None:
-    """`max` passes over NaN unless it comes first."""
+    """`max` skips NaN unless it comes first."""
     fine = expected(tuple(flags(**GPT2)))
     for kind, numbers in fine.numbers.items():
         bad = dataclasses.replace(fine, numbers={**fine.numbers, kind: [*numbers[:-1], float("nan")]})
@@ -142,7 +142,7 @@ def left_out(original: Collective) -> Collective:
 
 
 def left_out_in_shape(original: Collective) -> Collective:
-    """Each rank uses its own shard in place of the gathered or summed tensor."""
+    """Each rank uses its own shard instead of the gathered or summed tensor."""
 
     def broken(tensor: torch.Tensor, axis: Axis, dim: int) -> Any:
         if original.__name__ == "start_gather_along":
@@ -163,7 +163,7 @@ def doubled(original: Collective) -> Collective:
 
 
 def among_wrong_ranks(state: Any, original: Collective) -> Collective:
-    """The same number of ranks, along another axis."""
+    """Uses as many ranks along another axis."""
 
     def broken(tensor: torch.Tensor, axis: Axis, *rest: Any) -> Any:
         other = state.dp if axis.name == "tp" else state.tp
@@ -239,12 +239,12 @@ def key_and_value_counted_twice(parts: Parts) -> None:
 
 
 def norms_of_own_heads(parts: Parts) -> None:
-    """A norm of all heads takes the mean of those that are here."""
+    """A norm over all heads takes the mean of the local ones."""
     SplitNorm._mean = lambda norm, x: x.mean(-1, keepdim=True)  # type: ignore[method-assign]
 
 
 def gradient_of_own_heads(parts: Parts) -> None:
-    """The mean of all heads is right, and its gradient is that of the heads that are here."""
+    """The mean over all heads is right, but its gradient is that of the local ones."""
 
     def mean(norm: SplitNorm, x: torch.Tensor) -> torch.Tensor:
         return mappings.summed(x.sum(-1, keepdim=True), norm.axis) / norm.counted
@@ -253,7 +253,7 @@ def gradient_of_own_heads(parts: Parts) -> None:
 
 
 def micro_batches_exchanged(parts: Parts) -> None:
-    """A stage takes the gradient of another micro-batch."""
+    """A stage uses the gradient of another micro-batch."""
     from megatron.pipeline_parallel.links import Links, Message
 
     send = Links.send

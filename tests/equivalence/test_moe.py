@@ -1,7 +1,7 @@
 """Expert parallelism, alone and with every other axis, trains what one process trains: fp64, 1e-10.
 
-Losses, norms, every gradient and the weights after two steps, with router losses, weighted tokens, and experts that
-get no token. (What one process computes is held against transformers in test_moe_parity.py.)
+Compares losses, norms, every gradient and the weights after two steps, with router losses, weighted tokens, and experts
+without tokens. test_moe_parity.py compares one process with transformers.
 """
 
 from __future__ import annotations
@@ -124,14 +124,14 @@ def test_the_micro_batch_size_does_not_matter(family: dict[str, Any]) -> None:
 
 
 def test_a_loss_over_micro_batches_moves_with_their_size() -> None:
-    """Megatron's default; said at the start of such a run."""
+    """Megatron's default depends on the micro-batch size; a run with it logs that at the start."""
     family = {**MIXTRAL, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
     difference = worst(reference(flags(**{**family, "micro_batch_size": 4})), expected(tuple(flags(**family))))
     assert difference > SEEN
 
 
 def reported(rank: int, ranks: int, argvs: list[list[str]]) -> list[dict[str, float]]:
-    """What the first step reports of the routers' losses, in each layout."""
+    """Router losses that the first step reports in each layout."""
     torch.set_num_threads(1)
     found = []
     for argv in argvs:
@@ -201,7 +201,7 @@ def weights_not_multiplied(parts: Parts) -> None:
 
 
 def router_losses_counted_by_every_rank(parts: Parts) -> None:
-    """Each rank's mean over its own sequences is taken for the global mean."""
+    """Takes each rank's mean over its own sequences for the global mean."""
     steps = parts.trainer.engine.routers
     assert steps is not None
     begin = steps.begin
@@ -277,7 +277,7 @@ def queued_gradients_of_an_expert_forgotten(parts: Parts) -> None:
 
 
 def rows_of_the_next_expert(parts: Parts) -> None:
-    """In the first product every expert multiplies the rows of the expert before it."""
+    """Each expert's first product uses the next expert's weights."""
     for module in experts_of(parts):
         linear = module.experts._linear
 

@@ -1,5 +1,5 @@
-"""A checkpoint of a model with experts: a resumed run is the run that did not stop, bit for bit, with dropout and with
-the routers' biases; one process reads from it what the ranks hold; another model is refused before it is filled."""
+"""Checkpoints of a model with experts: a resumed run equals an uninterrupted one bit for bit, with dropout and router
+biases. One process reads what the ranks hold; a different model is rejected before it is filled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Held = dict[str, tuple[Shard, Tensor]]
 
 
 def train(rank: int, ranks: int, argv: list[str]) -> tuple[list[dict[str, Any]], Held]:
-    """What was logged, and all that this rank's model is at the end."""
+    """Logged records, and all of this rank's model at the end."""
     torch.set_num_threads(1)
     records: list[dict[str, Any]] = []
     _, parts = make_parts(argv, hooks=[Recorder(records)], rank=rank, world_size=ranks)

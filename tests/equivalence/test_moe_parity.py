@@ -1,5 +1,5 @@
-"""Mixture of experts is what transformers computes: logits and every gradient of MixtralForCausalLM and
-Qwen3MoeForCausalLM, fp64, 1e-10, with random weights large enough that routers have preferences."""
+"""Mixture of experts equals transformers: logits and every gradient of MixtralForCausalLM and Qwen3MoeForCausalLM in
+fp64 to 1e-10. Random weights are large enough that routers have preferences."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def our_model(family: str, **changes: Any) -> GPT:
 
 
 def to_ours(theirs: dict[str, Tensor], ours: GPT) -> dict[str, Tensor]:
-    """Written here a second time, independent of the exporter. Theirs keep all experts in one tensor."""
+    """Maps their weights, independently of the exporter; their model has all experts in one tensor."""
     result: dict[str, Tensor] = {}
     for name in dict(ours.named_parameters()):
         parts = name.split(".")
@@ -114,7 +114,7 @@ def to_ours(theirs: dict[str, Tensor], ours: GPT) -> dict[str, Tensor]:
 
 
 def norms_in_fp64(patch: pytest.MonkeyPatch) -> None:
-    """Their norms and router softmax round to fp32 whatever the model's dtype."""
+    """Keeps their norms and router softmax in fp64; they round to fp32 whatever the model's dtype."""
     from transformers.models.mixtral import modeling_mixtral
     from transformers.models.qwen3_moe import modeling_qwen3_moe
 
@@ -183,7 +183,7 @@ def test_weights_that_are_not_normalised_are_seen(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_balance_loss_is_theirs() -> None:
-    """Of one sequence and one layer theirs is the number of choices times ours: they count each of the k alone."""
+    """Their loss of one sequence and one layer is k times ours: they count each of the k choices."""
     modeling = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
     from megatron.model.moe_losses import balance_loss
 

@@ -1,5 +1,5 @@
-"""Non-persistent checkpoints in a second directory: a killed run goes on from the newest step, bit for bit, and no run
-goes on from another one's."""
+"""Non-persistent checkpoints in a second directory: a killed run resumes bit for bit from its newest step, and never
+from another run's."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ EDGES: dict[str, tuple[dict[str, Any], int]] = {
 
 @pytest.fixture(scope="module", params=["global", "local"])
 def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Of a run that was killed after its seventh iteration."""
+    """Yields folder and settings of a run killed after its seventh iteration."""
     folder = tmp_path_factory.mktemp(request.param)
     values = settings(folder / "save", non_persistent_ckpt_type=request.param)
     values[f"non_persistent_{request.param}_ckpt_dir"] = folder / "between"
@@ -146,7 +146,7 @@ def test_what_trains_nothing_changes_nothing(
     ("retention", "kept"), [({"save_retain_last": 2}, [6, 8]), ({"save_retain_interval": 4}, [4, 6, 8])]
 )
 def test_retention_counts_persistent_steps_alone(retention: dict[str, Any], kept: list[int], tmp_path: Path) -> None:
-    """And steps between them are no reason to delete one that they go on from."""
+    """Non-persistent steps do not cause the deletion of the persistent step that they continue."""
     values = settings(tmp_path, save_interval=2, **retention)
     killed_after(9, values | {"train_iters": 10})
     assert steps(tmp_path) == kept and steps(tmp_path / "non_persistent") == [9]
@@ -154,7 +154,7 @@ def test_retention_counts_persistent_steps_alone(retention: dict[str, Any], kept
 
 
 def test_a_step_put_back_among_them_is_refused(tmp_path: Path) -> None:
-    """A restart takes those after the loaded step alone: what was trained before it would be lost each time."""
+    """A restart uses only steps after the loaded one; work before it would be lost each time."""
     train_here(flags(**{**SETTINGS, "save": tmp_path, "exit_interval": 3}))
     with pytest.raises(ConfigError, match="--override-ckpt-iteration 2: lies before the loaded step 3"):
         train_here(flags(**settings(tmp_path, override_ckpt_iteration=2)))

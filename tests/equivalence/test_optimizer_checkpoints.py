@@ -1,5 +1,5 @@
-"""State of each update rule in a checkpoint: a resumed run is the one that did not stop, and another layout loads the
-same state, bit for bit; so do the 8-bit codes themselves."""
+"""State of each update rule in a checkpoint: a resumed run equals the one that did not stop. Another layout loads the
+same state bit for bit, 8-bit codes included."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TP2 = {"tensor_model_parallel_size": 2}
 
 
 def run(rank: int, ranks: int, argv: list[str], *, steps: bool = True) -> tuple[list[float], Held, Held]:
-    """The losses of the steps, the weights at the end, and all state: as in a checkpoint, and as a rule holds it."""
+    """Losses of the steps, the final weights, and all state: as in a checkpoint, and as a rule holds it."""
     torch.set_num_threads(1)
     records: list[dict[str, Any]] = []
     _, parts = make_parts(argv, hooks=[Recorder(records)], rank=rank, world_size=ranks)
@@ -83,7 +83,7 @@ def test_resumed_and_in_another_layout(name: str, tmp_path: Path) -> None:
 
 
 def test_planted_bug_blocks_that_a_layout_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks along the columns of every matrix: those of a row-parallel layer then depend on the layout."""
+    """Cuts every matrix into blocks along its columns; a row-parallel layer's blocks then depend on the layout."""
     monkeypatch.setattr(eight_bits, "BLOCK", 32)  # the test's matrices are small
     monkeypatch.setattr("megatron.optimizer.rules.choose.uncut_dim", lambda spec, parameter: 1)
     with pytest.raises(AssertionError, match=r"dense|4h_to_h"):

@@ -1,7 +1,7 @@
-"""Optimizers that look at more than one element train in every layout what one process trains: fp64, 1e-10.
+"""Optimizers that use more than one element train in every layout what one process trains: fp64, 1e-10.
 
-Muon orthogonalises whole matrices, each linear map of a fused one apart; 8-bit moments have the same blocks everywhere;
-Adafactor's rows, columns and sizes are those of whole parameters.
+Muon orthogonalises whole matrices, and each linear map of a fused one separately. 8-bit moments have the same blocks in
+every layout. Adafactor's rows, columns and sizes are those of whole parameters.
 """
 
 from __future__ import annotations
@@ -101,13 +101,13 @@ def test_every_layout_trains_what_one_process_trains(ranks: int) -> None:
 
 
 def test_each_setting_of_muon_changes_what_is_trained() -> None:
-    """Or the cases above would prove the same thing several times."""
+    """Otherwise several cases above would test the same thing."""
     one = expected(tuple(flags(**MUON)))
     for other in (WHOLE_QKV, {**MUON, "optimizer": "adam", "muon_nesterov": None}):
         assert worst(expected(tuple(flags(**other))), one) > SEEN
 
 
-# planted bugs: what is wrong, and the layout in which it shows
+# planted bugs, and the layout in which each shows
 
 
 def alone(parts: Parts) -> None:
@@ -120,7 +120,7 @@ def alone(parts: Parts) -> None:
 
 
 def by_the_columns_of_the_file(parts: Parts) -> None:
-    """Parts are put one below the other, as they would be for a plain column-parallel layer."""
+    """Stacks the parts by rows, as for a plain column-parallel layer."""
 
     def stacked(self: WholeMatrices, name: str, piece: Tensor) -> Tensor:
         matrix = self._matrices[name]
@@ -132,13 +132,13 @@ def by_the_columns_of_the_file(parts: Parts) -> None:
 
 
 def not_given_back(parts: Parts) -> None:
-    """Who did not compute a matrix moves it along its plain momentum."""
+    """Ranks that did not compute a matrix update it with its plain momentum."""
     for muon in _muons(parts):
         muon._back = lambda _, result, piece: piece if result is None else result.view(piece.shape)
 
 
 def momentum_of_another_matrix(parts: Parts) -> None:
-    """Two matrices of one shape are exchanged where several ranks share the work."""
+    """Swaps two matrices of one shape where several ranks share the work."""
     call = WholeMatrices.__call__
 
     def exchanged(self: WholeMatrices, pieces: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -164,7 +164,7 @@ def _here(jobs: Sequence[Any]) -> list[Any]:
 
 
 def statistics_of_the_shard(parts: Parts) -> None:
-    """Each rank has means of its part of the rows and columns."""
+    """Each rank takes the means of its own part of the rows and columns."""
 
     def second_moments(self: Adafactor, jobs: Sequence[Any]) -> Any:
         own = Adafactor._second_moments(self, _here(jobs))[1]
@@ -186,13 +186,13 @@ def size_of_the_shard_of_an_update(parts: Parts) -> None:
 
 
 def replicas_counted_twice(parts: Parts) -> None:
-    """Of keys and values that two ranks have."""
+    """Counts keys and values twice that two ranks hold."""
     for name, extent in (extents := _adafactor(parts).extents).items():
         extents[name] = replace(extent, counted=None)  # type: ignore[index]
 
 
 def blocks_of_the_piece(parts: Parts) -> None:
-    """Ranks that hold parts of a block take the largest of their own."""
+    """Ranks with parts of a block take the largest of their own part."""
     rule = next(iter(parts.engine.optimizer._update._rules.values()))  # type: ignore[attr-defined]
     for name, own in rule.storage.in_blocks.items():
         rule.storage.in_blocks[name] = replace(own, axis=Axis.single("dp"))

@@ -1,4 +1,4 @@
-"""The layers alone, in a model that is not ours: examples/own_layers.py trains the same in every layout."""
+"""The layers in a user's own model: examples/own_layers.py trains the same in every layout."""
 
 from __future__ import annotations
 

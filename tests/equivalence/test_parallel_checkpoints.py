@@ -1,5 +1,5 @@
-"""A checkpoint of any layout: a resumed run is the run that did not stop, bit for bit and with dropout; and one
-process reads from it exactly the model that the ranks hold."""
+"""A checkpoint of any layout: a resumed run with dropout equals the one that did not stop, bit for bit. One process
+reads from it exactly the model that the ranks hold."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Held = dict[str, tuple[Shard, Tensor]]
 
 
 def train(rank: int, ranks: int, argv: list[str]) -> tuple[list[float], Held]:
-    """The losses of the steps made, and the weights that this rank holds at the end."""
+    """Losses of the steps, and the weights that this rank holds at the end."""
     torch.set_num_threads(1)
     records: list[dict[str, Any]] = []
     _, parts = make_parts(argv, hooks=[Recorder(records)], rank=rank, world_size=ranks)

@@ -1,4 +1,4 @@
-"""200 steps of ours against a loop that knows nothing of us: a GPT-2 written out in plain PyTorch, torch's AdamW."""
+"""200 steps against an independent loop: a GPT-2 written out in plain PyTorch, with torch's AdamW."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def plain_gpt2(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
 
 
 def plain_loop(start: dict[str, Tensor], batches: list[Tensor]) -> list[float]:
-    """Cosine schedule with warm-up, decay on matrices only, clip at 1.0: what the flags of the test say."""
+    """Cosine schedule with warm-up, decay of matrices only, clipping at 1.0, like the test's flags."""
     weights = {name: nn.Parameter(value.clone()) for name, value in start.items()}
     decayed = [p for p in weights.values() if p.dim() > 1]
     others = [p for p in weights.values() if p.dim() == 1]
@@ -63,7 +63,7 @@ def plain_loop(start: dict[str, Tensor], batches: list[Tensor]) -> list[float]:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> str:
-    """Text with something to learn: every token follows from the one before, with noise."""
+    """Learnable text: every token follows from the one before, with noise."""
     random = np.random.RandomState(3)
     builder = IndexedDatasetBuilder(str(tmp_path / "corpus"), np.uint16)
     for _ in range(300):

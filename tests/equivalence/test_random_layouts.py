@@ -1,5 +1,5 @@
-"""tools/check_layout.py on random configurations: each trains what one process trains, or is refused by the name of a
-flag. A few seeds here; `python -m tests.helpers.random_layouts FIRST COUNT` tries as many as one likes."""
+"""tools/check_layout.py on random configurations: each trains what one process trains, or is rejected with the name of
+a flag. Runs a few seeds; `python -m tests.helpers.random_layouts FIRST COUNT` runs any number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A resumed run is the same run, bit for bit: losses, norms, weights, with dropout and accumulation."""
+"""A resumed run equals an uninterrupted one bit for bit: losses, norms and weights, with dropout and accumulation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> str:
-    """70 short documents: the 48 samples of a run take more than one epoch of them."""
+    """70 short documents, fewer than the 48 samples of a run use: it takes more than one epoch."""
     random = np.random.RandomState(7)
     prefix = tmp_path / "corpus"
     builder = IndexedDatasetBuilder(str(prefix), np.uint16)
@@ -34,7 +34,7 @@ def corpus(tmp_path: Path) -> str:
 
 
 def run_in_pieces(stops: list[int], **settings: Any) -> dict[str, Any]:
-    """The same command again and again, as a user restarts it; what all pieces logged, and the last weights."""
+    """Repeats the command, as a user restarts it; returns the log of all pieces and the last weights."""
     records: list[dict[str, Any]] = []
     for stop in stops:
         result = train_here(flags(**settings, exit_interval=stop))
@@ -93,7 +93,7 @@ def test_two_ranks_resume(tmp_path: Path) -> None:
 
 
 def test_two_ranks_pass_over_a_damaged_step(tmp_path: Path) -> None:
-    """Damage that is seen while the step is read ends the building of the run; it is built again, with an older one."""
+    """Damage that is found while the step is read ends the set-up of the run; a second set-up takes an older step."""
     save, whole, pieces = tmp_path / "ckpt", tmp_path / "whole.jsonl", tmp_path / "pieces.jsonl"
     resumed = {"save": save, "load": save, "save_interval": 2, "zero_stage": 1}
     for metrics, extra in ((whole, {"zero_stage": 1}), (pieces, {**resumed, "exit_interval": 4}), (pieces, resumed)):
@@ -109,7 +109,7 @@ def test_two_ranks_pass_over_a_damaged_step(tmp_path: Path) -> None:
     assert [same_numbers(record) for record in read_metrics(pieces)][4:] == expected[2:]
 
 
-# What these tests are worth: whatever is not put back must be seen.
+# Planted bugs: state that is not restored must be found.
 
 
 def forget_rng(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""--sft: packed conversations train what `transformers` trains one by one, at every layout, and after a resume."""
+"""--sft: packed conversations train what `transformers` trains one by one, in every layout and after a resume."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def gradients_of_transformers(folder: Path) -> dict[str, Tensor]:
 
 
 def our_gradients(folder: Path, chats: Path, forward_step: Any = None) -> dict[str, Tensor]:
-    """By their names, of one step over all conversations."""
+    """Gradients by their names for one step over all conversations."""
     of_theirs = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "make_vocab_size_divisible_by"))
     argv = flags(**settings(chats, load=folder, finetune=True, clip_grad=0, optimizer="sgd", **of_theirs))
     run, script = make_run(read_settings(argv), dtype=torch.float64), pretrain_gpt()

@@ -1,10 +1,10 @@
-"""Layouts in fp32, as users train: close to one process, by bounds that say why.
+"""Layouts in fp32, as users train, stay close to one process within derived bounds.
 
-A sum in another order differs by about sqrt(n) units in the last place (6e-8), times how much its terms cancel. So a
-loss, a mean of positive numbers, may be off by 1e-6 and a gradient, per tensor in the Frobenius norm, by 1e-5; measured
-are 1e-7 and 1e-6. These bounds are blind to some bugs (GELU's two forms are 3e-8 of the loss apart), which the fp64
-suite sees; here it is seen that nothing in between is computed in less than fp32. Only the first step is held to them:
-training amplifies what differs. The gradient of a key's bias is zero but for rounding, so there are no biases.
+A sum in another order differs by about sqrt(n) units in the last place (6e-8), times the cancellation of its terms. A
+loss, a mean of positive numbers, may be off by 1e-6, and a gradient, per tensor in the Frobenius norm, by 1e-5;
+measured are 1e-7 and 1e-6. The fp64 suite finds bugs below these bounds (GELU's two forms are 3e-8 of the loss apart);
+this file checks that nothing in between is computed in less than fp32. Only the first step is compared: training
+amplifies differences. There are no biases, because a key bias has a zero gradient but for rounding.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def first_step(rank: int, ranks: int, argv: list[str], half: bool = False) -> An
 
 
 def distance(family: dict[str, Any], axes: dict[str, Any], half: bool = False) -> tuple[float, float]:
-    """Relative, of the loss and of the worst gradient."""
+    """Relative distance of the loss and of the worst gradient."""
     alone = first_step(0, 1, flags(**family))
     split = run_ranks(4, first_step, 4, flags(**family, **axes), half)
     ours = whole_tensors([rank.gradients for rank in split], agree_to=1e-6)

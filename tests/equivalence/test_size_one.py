@@ -1,5 +1,5 @@
-"""One process pays nothing for parallelism: a step through the whole assembly is, operation by operation, the step of
-the plain model, and nothing is sent."""
+"""One process pays nothing for parallelism: a step through the whole assembly executes the plain model's operations and
+sends nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Operations(TorchDispatchMode):
 
 
 def operations(model: torch.nn.Module, passes: Any, batch: Any) -> list[str]:
-    """Of one forward and backward pass."""
+    """Operations of one forward and backward pass."""
     model.train()
     torch.manual_seed(1)
     with Operations() as operations:
@@ -59,5 +59,5 @@ def test_the_operations_are_those_of_the_plain_model(family: dict[str, Any], mon
 
 
 def without_accumulation(seen: list[str]) -> list[str]:
-    """Where gradients end up is data parallelism's affair, not the model's."""
+    """Leaves out how gradients are stored, which data parallelism decides."""
     return [name for name in seen if not name.startswith(("aten.add_.", "aten.detach", "aten.alias"))]

@@ -1,5 +1,5 @@
-"""The tools that read a checkpoint do not ask which layout wrote it: generation gives the text of the same model saved
-by one process, and verification finds the one rank's file that is damaged or gone."""
+"""Tools that read a checkpoint work for any layout. Generation gives the text of the same model saved by one process.
+Verification finds the damaged or missing file of one rank."""
 
 from __future__ import annotations
 

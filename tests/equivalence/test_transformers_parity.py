@@ -1,9 +1,9 @@
-"""Our logits and every gradient against transformers' own classes, with weights large enough to see a mistake.
+"""Our logits and every gradient against transformers' own classes, with weights large enough to show a mistake.
 
-On freshly initialised weights (std 0.02) a wrong QKV layout moves the loss by 0.0003, so weights here have std 0.2.
-The mapping of weights is written here a second time, independent of the exporter. fp64 to 1e-10 (their RMSNorm
-rounds to fp32 inside, whatever the model's dtype is; for fp64 that is undone by a patch in this file), and fp32 to
-1e-4 with their classes untouched. Each planted bug must be seen.
+On freshly initialised weights (std 0.02) a wrong QKV layout moves the loss by only 0.0003, so weights here have std
+0.2. This file maps weights on its own, independently of the exporter. The tolerance is 1e-10 in fp64, where a patch
+keeps their RMSNorm from rounding to fp32, and 1e-4 in fp32 with their classes untouched. Each planted bug must be
+found.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def their_config(case: Case) -> Any:
 
 
 def rope_in_their_version(described: dict[str, Any]) -> dict[str, Any]:
-    """Version 4 of transformers has it in several settings, and two of GPT-NeoX under names of its own."""
+    """Version 4 of transformers spreads it over several settings, and GPT-NeoX has two names of its own."""
     if hasattr(transformers.LlamaConfig(), "rope_parameters"):
         return {"rope_parameters": described}
     scaling = {name: value for name, value in described.items() if name not in ("rope_theta", "partial_rotary_factor")}
@@ -212,7 +212,7 @@ def gpt2_to_ours(theirs: Weights, config: ModelConfig) -> Weights:
 
 
 def neox_to_ours(theirs: Weights, config: ModelConfig) -> Weights:
-    """The names differ; the rows of the fused QKV do not: of each head its query, key and value."""
+    """Only names differ; the fused QKV has the same rows: each head's query, key and value."""
     ours = {
         "embedding.word_embeddings.weight": theirs["gpt_neox.embed_in.weight"],
         "final_layernorm.weight": theirs["gpt_neox.final_layer_norm.weight"],
@@ -277,7 +277,7 @@ def to_ours(case: Case, theirs: Weights, config: ModelConfig) -> Weights:
 
 @contextmanager
 def norms_in_fp64() -> Iterator[None]:
-    """transformers rounds to fp32 inside RMSNorm; keep the input's precision instead."""
+    """Keeps the input's precision, because transformers rounds to fp32 inside RMSNorm."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
@@ -304,7 +304,7 @@ def compare(
     kernels: Kernels | None = None,
     mapping: Callable[[Weights], Weights] = lambda weights: weights,
 ) -> None:
-    """Raise AssertionError unless logits and every gradient agree."""
+    """Raises AssertionError unless logits and every gradient agree."""
     config = config or our_config(case)
     theirs = their_model(case, dtype)
     ours = GPT(config, vocab_size=VOCAB, padded_vocab_size=256, kernels=kernels or resolve("auto", "cpu")).to(dtype)
@@ -377,7 +377,7 @@ def swap_query_and_key(weights: Weights) -> Weights:
 
 
 def whole_qkv_blocks(weights: Weights) -> Weights:
-    """[3, heads] where [heads, 3] is meant."""
+    """Planted bug: reads [heads, 3] as [3, heads]."""
     changed = dict(weights)
     for name, value in weights.items():
         if "query_key_value.weight" in name:
@@ -470,7 +470,7 @@ def test_wrong_operation_is_seen(wrong: dict[str, Any]) -> None:
 
 
 def test_weights_of_a_fresh_model_would_hide_a_swap() -> None:
-    """Why std 0.2: the same comparison on std 0.02 weights, at a tolerance that looks strict, sees nothing."""
+    """Shows why std is 0.2: with std 0.02 the same comparison finds nothing, at a tolerance that looks strict."""
     case = case_named("llama-g4-untied-10000-none-none")
     tokens = torch.randint(VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(5))
     losses = []

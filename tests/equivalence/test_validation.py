@@ -1,5 +1,5 @@
-"""Validation during training: its numbers are those of one process in every layout, its samples are the same every
-time, and the training is the one without it, bit for bit."""
+"""Validation during training: every layout reports the numbers of one process, every evaluation reads the same samples,
+and training stays the same bit for bit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.unit.tokenizer.support import SAMPLES, write_small_bpe
 LENGTH = 16
 MOE = {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 24}
 SETS = {"wiki": 7, "code": 5}
-"""Samples of each: neither is a multiple of a batch of 4 or of the ranks."""
+"""Number of samples of each, which neither a batch of 4 nor the ranks divide."""
 PART = ("wiki=5", "code=3")
 
 
@@ -43,7 +43,7 @@ def tokenizer_in(place: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tokens of text with ends of documents: to train on, and two sets to validate on."""
+    """Tokens of text with ends of documents: a training set and two validation sets."""
     place = tmp_path_factory.mktemp("corpus")
     write_small_bpe(place)
     tokenizer = tokenizer_in(place)
@@ -80,7 +80,7 @@ def command(corpus: Path, **changes: Any) -> list[str]:
 
 
 class Watch(Hook):
-    """What is reported, in all digits."""
+    """Keeps reported numbers in all digits."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[float, float]] = []
@@ -134,7 +134,7 @@ def cases(ranks: int, corpus: Path, *, split: bool) -> list[list[str]]:
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_every_layout_gives_the_numbers_of_one_process(ranks: int, corpus: Path) -> None:
-    """Tokens and bytes as well: none counted twice, none of a sample that fills up a batch."""
+    """Counts tokens and bytes as well: none twice, and none of a padding sample."""
     alone = validated(0, 1, cases(ranks, corpus, split=False))
     for number, (wiki, code) in enumerate(alone):
         assert (wiki[3] // LENGTH, code[3] // LENGTH) == [(7, 5), (5, 3), (1, 5)][number % len(WAYS)]
@@ -163,7 +163,7 @@ NONE = {"eval_iters": 0, "multiple_validation_sets": None, "validation_set_names
 
 
 class Draws(Hook):
-    """The mistake of a validation that takes a random number."""
+    """Planted bug: validation draws a random number."""
 
     def on_evaluate(self, record: EvalRecord) -> None:
         torch.rand(1)
@@ -175,7 +175,7 @@ def flat(state: dict[str, Any]) -> Iterator[Any]:
 
 
 def trained(rank: int, argv: list[str], plant: str | None) -> str:
-    """A digest of all that training is: losses, samples, weights, moments, routers, random states, its progress."""
+    """Digest of all training state: losses, samples, weights, moments, routers, random states, progress."""
     watch = Watch()
     _, parts = make_parts(argv, [watch, *([Draws()] if plant == "draws" else [])], rank=rank, world_size=4)
     seen: list[list[int]] = []
@@ -212,8 +212,8 @@ def with_and_without(rank: int, plain: list[str], argv: list[str]) -> list[str]:
 
 
 def test_training_is_bit_equal_with_and_without(corpus: Path) -> None:
-    """Dropout, experts whose router has a bias that steps move, TP 2 x PP 2. Each mistake planted in the validation is
-    seen: a random number that it draws, dropout that it leaves on, a batch that it takes from training."""
+    """Dropout, experts with router biases that steps move, TP 2 x PP 2. Planted bugs in validation are found: a random
+    number that it draws, dropout left on, a batch taken from training."""
     run = {**MIXTURE, **layout(tp=2, pp=2), "eval_interval": 1, "train_iters": 2, "num_layers": 2}
     argv = command(corpus, **{**run, "full_validation": True})
     plain = command(corpus, **{**run, **NONE})
@@ -243,7 +243,7 @@ WAYS_TO_READ = {
 
 @pytest.mark.parametrize("way", WAYS_TO_READ)
 def test_every_evaluation_reads_the_same_samples(way: str, corpus: Path, tmp_path: Path) -> None:
-    """Also after a resume between two evaluations, bit for bit, and whatever the length of the run."""
+    """Holds after a resume between two evaluations, and for any length of the run."""
     settings, counts = WAYS_TO_READ[way]
     common = {**settings, "train_iters": 6}
     samples, evaluations = run_through(command(corpus, **common))
@@ -273,8 +273,8 @@ def test_samples_that_move_on_are_seen(corpus: Path, monkeypatch: pytest.MonkeyP
 def test_bits_per_byte_are_those_of_the_evaluation_tool(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a document that fills its samples: the same sum of losses over the same bytes. The tool counts those of the
-    first token too, which nobody predicts. Every logger has the numbers, under the set's name."""
+    """Uses a document that fills its samples: equal sums of losses and bytes. The tool also counts the bytes of the
+    first token, which is never predicted. Every logger has the numbers, under the set's name."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logged: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""ZeRO-1: ranks that divide the optimizer's state train what one process with a plain optimizer trains."""
+"""ZeRO-1: ranks that shard the optimizer's state train what one process with a plain optimizer trains."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LATE = {"overlap_grad_reduce": True}
 ONE = {"zero_stage": 1}
 BOTH_WAYS = {**ONE, **LATE, "overlap_param_gather": True}
 DISK = {"optimizer_offload_directory": tempfile.gettempdir()}
-"""Where the optimizer's state lies in a file; the file has no name."""
+"""Keeps the optimizer's state in an unlinked file."""
 EP, PP = "expert_model_parallel_size", "pipeline_model_parallel_size"
 
 # Two micro-batches in each, so that reductions wait for the last one.
@@ -84,7 +84,7 @@ def test_every_layout_is_the_single_process(ranks: int) -> None:
 
 
 def test_a_state_in_a_file_is_that_of_the_plain_optimizer() -> None:
-    """Gradients are not compared: torch's update scales them in the buffers, where the one on flat buffers does not."""
+    """Gradients are not compared: torch's update scales them in the buffers; the update on flat buffers does not."""
     family, axes = {**GPT2, **ADAM, "num_layers": 2}, (layout(tp=2, **ONE, **DISK), layout(pp=2, **DISK))
     wanted = expected(tuple(flags(**family)), STEPS)
     for outcome in at_layouts(4, [flags(**family, **each) for each in axes], STEPS):
@@ -169,7 +169,7 @@ def load(rank: int, ranks: int, argv: list[str]) -> dict[str, Tensor]:
 
 
 def test_a_checkpoint_of_each_stage_goes_on_in_the_other(tmp_path: Path) -> None:
-    """0 -> 1 and 1 -> 0, each the run that did not stop; and into other numbers of ranks, the same state."""
+    """0 -> 1 and 1 -> 0 resume exactly; other numbers of ranks load the same state."""
     settings = {**BITS, "bf16": True}
     saves = [
         {**settings, **stage, "save": tmp_path / str(n), "save_interval": 2} for n, stage in enumerate(({}, BOTH_WAYS))
@@ -196,7 +196,7 @@ def weights_not_gathered(parts: Parts) -> None:
 
 
 def another_rank_s_chunk_is_summed(parts: Parts) -> None:
-    """The sums are right where nobody looks."""
+    """The right sums end up in another rank's chunk."""
 
     def start(self: Bucket, lacks: bool = False) -> None:
         self.launched = True
@@ -213,7 +213,7 @@ def a_piece_is_updated_twice(parts: Parts) -> None:
 
 
 def elements_are_counted_by_all(parts: Parts) -> None:
-    """The norm is summed over the ranks of pieces that each of them has taken for the whole."""
+    """Each rank takes its pieces for the whole, so their norm is summed over the ranks."""
     optimizer = parts.trainer.engine.optimizer
     by_axes = optimizer._by_axes
 
@@ -224,7 +224,7 @@ def elements_are_counted_by_all(parts: Parts) -> None:
 
 
 def a_tied_table_among_others(parts: Parts) -> None:
-    """Its pieces differ between the first and the last stage."""
+    """The pieces of the tied embedding differ between the first and the last stage."""
     engine = parts.trainer.engine
     sums = engine.sum_replicas
 

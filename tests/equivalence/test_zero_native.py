@@ -1,7 +1,7 @@
-"""The native AdamW on the shards of ZeRO 2 and 3, given the same gradients as torch's AdamW on whole tensors in fp64.
+"""Native AdamW on ZeRO 2 and 3 shards against torch's AdamW on whole fp64 tensors, with the same gradients.
 
-Three ranks, so that rows are dealt unevenly and some ranks have none of a parameter. The clipped gradient is that of
-torch.nn.utils.clip_grad_norm_. The state goes to the update by torch's operations and back, bit for bit.
+Three ranks split rows unevenly; some have no part of a parameter. torch.nn.utils.clip_grad_norm_ gives the reference
+for clipping. The state converts to the update by torch's operations and back, bit for bit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def gradient(name: str, like: Tensor, step: int) -> Tensor:
 
 
 class Peer:
-    """torch's own, of whole tensors."""
+    """torch's AdamW on whole tensors."""
 
     def __init__(self, grads: FullySharded) -> None:
         self.weights = {name: nn.Parameter(grads.whole_of(name, grads.weight(name)).double()) for name in grads.names}
@@ -72,7 +72,7 @@ def step(grads: FullySharded, optimizer: Optimizer, number: int) -> None:
 
 
 def train(rank: int, settings: dict[str, Any], plant: Plant | None) -> float:
-    """The distance to torch's, after the state has been through the other update."""
+    """Distance to torch's AdamW, after the state has passed through the other update."""
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch, made(rank, "auto,-adamw", **settings) as portable:
         if plant is not None:
@@ -108,7 +108,7 @@ def test_equals_torchs_adamw() -> None:
 
 
 def no_factor(patch: pytest.MonkeyPatch) -> None:
-    """Neither unscaled nor clipped."""
+    """Planted bug: gradients are neither unscaled nor clipped."""
     control = flat.step_control
 
     def plain(decision: Any, *rest: Any) -> Tensor:

@@ -1,6 +1,6 @@
-"""ZeRO 3 with parameters and gradients on the host: torch's offload policy and the update there, in fp64, against the
-plain optimizer in one process. The ranks compute on the CPU, so nothing travels; tests/cluster/test_offload.py shows
-what does."""
+"""ZeRO 3 with parameters, gradients and update on the host, by torch's offload policy: fp64, against the plain
+optimizer in one process. The ranks compute on the CPU, so nothing is copied; tests/cluster/test_offload.py shows the
+copies."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def gradients_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_gradient_that_is_a_copy(patch: pytest.MonkeyPatch) -> None:
-    """Clipping is lost."""
+    """Planted bug: clipping is lost."""
     patch.setattr(OnHost, "multiply", lambda grads, factor: None)
 
 

@@ -1,4 +1,4 @@
-"""ZeRO 2 and 3 against the plain optimizer in one process, and one stage's checkpoint in another."""
+"""ZeRO 2 and 3 against the plain optimizer in one process, and checkpoints of one stage in another."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def plain(argv: tuple[str, ...], dtype: torch.dtype = torch.float64) -> RunOutco
 
 
 def errors(world: int, cases: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[float]:
-    """Of each case (settings of the model, of the layout): the worst relative difference to one process."""
+    """Worst relative difference from one process, for each case (settings of the model, of the layout)."""
     models = [few_batches(world, {**SHAPE, **model}, layout) for model, layout in cases]
     argvs = [flags(**model, **layout) for model, (_, layout) in zip(models, cases)]
     results = run_ranks(world, train, world, argvs, torch.float64, timeout=60.0 * len(cases))
@@ -158,7 +158,7 @@ State = dict[str, torch.Tensor]
 
 
 def state_of(parts: Parts) -> State:
-    """Weights and the optimizer's state of this rank's part, whole."""
+    """Weights and optimizer state of this rank's part, as whole tensors."""
     state = {name: tensor.detach().clone() for name, tensor in parts.engine.whole_weights()}
     for name, kinds in whole_state(parts.trainer.engine.optimizer).items():
         state |= {f"{name} {kind}": tensor.clone() for kind, tensor in kinds.items()}
@@ -166,7 +166,7 @@ def state_of(parts: Parts) -> State:
 
 
 def train_and_resume(rank: int, world: int, folder: Path, stages: Sequence[int], argv: Sequence[str]) -> list[State]:
-    """Four steps of the first stage, saved after two; and what each stage has that loads those two and goes on."""
+    """States of the first stage after two (saved) and four steps; of each stage when loaded and two steps later."""
     torch.set_num_threads(1)
     where = {"rank": rank, "world_size": world}
     saving = [*argv, "--save", str(folder), "--save-interval", "2", "--zero-stage", str(stages[0])]
@@ -187,7 +187,7 @@ def train_and_resume(rank: int, world: int, folder: Path, stages: Sequence[int],
 
 
 def test_a_state_in_a_file_is_that_of_the_plain_optimizer() -> None:
-    """Gradients are not compared: torch's update scales them where they lie, and this one does not."""
+    """Gradients are not compared: torch's update scales them in place; this one does not."""
     layouts = {2: [{"zero_stage": 2}], 3: [{"zero_stage": 3}], 4: [{"zero_stage": 3, **TP}, {"zero_stage": 2, **PP}]}
     wanted = plain(tuple(flags(**SHAPE, **BATCH, optimizer="adam")))
     for world, cases in layouts.items():
@@ -222,5 +222,5 @@ def equal(one: State, other: State) -> bool:
 
 
 def close(one: State, other: State) -> bool:
-    """bf16 rounds weights that differ by little to neighbours."""
+    """Allows a difference, because bf16 rounds nearly equal weights to neighbouring values."""
     return all((one[name] - tensor).abs().max() < 0.02 * tensor.abs().max() for name, tensor in other.items())

@@ -1,6 +1,6 @@
-"""Saves on ranks that are forked from a process with `crash_shim.c` before its C library, which disturbs one of them.
+"""Saves on ranks forked from a process in which `crash_shim.c`, loaded before the C library, disturbs one of them.
 
-A case a line comes in, the exit codes of its ranks go out. So torch is imported once for all cases.
+Reads one case per line and prints its ranks' exit codes. So torch is imported once for all cases.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.faults.support import exit_codes, save_of_ranks
 
 
 class Way(IntEnum):
-    """What becomes of an operation; those of the shim."""
+    """Action of the shim at an operation."""
 
     WATCH = 0  # nothing
     KILL = 1  # its process is killed instead
@@ -34,14 +34,14 @@ class Way(IntEnum):
 @dataclass(frozen=True)
 class Case:
     directory: str
-    """Where it saves; each rank's operations are written beside it."""
+    """Directory of the save; each rank's operations are written beside it."""
     ranks: int
     background: bool
     rank: int = 0
     operation: int = 0
     way: int = Way.WATCH
     bug: str = ""
-    """Of BUGS, planted."""
+    """Name of a planted bug, one of BUGS."""
 
     def line(self) -> str:
         return json.dumps(asdict(self)) + "\n"
@@ -77,7 +77,7 @@ def watched(case: Case, rank: int) -> Iterator[None]:
 
 def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what ranks print is no answer
+    os.dup2(2, 1)  # keep the ranks' output out of the answers
     for line in sys.stdin:
         case = Case(**json.loads(line))
 

@@ -1,5 +1,5 @@
-"""What tests of crashes share: an old step, and the new one that is saved when the crash comes; saves on ranks that are
-left to end by themselves; and what must hold of the directory then."""
+"""Shared parts of the crash tests: an old step, the new step whose save crashes, ranks that end by themselves, and what
+must hold of the directory afterwards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FEW = ("embedding.word_embeddings.weight", "final_layernorm.weight")  # a save o
 OLD, NEW = make_state(10, seed=1, names=FEW), make_state(20, seed=2, names=FEW)
 LAYOUTS = {1: Layout(1), 2: Layout(2), 4: Layout(4, tp=2)}
 Point = tuple[int, int]
-"""(the rank that dies, at which of its operations)"""
+"""(rank that dies, index of its operation)."""
 
 
 # ---------------------------------------------------------------- saves
@@ -51,10 +51,10 @@ def save_of_ranks(
     background: bool,
     kept: Retention,
 ) -> None:
-    """The new step, by one of several ranks; within `watched` nothing is done but the save."""
+    """Saves the new step on one of several ranks; only the save itself runs within `watched`."""
     parallel = ParallelState.build(LAYOUTS[ranks], rank)
     history = RunHistory("several")
-    load(directory, make_params(5, names=FEW), history=history)  # so that it goes on from the old step
+    load(directory, make_params(5, names=FEW), history=history)  # resumes from the old step
     state = replace(NEW, replicas=dict.fromkeys(FEW, parallel.dp_cp))
     given = Save(directory, state, parallel, history, write_tokenizer, {})
     with watched:
@@ -77,7 +77,7 @@ def save_in_background(given: Save, kept: Retention) -> None:
 
 
 def exit_codes(ranks: int, body: Callable[[int], object], timeout: float = 30) -> list[int | None]:
-    """Of processes that are each left to end by themselves: what one does that has lost another is of interest."""
+    """Exit codes of processes that each end by themselves, including those that lost a peer."""
 
     def run(rank: int, meeting: str) -> None:
         torch.set_num_threads(1)
@@ -105,7 +105,7 @@ def exit_codes(ranks: int, body: Callable[[int], object], timeout: float = 30) -
 
 
 def outcome(directory: Path) -> str:
-    """Which of the states the directory loads, bit for bit; anything else fails the test."""
+    """Returns which state the directory loads, bit for bit; anything else fails the test."""
     is_new = step_loaded(directory) == 20
     assert loaded_equals(directory, NEW if is_new else OLD)
     return "new" if is_new else "old"
@@ -118,8 +118,8 @@ def step_loaded(directory: Path) -> int:
 
 
 def still_whole(directory: Path) -> str:
-    """What a directory loads in which the new step was being saved; all that is called a step there is whole, and the
-    new one can be saved once more."""
+    """Returns what the directory loads after an interrupted save of the new step. Checks that every step is complete
+    and that the new step can be saved again."""
     found = outcome(directory)
     for step in directory.glob("iter_*"):
         assert inspect_step(step, deep=True)[1] == [], step.name
@@ -129,8 +129,8 @@ def still_whole(directory: Path) -> str:
 
 
 def assert_first_rank_commits(found: Mapping[Point, str]) -> None:
-    """The first rank commits for all: at one of its operations the old step becomes the new one. Where another one dies
-    while it writes, there is nothing to commit."""
+    """One operation of rank 0 commits for all: there the old step becomes the new one. The death of another rank during
+    its writes commits nothing."""
     for rank in {rank for rank, _ in found}:
         outcomes = [found[point] for point in sorted(found) if point[0] == rank]
         assert outcomes == sorted(outcomes, key=("old", "new").index), (rank, outcomes)
@@ -138,8 +138,8 @@ def assert_first_rank_commits(found: Mapping[Point, str]) -> None:
 
 
 def assert_durable_before_commit(log: list[tuple[str, str]], directory: Path) -> None:
-    """Each file is synced after its last write, each directory after its last new name, then the rename.
-    `log`: what is done, and to which path."""
+    """Checks the order: each file is synced after its last write, each directory after its last new name, then comes
+    the rename. `log`: (operation, path)."""
 
     def last(operation: str, end: str) -> int:
         found = [i for i, (op, path) in enumerate(log) if op == operation and path.endswith(end)]

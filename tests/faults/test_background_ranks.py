@@ -1,7 +1,7 @@
-"""Saves in the background on several ranks: whichever rank dies, at whichever storage operation, what the directory
-then loads is the old step or the new one, bit for bit, and the next run saves there.
+"""Background saves on several ranks: any rank may die at any storage operation. The directory then loads the old or the
+new step, bit for bit, and the next run saves there.
 
-A few of the places are drawn with a fixed seed; `--every-crash` tries all of them.
+A few places are drawn with a fixed seed; `--every-crash` tries all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SAMPLE = {2: 4, 4: 2}
 
 
 def operations(ranks: int, template: Path, directory: Path) -> list[Point]:
-    """Those of a save that nothing disturbs; of each rank in order."""
+    """Operations of an undisturbed save, in order, rank by rank."""
 
     def body(rank: int) -> None:
         seen: list[str] = []
@@ -49,7 +49,7 @@ def after_crash(ranks: int, directory: Path, point: Point) -> str:
 
 
 def _nothing(operation: str, path: str) -> None:
-    """The rank lives."""
+    """Leaves the rank alive."""
 
 
 def crash_at(points: list[Point], ranks: int, template: Path, work: Path) -> dict[Point, str]:

@@ -1,5 +1,5 @@
-"""Saves in the background: a crash or an error at any storage operation leaves the old step or the new one; what was
-copied does not change under training; and nothing is called saved that is not on disk."""
+"""Background saves: a crash or an error at any storage operation leaves the old or the new step. Training does not
+change what was copied. A step is called saved only once it is on disk."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def save_in_background(directory: Path) -> None:
 
 @contextmanager
 def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[Event]:
-    """Nothing is written before the event is set."""
+    """Blocks writes until the event is set."""
     go, write = Event(), Save.write
 
     def waiting(self: Save, content: RankContent, stop: Event | None = None) -> None:
@@ -171,7 +171,7 @@ def test_an_error_on_one_rank_stops_all_at_the_same_boundary(tmp_path: Path, vic
 
 
 def state_that_trains() -> tuple[TrainState, TrainState]:
-    """A state, and its copy as it is now."""
+    """A state, and a copy of its present values."""
     return make_state(20, seed=2, names=FEW), make_state(20, seed=2, names=FEW)
 
 
@@ -236,7 +236,7 @@ def test_pieces_of_host_memory_do_not_overlap() -> None:
 
 
 def test_no_copy_is_read_before_it_has_arrived(tmp_path: Path) -> None:
-    """As from an accelerator, where a copy ends some time after it was begun; here also of a table that is padded."""
+    """Simulates an accelerator, whose copies arrive after they were begun; one tensor is a padded embedding."""
     arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def begun(tensor: torch.Tensor) -> torch.Tensor:
@@ -255,7 +255,7 @@ def test_no_copy_is_read_before_it_has_arrived(tmp_path: Path) -> None:
     assert len(ours) > len(arrivals) > 20 and all(map(torch.equal, ours, theirs))
 
 
-# ---------------------------------------------------------------- what is called saved
+# ---------------------------------------------------------------- steps that are called saved
 
 
 def test_a_step_is_told_once_it_is_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """Crashes, full disks and power loss at every storage operation of a save leave the old step or the new one.
 
-The process is forked and ended with `os._exit` (no cleanup runs) just before, or for a write in the middle of, its k-th
-storage operation. That does not test fsync, because the page cache survives a process; so the order of writes, fsyncs
-and renames is recorded and checked by itself.
+A forked process ends with `os._exit`, which runs no cleanup, just before its k-th storage operation; a write ends in
+the middle. The page cache survives the process, so this does not test fsync: the order of writes, fsyncs and renames is
+recorded and checked separately.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def storage_hook(hook: Hook) -> Iterator[None]:
 
 
 def in_child(work: Callable[[], None]) -> int:
-    """Exit code of a fork that does `work`."""
+    """Exit code of a fork that runs `work`."""
     child = os.fork()
     if child == 0:
         try:
@@ -126,7 +126,7 @@ def fail_at(count: int, number: int, only: str | None = None) -> Hook:
 
 
 def crash_everywhere(template: Path, work: Path, action: Callable[[Path], None]) -> list[str]:
-    """Run `action` on a fresh copy of `template` once per storage operation, killed there; the outcomes in order."""
+    """Kills `action` on a fresh copy of `template` at each storage operation; returns the outcomes in order."""
     outcomes = []
     for count in range(1, 500):
         directory = work / f"at-{count}"
@@ -149,7 +149,7 @@ def crash_everywhere(template: Path, work: Path, action: Callable[[Path], None])
 
 
 def one_switch(outcomes: list[str]) -> bool:
-    """The outcomes are old, then, from some operation on, new."""
+    """Checks that outcomes are old up to some operation, and new from then on."""
     first_new = outcomes.index("new")
     return first_new > 0 and set(outcomes[first_new:]) == {"new"}
 
@@ -161,7 +161,7 @@ def test_kill_or_torn_write_at_every_operation_of_a_save(tmp_path: Path) -> None
 
 
 def test_kill_while_rewinding_past_newer_steps(tmp_path: Path) -> None:
-    """The tracker names step 30, step 10 is loaded on purpose, and 20 is saved: 30 never comes back."""
+    """The tracker names step 30, step 10 is loaded on purpose, and 20 is saved: 30 must never return."""
     history = RunHistory("first")
     save(tmp_path / "template", OLD, history)
     save(tmp_path / "template", make_state(30, seed=3, names=FEW), history)
@@ -193,7 +193,7 @@ def test_kill_while_rewinding_past_newer_steps(tmp_path: Path) -> None:
 
 
 def test_kill_during_retention(tmp_path: Path) -> None:
-    """A half-deleted step is never considered, and the next save finishes the deletion."""
+    """A half-deleted step is never loaded, and the next save finishes the deletion."""
     history = RunHistory("first")
     for step in (6, 8):
         save(tmp_path / "template", make_state(step, names=FEW), history)
@@ -255,7 +255,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_everything_is_durable_before_the_commit(tmp_path: Path) -> None:
-    """Power loss, which takes what is not synced."""
+    """Power loss destroys what is not synced."""
     log: list[tuple[str, str]] = []
     save(tmp_path, OLD)
     history = RunHistory("second")

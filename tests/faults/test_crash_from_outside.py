@@ -1,8 +1,8 @@
-"""A crash or an error at the system calls of a save, on 1, 2 and 4 ranks, in the foreground and in the background: what
-the directory then loads is the old step or the new one, bit for bit, and the next run saves there.
+"""A crash or an error at the system calls of a save, on 1, 2 and 4 ranks, in the foreground and in the background. The
+directory then loads the old or the new step, bit for bit, and the next run saves there.
 
-Unlike in `test_checkpoint.py` Python takes no part in it: what stands before the C library (`crash_shim.c`) sees what
-the C code of Python and torch does as well. A few places are drawn with a fixed seed; `--every-crash` tries all.
+Unlike `test_checkpoint.py` this does not work in Python: `crash_shim.c`, loaded before the C library, also sees the
+system calls of C code in Python and torch. A few places are drawn with a fixed seed; `--every-crash` tries all.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Operation(NamedTuple):
 class Place(NamedTuple):
     rank: int
     operation: int
-    """From 1, of that rank."""
+    """Index of the operation on that rank, from 1."""
     way: Way
 
 
@@ -67,7 +67,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Of what to save, with the shim before its C library."""
+    """Process that forks saving ranks, with the shim loaded before its C library."""
     if sys.platform != "linux":
         pytest.skip("what stands before the C library is Linux's")
     compiler = shutil.which("cc")
@@ -86,7 +86,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two old steps, of which the older one goes once the new one is committed."""
+    """Two old steps; retention deletes the older one once the new one is committed."""
     directory, history = tmp_path_factory.mktemp("template").resolve() / "saved", RunHistory("first")
     save(directory, make_state(8, names=FEW), history)
     save(directory, OLD, history)
@@ -95,7 +95,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def watch(server: Server, template: Path, case: Case) -> list[list[Operation]]:
-    """What each rank does in a save that nothing disturbs, which is left there."""
+    """Each rank's operations in an undisturbed save, whose result stays in place."""
     shutil.copytree(template, case.directory)
     assert server.exit_codes(case) == [0] * case.ranks
     return [operations(case, rank) for rank in range(case.ranks)]
@@ -107,7 +107,7 @@ def operations(case: Case, rank: int) -> list[Operation]:
 
 
 def disturb(server: Server, template: Path, whole: Case, place: Place) -> str:
-    """The step that is loaded after it; the way in which the save ends is checked as well."""
+    """Returns whether the old or the new step loads after the fault; also checks how the save ends."""
     directory = f"{whole.directory}-{place.rank}-{place.operation}-{place.way.name}"
     case = replace(whole, directory=directory, rank=place.rank, operation=place.operation, way=place.way)
     shutil.copytree(template, directory)
@@ -133,7 +133,7 @@ def places(ranks: Sequence[list[Operation]]) -> list[Place]:
 
 
 def disturb_all(server: Server, template: Path, whole: Case, chosen: Sequence[Place]) -> dict[Place, str]:
-    """All are tried; every one that leaves something wrong is told."""
+    """Tries all places, then fails with all that went wrong."""
     found, wrong = {}, []
     for place in chosen:
         try:
@@ -165,13 +165,13 @@ def test_whatever_happens_at_whichever_operation(
 
 
 def names(done: list[Operation], case: Case) -> list[tuple[str, str]]:
-    """Without what differs from one save to the next."""
+    """Names without the parts that differ between saves."""
     return [(kind, re.sub(r"\d+-[0-9a-f]{8}", "", path.removeprefix(case.directory))) for kind, _, path in done]
 
 
 @BACKGROUND
 def test_every_operation_is_seen(background: bool, server: Server, template: Path, tmp_path: Path) -> None:
-    """Also by the sizes of the files: no byte came to them in another way."""
+    """File sizes prove it: all their bytes came from operations that were seen."""
     first, again = (Case(str(tmp_path.resolve() / name), 2, background) for name in ("first", "again"))
     seen = watch(server, template, first)
     assert_durable_before_commit([(kind, path) for kind, _, path in seen[0]], Path(first.directory))

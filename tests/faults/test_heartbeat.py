@@ -1,6 +1,6 @@
-"""A rank that is killed, stopped or leaves a collective out: the others end in time, and say who, when and in what.
+"""A rank is killed, stopped or skips a collective: the others end in time and report which rank, when and where.
 
-Real processes, started as a launcher without an agent would; each of them has an exit code of its own.
+The ranks are real processes, started without a launcher's agent, each with its own exit code.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ pretrain(pretrain_gpt.datasets_provider, model_provider, forward_step)
 
 
 class Ranks:
-    """Processes that a launcher without an agent started. `fresh`: interpreters of their own, else forks of this."""
+    """Processes started without a launcher's agent. `fresh`: new interpreters instead of forks."""
 
     def __init__(self, folder: Path, count: int, how: str, whom: int, argv: list[str], *, fresh: bool = False) -> None:
         script = folder / "pretrain_faulty.py"
@@ -117,7 +117,7 @@ class Ranks:
         return [line for path in self.errors for line in path.read_text().splitlines() if line.startswith("error")]
 
     def frames(self) -> list[str]:
-        """What surrounds those lines: torch's C++ stack frames and tracebacks."""
+        """Lines around the messages: torch's C++ stack frames and tracebacks."""
         lines = [line for path in self.errors for line in path.read_text().splitlines()]
         return [line for line in lines if line.startswith(("frame #", "Exception raised from", "Traceback"))]
 
@@ -161,8 +161,8 @@ def arguments(tmp_path: Path, patience: int = 3, **more: object) -> list[str]:
     ("how", "words"), [("kill", "ended without a word"), ("stop", "is stopped (SIGSTOP, or a debugger)")]
 )
 def test_a_lost_rank_is_named(how: str, words: str, whom: int, tmp_path: Path, started: list[Ranks]) -> None:
-    """Rank 0 keeps the store through which the ranks talk. What torch's C++ says is decided where it is loaded, so
-    those whose collectives fail load it themselves."""
+    """Rank 0 keeps the store through which the ranks talk. Some ranks load torch themselves: what torch's C++ code
+    prints is decided when it is loaded."""
     ranks = Ranks(tmp_path, 3, how, whom, arguments(tmp_path, global_batch_size=12), fresh=how == "kill")
     started.append(ranks)
     assert ranks.codes(besides=whom) == [17, 17]
@@ -185,7 +185,7 @@ def test_a_lost_rank_is_named(how: str, words: str, whom: int, tmp_path: Path, s
 def test_ranks_do_not_wait_for_one_that_cannot_connect(
     how: str, words: str, whom: int, tmp_path: Path, started: list[Ranks]
 ) -> None:
-    """gloo tries for several times --distributed-timeout-minutes, 10 minutes each."""
+    """gloo retries for several times --distributed-timeout-minutes, 10 minutes each."""
     ranks = Ranks(tmp_path, 3, how, whom, arguments(tmp_path, global_batch_size=12))
     started.append(ranks)
     assert ranks.codes(besides=whom) == [17, 17]
@@ -205,7 +205,7 @@ def test_a_rank_in_another_collective_is_named(tmp_path: Path, started: list[Ran
 
 
 def test_a_rank_that_skips_a_collective_does_not_stay_unnoticed(tmp_path: Path, started: list[Ranks]) -> None:
-    """gloo aborts a process that receives more than it asked for, so one of the two may have no word of its own."""
+    """gloo aborts a process that receives more than it asked for, so one of the two may print nothing itself."""
     ranks = Ranks(tmp_path, 2, "skip", 1, arguments(tmp_path))
     started.append(ranks)
     codes = ranks.codes()
@@ -275,8 +275,8 @@ def test_a_finished_run_is_not_missed(patience: int) -> None:
 def test_under_torchrun_the_cause_is_said_before_the_launcher_ends_the_others(
     how: str, whom: int, tmp_path: Path
 ) -> None:
-    """Which it does by SIGTERM within a tenth of a second. A rank that gets what it did not ask for is aborted by gloo,
-    so of two ranks of which one skips a collective either may be the one that ends."""
+    """The launcher sends SIGTERM within a tenth of a second. If one of two ranks skips a collective, gloo may abort
+    either: it aborts a rank that receives what it did not ask for."""
     script = tmp_path / "pretrain_faulty.py"
     script.write_text(SCRIPT)
     argv = arguments(tmp_path, 20, global_batch_size=12)

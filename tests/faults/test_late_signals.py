@@ -1,4 +1,4 @@
-"""With --exit-signal-handler a signal that comes before the first step or after the last one does not kill the run."""
+"""A signal before the first step or after the last one does not kill a run with --exit-signal-handler."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ if number == signal.SIGUSR1:
 
 @pytest.mark.parametrize("number", ["SIGUSR1", "SIGTERM", "SIGINT"])
 def test_a_signal_while_python_ends_is_ignored(number: str) -> None:
-    """Python gives a handled signal its default action back before it destroys its last objects."""
+    """Python restores a signal's default action before it destroys its last objects."""
     done = subprocess.run([sys.executable, "-c", ENDS, number], capture_output=True, text=True, timeout=60)
     before = "end thread" if number == "SIGUSR1" else ""
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{before} atexit del del", "")
 
 
 def test_a_second_sigterm_after_the_end_acts_as_usual() -> None:
-    """For scripts that go on after the run."""
+    """Scripts may continue after the run."""
     twice = ENDS.replace("if number == signal.SIGUSR1:", "now(moment='1'); now(moment='2'); now(moment='3')\nif False:")
     done = subprocess.run([sys.executable, "-c", twice, "SIGTERM"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "12")

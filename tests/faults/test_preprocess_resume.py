@@ -1,4 +1,4 @@
-"""Resume after an interruption at every operation and of every kind gives the same files, bit for bit."""
+"""Resuming after any kind of interruption at any operation gives the same files, bit for bit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def corpus(folder: Path, documents: int = 200) -> Path:
 
 
 def settings(folder: Path, prefix: str = "out", **changes: Any) -> PreprocessSettings:
-    """Segments of a few lines, so that a small input has many."""
+    """Settings with segments of a few lines, so that a small input has many."""
     given: dict[str, Any] = {
         "inputs": (str(folder / "in.jsonl"),),
         "output_prefix": str(folder / prefix),
@@ -73,7 +73,7 @@ def names(folder: Path) -> list[str]:
 
 
 def in_a_child(job: Callable[[], object]) -> int:
-    """The exit code of a process that is forked to do it; negative: the signal that ended it."""
+    """Exit code of a forked process that runs it; negative: the signal that ended it."""
     child = os.fork()
     if child == 0:
         try:
@@ -90,7 +90,7 @@ OPERATIONS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.trun
 
 
 def killed_at(operation: int, given: PreprocessSettings) -> int:
-    """Runs it in a process that kills itself before its n-th operation on files; a write is torn in half."""
+    """Runs it in a process that kills itself before its n-th file operation; a write is torn in half."""
 
     def job() -> None:
         mine, left = os.getpid(), operation
@@ -165,7 +165,7 @@ def files_of_key(folder: Path, key: str, prefix: str = "out") -> list[bytes]:
 
 
 def interrupted(folder: Path, after: int = 3, **changes: Any) -> None:
-    """A run that fails after so many merged segments, as on a full disk."""
+    """Runs until it fails after so many merged segments, as on a full disk."""
     merged = 0
     take = outputs.GrowingOutput.append
 
@@ -183,7 +183,7 @@ def interrupted(folder: Path, after: int = 3, **changes: Any) -> None:
 
 
 def segments_encoded(folder: Path, **changes: Any) -> tuple[int, list[str]]:
-    """The segments that a resumed run encodes, and its messages."""
+    """Segments that a resumed run encodes, and its messages."""
     said: list[str] = []
     done: list[int] = []
     journal = WorkFolder.done
@@ -298,7 +298,7 @@ def test_a_shard_that_was_damaged_is_done_again(tmp_path: Path, whole: dict[str,
 def test_damage_would_show_if_nothing_were_verified(
     tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The two tests above would fail without verification."""
+    """Without verification the two tests above would fail."""
     interrupted(tmp_path, after=3)
     flip(tmp_path / "out.preprocessing" / "0.tokens", 5)
     monkeypatch.setattr(outputs.GrowingOutput, "holds", lambda self, result: True)
@@ -341,8 +341,8 @@ def test_a_journal_of_nonsense_is_no_journal(tmp_path: Path, whole: dict[str, by
 
 
 def test_journals_and_settings_of_a_stranger(tmp_path: Path, whole: dict[str, bytes]) -> None:
-    """Whatever the work folder says, a resumed run ends with the right files or in one line, and touches nothing
-    outside of its folder."""
+    """Whatever the work folder contains, a resumed run ends with the right files or with one line, and touches nothing
+    outside its folder."""
     interrupted(tmp_path)
     work, kept = tmp_path / "out.preprocessing", tmp_path / "kept"
     shutil.copytree(work, kept)
@@ -418,7 +418,7 @@ def workers_of(process: subprocess.Popen[str], count: int) -> list[int]:
 
 
 def killed_after(process: subprocess.Popen[str], seconds: float) -> bool:
-    """Kills a run so long after its workers started; False if it had already succeeded, as on a fast machine."""
+    """Kills a run that long after its workers started; False if it had already succeeded, as on a fast machine."""
     while process.poll() is None and len(children_of(process)) < 2:
         time.sleep(0.01)
     time.sleep(seconds)
@@ -481,7 +481,7 @@ def test_a_disk_that_fills_up_in_the_middle_and_is_cleared(workshop: Workshop) -
 
 @pytest.mark.parametrize("sent", [0, 4])
 def test_a_worker_killed_while_a_pipe_is_silent(workshop: Workshop, sent: int) -> None:
-    """After `sent` MB of lines the pipe stays silent."""
+    """The pipe stays silent after `sent` MB of lines."""
     process = start(workshop, "--input", "-", "--workers", "2", stdin=subprocess.PIPE)
     workers = workers_of(process, 2)
     assert process.stdin is not None

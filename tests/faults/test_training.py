@@ -1,4 +1,4 @@
-"""What goes wrong while a run trains: every rank ends, in bounded time, and the cause is said once and recorded."""
+"""Faults while a run trains: every rank ends in bounded time, and the cause is printed once and recorded."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-# how -> (what is said by whoever failed, the record's reason, its exit code)
+# how -> (message of the failing rank, the record's reason, its exit code)
 FAULTS = {
     "raise": ("ValueError: planted on rank 1", "ValueError", 1),
     "data": ("error (rank 1): planted data error", "DataError", 11),
@@ -130,8 +130,8 @@ PIPELINE = {"pipeline_model_parallel_size": 2, "num_layers": 4}
 def test_a_signal_stops_all_ranks_at_one_step_and_the_run_goes_on(
     ranks: int, axes: dict[str, Any], to: str, number: signal.Signals, tmp_path: Path
 ) -> None:
-    """With dropout, the resumed run is bit for bit the run that was not stopped. torchrun passes SIGTERM and SIGINT on
-    to all of its workers, and reports a failure whatever they return; a rank that gets one has no launcher here."""
+    """The resumed run equals an uninterrupted one bit for bit, with dropout. torchrun passes SIGTERM and SIGINT on to
+    all workers and reports a failure whatever they return. The test that signals one rank has no launcher."""
     save, whole, pieces = tmp_path / "ckpt", tmp_path / "whole.jsonl", tmp_path / "pieces.jsonl"
     settings = {**axes, "train_iters": None, "train_samples": 8 * 400}
     argv = flags(**settings, exit_signal_handler=True, save=save, save_interval=10**6)
@@ -173,7 +173,7 @@ def _stopped_by_a_signal_to(rank: int, number: signal.Signals, argv: list[str], 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_is_one_line(ranks: int, tmp_path: Path) -> None:
-    """torchrun adds a traceback of its own, and exits with 1."""
+    """torchrun adds its own traceback, and exits with 1."""
     process = _training(flags(train_iters=10**6, num_workers=1, save=tmp_path, save_interval=10**6), ranks)
     _wait_for(" iteration        3/", process)
     process.send_signal(signal.SIGINT)
@@ -230,7 +230,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_end_of_the_step(tmp_path: Path) -
     [("the only rank", 20.0), ("worker 0", 20.0), ("worker 1", 20.0), ("launcher", 20.0), ("worker 1", 0.0)],
 )
 def test_sigterm_without_the_handler_is_said_once_and_recorded(to: str, patience: float, tmp_path: Path) -> None:
-    """Without heartbeats, by every rank that gets the signal."""
+    """Without heartbeats every rank that gets the signal prints it."""
     ranks = 1 if to == "the only rank" else 2
     settings = {"num_workers": 1, "save": tmp_path, "save_interval": 10**6, "heartbeat_timeout_seconds": patience}
     process = _training(flags(train_iters=10**6, **settings), ranks)
@@ -267,7 +267,7 @@ def test_a_finished_run_exits_with_zero(launcher: str) -> None:
 
 
 def test_an_error_in_a_run_with_data_workers_does_not_hang() -> None:
-    """The workers do not listen to SIGTERM, by which Python ends its children before it waits for them."""
+    """The workers ignore SIGTERM, which Python sends to its children before it waits for them."""
     done = launch(flags(num_workers=2, fp16=True, loss_scale=1e30), timeout=BOUND)
     assert done.returncode == 14, done.stderr
     assert done.stderr.count("error: iteration 1: a gradient is not finite") == 1
@@ -371,7 +371,7 @@ def test_skip_hash_loads_what_the_checksums_would_refuse(tmp_path: Path, capsys:
 
 
 def test_a_resume_under_other_conditions_says_so(tmp_path: Path, capsys: Capture) -> None:
-    """The manifest's determinism fingerprint: the same conditions say nothing, other kernels are named."""
+    """Compares the manifest's determinism fingerprint: silent under equal conditions; other kernels are named."""
     assert pretrain_here(flags(save=tmp_path, save_interval=4, kernels="ref")) == 0
     fingerprint = manifest.read(tmp_path / "iter_0000006").fingerprint
     assert fingerprint["device"] == "cpu" and fingerprint["kernels"]["rope"] == "ref"
@@ -383,7 +383,7 @@ def test_a_resume_under_other_conditions_says_so(tmp_path: Path, capsys: Capture
     assert pretrain_here(flags(load=tmp_path, kernels="auto", deterministic_mode=True)) == 12
     torch.use_deterministic_algorithms(False)
     assert "--deterministic-mode: " in capsys.readouterr().err
-    assert pretrain_here(flags(load=tmp_path, kernels="auto", finetune=True)) == 0  # weights alone: not that run
+    assert pretrain_here(flags(load=tmp_path, kernels="auto", finetune=True)) == 0  # weights only: another run
     assert "under other conditions" not in capsys.readouterr().out
 
 

@@ -1,5 +1,5 @@
-"""Made `checkpoint_schema_3` and `local_schema_3`: what a run on two ranks left that stopped after its third iteration,
-and how it would have gone on. It was run with the last commit that wrote schema 3; a later one would write its own.
+"""Made `checkpoint_schema_3` and `local_schema_3` with the last commit that wrote schema 3: the files of a run on two
+ranks that stopped after its third iteration. Also recorded how the run would have continued.
 
     python -m tests.golden.make_schema_3 FOLDER
 """
@@ -35,18 +35,18 @@ NEWEST = {"checkpoint_schema_3": "save/non_persistent/iter_0000003", "local_sche
 
 
 def command(kind: str) -> list[str]:
-    """Of a run whose folder is the working directory: it saves step 2, and step 3 as a non-persistent one."""
+    """Command of a run in its working directory: it saves step 2, and step 3 as a non-persistent step."""
     often = {"save": "save", "load": "save", "save_interval": 2, "non_persistent_save_interval": 1}
     return flags(**{**SHAPE, "bf16": True, "optimizer": "adam", "zero_stage": 1, **often, **KINDS[kind]})
 
 
 def of_the_token(text: bytes) -> Any:
-    """A save directory has a name of its own at each place; what is in git has one wherever it is checked out."""
+    """A save directory's token depends on its path; the files in git have a fixed one."""
     return hashlib.sha256(text.partition(b"\0")[0])
 
 
 def train(rank: int, folder: Path, argv: list[str], iterations: int | None) -> tuple[int, dict[str, str]]:
-    """The iteration at which it goes on, and the losses."""
+    """The iteration at which it resumes, and the losses."""
     os.chdir(folder)
     lineage.hashlib = SimpleNamespace(sha256=of_the_token)  # type: ignore[attr-defined]  # in this process alone
     torch.set_num_threads(1)
@@ -60,7 +60,7 @@ def train(rank: int, folder: Path, argv: list[str], iterations: int | None) -> t
 
 
 def digests(step: Path) -> dict[str, str]:
-    """Of each logical tensor, as a reader gives it."""
+    """Digest of each logical tensor, as a reader returns it."""
     reader = StepReader(step, manifest.read(step))
     tensors = [(("model", name), name, record) for name, record in reader.manifest.model.items()]
     tensors += [

@@ -1,4 +1,4 @@
-"""Models that are not ours, their data, and the plain torch loop that trains them: the oracle of the engine's tests."""
+"""Models of other programs, their data, and the plain torch loop that trains them: the oracle of the engine's tests."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ CLASSES = 5
 
 
 class Tiny(nn.Module):
-    """Convolution, a tied pair, a frozen layer, a parameter that is never used, a scalar, a buffer, and a matrix
-    that is stored by columns, as models in channels_last are."""
+    """A convolution, a tied pair, a frozen layer, an unused parameter, a scalar, a buffer, and a matrix stored by
+    columns, as in channels_last models."""
 
     def __init__(self, norm: bool = False) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Tiny(nn.Module):
 
 
 def make_model(dtype: torch.dtype = torch.float64, norm: bool = False, no_scalar: bool = False) -> Tiny:
-    """`no_scalar`: no parameter is one, as ZeRO 2 and 3 want it."""
+    """`no_scalar`: leaves out the scalar parameter, which ZeRO 2 and 3 do not accept."""
     torch.manual_seed(0)
     model = Tiny(norm).to(dtype)
     if no_scalar:
@@ -58,7 +58,7 @@ def plain_loop(
     clip: float = 0.0,
     no_scalar: bool = False,
 ) -> dict[str, Tensor]:
-    """One process, the whole batch at once."""
+    """Trains in one process on the whole batch at once."""
     model = make_model(no_scalar=no_scalar)
     optimizer = make_optimizer(model)
     for step in range(steps):

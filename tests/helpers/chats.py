@@ -63,13 +63,13 @@ def write_chat_tokenizer(folder: Path, template: str | None = CHATML) -> int:
 
 
 def chat(*texts: str, system: str | None = None) -> list[dict[str, str]]:
-    """The user begins, the assistant answers, and so on."""
+    """Alternates turns; the user begins, the assistant answers."""
     said = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
     return said if system is None else [{"role": "system", "content": system}, *said]
 
 
 def some_chats(count: int) -> list[list[dict[str, str]]]:
-    """Of different lengths, some with several answers and a system message."""
+    """Conversations of different lengths, some with several answers and a system message."""
     words = ("hello", " the hill", "you\n\nou", "étoile 🙂", "x")
     chats = []
     for i in range(count):
@@ -84,7 +84,7 @@ def write_chats(path: Path, chats: Iterable[Sequence[Any]]) -> Path:
 
 
 def encoded(made: ChatEncoder, messages: Sequence[Any], tools: Any = None) -> list[tuple[Any, Any]]:
-    """The ids and what counts of one conversation; raises the reason why it cannot be encoded."""
+    """Ids and counted places of one conversation; raises the reason if it cannot be encoded."""
     (found,) = made.encode_all([(messages, tools)])
     if isinstance(found, ChatError):
         raise found

@@ -1,4 +1,4 @@
-"""A copy of the checkout in a temporary folder, where tests type what users type."""
+"""A copy of the checkout in a temporary folder, for tests of commands as users type them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def free_port() -> int:
 class Checkout:
     root: Path
     warm: bool = False
-    """Whether `python` and `torchrun` are forked from a process that has imported torch: for tests of what commands do,
-    not of how they start."""
+    """Forks `python` and `torchrun` from a process that has imported torch; for tests of what commands do, not how they
+    start."""
 
     def run(self, script: str, *, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         """Runs lines of shell as a user would, with the Python of the tests (or a warm one) first on the PATH.
@@ -54,7 +54,7 @@ def copy_checkout(target: Path) -> Checkout:
         copy = target / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(path, copy)
-    # What is built is not tracked, but it is part of a set-up checkout. Whoever runs the tests has compiled all of it.
+    # Build outputs are untracked, but belong to a set-up checkout. They exist wherever the tests run.
     for path in [*(ROOT / "megatron").rglob("*.so"), ROOT / "megatron" / "ops" / "_kernels.json"]:
         if path.is_file():
             shutil.copy2(path, target / path.relative_to(ROOT))

@@ -1,7 +1,7 @@
-"""What the test file of an operation says of it, for the tests that all operations go through.
+"""Collects the tables in operations' test files, for tests that cover all operations.
 
-REFUSED      operation -> [(arguments of a call that its kernel cannot take, what is said of them)]
-CPU_PROOFS   operation -> proof of a kernel that is for the CPU alone (others have theirs in megatron/ops/proof/)
+REFUSED      operation -> [(arguments of a call that its kernel cannot take, message)]
+CPU_PROOFS   operation -> proof of a kernel for the CPU only (other proofs are in megatron/ops/proof/)
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ FOLDER = ROOT / "tests" / "unit" / "ops"
 
 
 def files_with(name: str) -> list[str]:
-    """The modules that have a table of this name."""
+    """Modules that have a table of this name."""
     has = re.compile(rf"^{name}(: \w+)? = \{{", re.MULTILINE)
     return [f"tests.unit.ops.{path.stem}" for path in sorted(FOLDER.glob("test_*.py")) if has.search(path.read_text())]
 
 
 @cache
 def declared(name: str) -> dict[str, Any]:
-    """All entries of the tables of this name; no operation has two."""
+    """Entries of all tables of this name; no operation has two."""
     entries: dict[str, Any] = {}
     for module in files_with(name):
         table = getattr(import_module(module), name)

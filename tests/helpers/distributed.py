@@ -3,8 +3,8 @@
     def body(rank: int, size: int) -> float: ...
     results = run_ranks(4, body, 1024)        # body(rank, 1024) on ranks 0 to 3
 
-The launcher is that of tools/check_layout.py: forked ranks, so closures and monkeypatched bugs travel with them. Here
-they return any value that can be pickled, but not None.
+The launcher is that of tools/check_layout.py. It forks ranks, so closures and monkeypatched bugs travel with them.
+Ranks may return any value that can be pickled, except None.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from megatron.ops.library import library
 from megatron.prove.check_layout import ranks
 from megatron.prove.check_layout.ranks import RankError
 
-# What torch imports when first needed (recomputation, norms in fp64, profiles): seconds, which every rank of every test
-# would spend again. Ranks are forked, so that what is imported once here is there in all of them.
+# Modules that torch imports at first use (recomputation, fp64 norms, profiles), which takes seconds. Ranks are forked
+# after the import, so that no rank repeats it.
 IMPORTED_LATE = ("torch._dynamo", "torch.profiler", "numpy.random")
 
 
 def import_for_ranks() -> None:
-    """What a rank would spend a second on before its first step: modules, the kernels, the tables of all flags."""
+    """Imports what would cost each rank a second before its first step: modules, kernels, all flags' tables."""
     for name in IMPORTED_LATE:
         importlib.import_module(name)
     library()
@@ -39,8 +39,8 @@ def import_for_ranks() -> None:
 
 @contextmanager
 def on_own_cores() -> Iterator[None]:
-    """Where two processes share the tests, what one of them forks stays on its half of the cores: the threads of gloo
-    wake each other a thousand times in a step, which costs a third less where none is moved to another core."""
+    """Keeps forks on their own half of the cores when two processes share the tests. gloo's threads wake each other a
+    thousand times in a step. That costs a third less if none moves to another core."""
     worker = re.fullmatch(r"gw(\d+)", os.environ.get("PYTEST_XDIST_WORKER", ""))
     if worker is None or not hasattr(os, "sched_setaffinity"):
         yield
@@ -59,7 +59,7 @@ class RankFailed(AssertionError):
 
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-    """Calls `fn(rank, *args)` on every rank with the default group initialised; the results, by rank."""
+    """Calls `fn(rank, *args)` on every rank with the default group initialised; returns the results by rank."""
     import_for_ranks()
 
     def body(rank: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Has a forked process read each export's tokenizer, in the place of a fresh one."""
+"""Reads the tokenizer of each export in a forked process instead of a fresh one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _fresh = tokenizer_check.ask_fresh
 
 
 def ask_warm() -> None:
-    """The warm server starts with the first export."""
+    """Asks the warm server, which starts with the first export."""
 
     def ask(request: dict[str, Any]) -> dict[str, Any]:
         tokenizer_check.PYTHON = warm_python()

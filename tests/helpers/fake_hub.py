@@ -1,5 +1,5 @@
-"""A Hub on this machine: as much of its interface as creating a repository, a commit with large files and a download of
-it need. Nothing leaves the machine."""
+"""A Hub on this machine: the part of its interface that creating a repository, committing large files and downloading
+need. Nothing leaves the machine."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Hub:
     objects: dict[str, bytes] = field(default_factory=dict)
     """Large files by their sha256."""
     tokens: set[str] = field(default_factory=set)
-    """With which something was changed."""
+    """Tokens with which something was changed."""
     url: str = ""
 
     def environment(self, home: Path) -> dict[str, str]:
-        """For a process that knows this Hub alone."""
+        """Environment of a process that knows only this Hub."""
         own = {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_TOKEN": "hf_of_a_test"}
         own |= {"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0"}
         return {**own, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
@@ -56,7 +56,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: Any) -> None:
-        """Quietly."""
+        """Prints nothing."""
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") != "chunked":

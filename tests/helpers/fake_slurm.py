@@ -1,7 +1,7 @@
 """Slurm on this machine: as much of sbatch, srun and scontrol as the batch scripts of examples/slurm use.
 
-srun starts its tasks as Slurm would, by the variables that Slurm gives them, and treats signals as the real one does:
-it hands SIGUSR1 to every task, and kills them on SIGTERM.
+The fake srun starts its tasks with Slurm's variables. Signals act as in the real one: SIGUSR1 goes to every task,
+SIGTERM kills them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ esac
 class FakeSlurm:
     folder: Path
     parts: int = 0
-    """How often the job has started."""
+    """Number of times that the job has started."""
     process: subprocess.Popen[bytes] | None = None
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -91,8 +91,8 @@ class FakeSlurm:
         return path.read_text().split() if path.exists() else []
 
     def start(self, script: Path, words: list[str], environment: dict[str, str], **options: int) -> None:
-        """As `sbatch --option=value script words...` and, with the same script again, as a job that was requeued: from
-        a copy of the script, in the folder that it was submitted from."""
+        """Runs `sbatch --option=value script words...`. A second call with the same script requeues the job, which runs
+        from a copy of the script in the folder of its submission."""
         directives = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?", script.read_text(), re.M))
         assert "requeue" in directives and directives["signal"].startswith("B:USR1@")
         asked = {name: int(directives[name]) for name in ("nodes", "ntasks-per-node", "cpus-per-task")} | {
@@ -128,6 +128,6 @@ class FakeSlurm:
             os.kill(int(task), number)
 
     def end(self, seconds: float = 90.0) -> int:
-        """The exit code of the job."""
+        """Returns the exit code of the job."""
         assert self.process is not None
         return self.process.wait(seconds)

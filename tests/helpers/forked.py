@@ -1,6 +1,6 @@
-"""The ranks of a script as a launcher starts them (their place in the environment, an exit code, what they print), but
-forked from this process: what `tests.helpers.runs.launch` gives, without torchrun, and without importing this project
-in every rank. For tests that are not about launchers, and for those that need a rank's process id."""
+"""Starts the ranks of a script like a launcher (environment, exit codes, output), but forks them from this process: as
+`tests.helpers.runs.launch`, without torchrun and without importing this project in every rank. Serves tests that are
+not about launchers, and those that need a rank's process id."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.helpers.runs import REPOSITORY
 
 @dataclass(frozen=True)
 class Forked:
-    """A rank, with what tests ask of a `subprocess.Popen`."""
+    """A rank with the methods of `subprocess.Popen` that tests use."""
 
     process: BaseProcess
 
@@ -47,7 +47,7 @@ class Forked:
 def launch_forked(
     argv: Sequence[str], *, ranks: int = 1, script: Path = REPOSITORY / "pretrain_gpt.py", timeout: float = 120.0
 ) -> subprocess.CompletedProcess[str]:
-    """The code is that of the first rank that failed, the output that of all, one rank after the other."""
+    """Returns the code of the first rank that failed, and the output of all, rank by rank."""
     deadline = time.monotonic() + timeout
     with TemporaryDirectory() as folder:
         places = [Path(folder) / str(rank) for rank in range(ranks)]
@@ -63,7 +63,7 @@ def launch_forked(
 
 
 def start_forked(argv: Sequence[str], script: Path, places: Sequence[Path]) -> list[Forked]:
-    """A rank for each place, which writes PLACE.out and PLACE.err."""
+    """Starts a rank for each place, which writes PLACE.out and PLACE.err."""
     import_for_ranks()
     port, context = free_port(), multiprocessing.get_context("fork")
     processes = [

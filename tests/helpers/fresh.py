@@ -1,4 +1,4 @@
-"""Work in a process of its own: in this one, memory that earlier tests have freed would be used again unseen."""
+"""Runs work in a new process: in this one, it could unnoticed reuse memory that earlier tests have freed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Small checkpoints in the formats of both generations of Megatron-LM, kept in tests/golden/megatron_lm: a reader that
-changes together with these writers would not be seen otherwise.
+"""Small checkpoints in the formats of both generations of Megatron-LM, kept in tests/golden/megatron_lm. They show a
+reader that changes together with these writers.
 
     python -m tests.helpers.golden_megatron     # writes them anew
 """
@@ -25,7 +25,7 @@ CONFIG = ModelConfig(**SHAPE, **LLAMA)
 
 
 def weight(number: int, shape: tuple[int, ...]) -> Tensor:
-    """Every element of the model has a value of its own."""
+    """Fills a weight; every element of the model has its own value."""
     count = torch.Size(shape).numel()
     return (torch.arange(count, dtype=torch.float32) + 4096 * number).view(shape) / 65536
 

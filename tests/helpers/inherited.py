@@ -1,5 +1,5 @@
-"""What a process inherits from its caller, set to the usual values: a shell under `nohup`, a scheduler or a container
-starts the tests with others, and every process that a test starts would inherit them in turn."""
+"""Resets what a process inherits from its caller to the usual values. `nohup`, a scheduler or a container may start the
+tests with others. Every process that a test starts would inherit them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _FILES, _NEEDED = 4096, 1200
 
 
 def take_usual_values() -> None:
-    """Signals have their default action and none is blocked, new files are writable by their owner alone and readable
-    by all, no core is written, and enough files can be opened. Exits where the system does not allow the last."""
+    """Sets default signal actions, an empty signal mask, umask 022, no core files, and enough open files. Exits where
+    the system does not allow the last."""
     for number in _SIGNALS:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""The backends that run kernels on this machine: C++ on the CPU, CUDA in the emulator, CUDA on a GPU."""
+"""Backends that run kernels on this machine: C++ on the CPU, CUDA in the emulator, CUDA on a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron.ops.registry import OPERATIONS, register
 from tests.helpers.scripts import load_script
 from tests.policy.rules import ROOT
 
-# Each of the processes that share the tests has a library of its own: under one that is open, none is put in its place.
+# Each process that shares the tests has its own library, because a library in use may not be replaced.
 EMULATED = ROOT / "build" / f"emulated-{os.environ.get('PYTEST_XDIST_WORKER', 'alone')}"
 ORDERS = {"in order": 0, "in reverse": 1, "odd ones first": 2, "shuffled": 20261122}
 
@@ -36,13 +36,13 @@ class Backend:
 
 @cache
 def builder() -> ModuleType:
-    """csrc/build.py as a module."""
+    """Imports csrc/build.py as a module."""
     return load_script("csrc/build.py")
 
 
 @cache
 def emulated_library() -> Path:
-    """Built when a test first asks for it; the second time only what has changed."""
+    """Built when a test first asks for it; later builds compile only changes."""
     path = EMULATED / "_kernels.so"
     builder().build(path, emulated=True)
     return path
@@ -50,7 +50,7 @@ def emulated_library() -> Path:
 
 @cache
 def backend(name: str) -> Backend:
-    """`cpu`, `emulated` or `cuda`; a test of one that this machine does not have is skipped with the reason."""
+    """Returns `cpu`, `emulated` or `cuda`; skips the test with the reason if this machine lacks it."""
     if name == "emulated":
         try:
             path = emulated_library()
@@ -67,14 +67,14 @@ def backend(name: str) -> Backend:
 
 
 def kernel(op: str, ops: Any) -> Callable[..., Any]:
-    """The native implementation of an operation; `ops` is torch.ops.<namespace>."""
+    """Native implementation of an operation; `ops` is torch.ops.<namespace>."""
     native = OPERATIONS[op].native
     assert native is not None
     return native.bound(ops)
 
 
 def strict(op: str, ops: Any) -> Callable[..., Any]:
-    """As under --kernels native: refuses what the kernel cannot take."""
+    """Operation under --kernels native: rejects what the kernel cannot take."""
     operation = OPERATIONS[op]
     assert operation.native is not None and operation.formula is not None
     return with_fallback(op, operation.native, operation.native.bound(ops), operation.formula, None)

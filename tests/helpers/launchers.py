@@ -1,4 +1,4 @@
-"""The launch scripts of examples/, and data that is small enough to try them."""
+"""The launch scripts of examples/, and data small enough to try them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL = shlex.split("""--num-layers 4 --hidden-size 32 --ffn-hidden-size 64 --nu
 
 @dataclass(frozen=True)
 class Material:
-    """What launchers read, under the names that they take from the environment."""
+    """Files that launchers read, under the environment variables that name them."""
 
     folder: Path
 
@@ -45,12 +45,12 @@ class Material:
         return {name: self.folder / file for name, file in {**files, "TOKENIZER_MODEL": "tokenizer"}.items()}
 
     def environment(self, run: str, **changes: object) -> dict[str, str]:
-        """`run`: the folder of its checkpoints."""
+        """Environment of a launcher; `run` names the folder of its checkpoints."""
         return clean_environment(**self.names, CHECKPOINT_PATH=self.folder / run, **changes)
 
 
 def clean_environment(**changes: object) -> dict[str, str]:
-    """Ours, without what a launcher would take from it."""
+    """This process's environment without variables that a launcher would read."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_OURS)}
     return {**own, "PYTHON": warm_python(), **{name: str(value) for name, value in changes.items()}}
 
@@ -61,7 +61,7 @@ def start(launcher: str, flags: list[str], environment: dict[str, str]) -> subpr
 
 
 def printed_command(launcher: str, **changes: object) -> tuple[list[str], list[str]]:
-    """What --dry-run prints where no data is: the launch, and the flags behind pretrain_gpt.py."""
+    """Command that --dry-run prints where no data exists: (the launch, the flags behind pretrain_gpt.py)."""
     done = start(launcher, ["--dry-run"], clean_environment(**changes))
     assert done.returncode == 0, done.stdout + done.stderr
     command, *others = done.stdout.splitlines()

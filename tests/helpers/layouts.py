@@ -4,8 +4,8 @@ expected = reference(argv)                     # one process, fp64
 got = at_layout(4, argv + ["--tensor-model-parallel-size", "2"])
 assert worst(got, expected) < 1e-10
 
-Training and joining are those of tools/check_layout.py (megatron/prove/check_layout/outcome.py); the measure is the
-tests' own and stricter, and the planted bugs of the tests judge all of it.
+tools/check_layout.py trains and joins (megatron/prove/check_layout/outcome.py). The measure is the tests' own and
+stricter; the tests' planted bugs check all of it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = [
 STEPS = 2  # the second has an optimizer's state and buffers that were used before; the evaluation reads what it leaves
 Change = Callable[[Parts], None]
 Cases = dict[int, list[tuple[dict[str, Any], dict[str, Any]]]]
-"""By the number of ranks: settings of the model, settings of the layout."""
+"""Number of ranks -> [(settings of the model, settings of the layout)]."""
 
 
 def reference(argv: Sequence[str], steps: int = STEPS) -> RunOutcome:
@@ -77,7 +77,7 @@ def _train_all(rank: int, world_size: int, cases: list[list[str]], steps: int) -
 
 
 def worst(got: RunOutcome, expected: RunOutcome) -> float:
-    """The largest relative difference of the steps' numbers, and (per tensor, Frobenius) of gradients and weights."""
+    """Largest relative difference of the steps' numbers, gradients and weights (per tensor, Frobenius)."""
     assert got.numbers.keys() == expected.numbers.keys() and got.samples == expected.samples
     pairs = [pair for kind, wanted in expected.numbers.items() for pair in zip(got.numbers[kind], wanted, strict=True)]
     differences = [abs(a - b) / abs(b) for a, b in pairs]
@@ -90,7 +90,7 @@ def worst(got: RunOutcome, expected: RunOutcome) -> float:
 
 
 def largest(differences: Sequence[float]) -> float:
-    """The maximum, with NaN as infinity: `max` would pass over NaN unless it comes first."""
+    """The maximum, with NaN as infinity: `max` skips NaN unless it comes first."""
     return max(inf if isnan(difference) else difference for difference in differences)
 
 
@@ -100,7 +100,7 @@ def unequal(
     tolerance: float,
     steps: int = STEPS,
 ) -> dict[str, float]:
-    """Of the cases (settings of the model, settings of the layout), those that do not train what one process trains."""
+    """Cases (settings of the model, of the layout) that do not train what one process trains, with the difference."""
     families = [few_batches(ranks, family, axes) for family, axes in cases]
     alone = [expected(tuple(flags(**family)), steps) for family in families]  # first: ranks fork what it has loaded
     outcomes = at_layouts(ranks, [flags(**family, **axes) for family, (_, axes) in zip(families, cases)], steps)
@@ -112,8 +112,8 @@ def unequal(
 
 
 def no_deeper(family: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[str, Any]:
-    """`family` with two layers instead of four where no pipeline divides them, which show all that four would: one of
-    them without experts where the first is."""
+    """`family` with two layers instead of four if no pipeline divides them. Two show as much as four; one has no
+    experts if the first of four has none."""
     if axes.get("pipeline_model_parallel_size", 1) > 1 or family.get("num_layers") != 4:
         return dict(family)
     kinds = {"moe_layer_freq": "[0,1]"} if "moe_layer_freq" in family else {}
@@ -121,19 +121,19 @@ def no_deeper(family: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[str, A
 
 
 def shallow(cases: Cases) -> Cases:
-    """Cases by their number of ranks, each with `no_deeper` a model than its layout needs."""
+    """Cases by number of ranks, each reduced by `no_deeper`."""
     return {ranks: [(no_deeper(family, axes), axes) for family, axes in some] for ranks, some in cases.items()}
 
 
 def few_batches(ranks: int, family: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[str, Any]:
-    """`family` with no more samples in a step than `two_rounds`."""
+    """`family` with at most `two_rounds` samples per step."""
     settings = {**TINY, **family, **axes}
     return {**family, "global_batch_size": min(settings["global_batch_size"], two_rounds(ranks, settings))}
 
 
 def two_rounds(ranks: int, settings: Mapping[str, Any]) -> int:
-    """Samples of a step that shows all that one with more of them would: two micro-batches for each stage of the
-    pipeline, which fill it, alternate and empty it; or a group of a larger size and a smaller one."""
+    """Smallest number of samples that shows what more would: two micro-batches per pipeline stage, which fill,
+    alternate and empty it. With larger groups: one group of that size and a smaller one."""
     tp, cp, pp = (settings.get(f"{name}_parallel_size", 1) for name in ("tensor_model", "context", "pipeline_model"))
     group = settings.get("microbatch_group_size_per_virtual_pipeline_stage", pp)
     return (pp + group) * settings["micro_batch_size"] * (ranks // (tp * cp * pp))
@@ -141,7 +141,7 @@ def two_rounds(ranks: int, settings: Mapping[str, Any]) -> int:
 
 @cache
 def expected(argv: tuple[str, ...], steps: int = STEPS) -> RunOutcome:
-    """`reference`, computed once for each command line."""
+    """`reference`, cached by command line."""
     return reference(argv, steps)
 
 
@@ -161,7 +161,7 @@ def _joined(ranks: list[RankOutcome]) -> RunOutcome:
 
 
 def whole_state(optimizer: Optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """`state()` of whole parameters. A collective of the ranks that divide them."""
+    """`state()` with whole parameters. A collective of the ranks that shard them."""
     grads = optimizer.store
     return {
         name: {kind: piece if kind in WHOLE_KINDS else grads.whole_of(name, piece) for kind, piece in kinds.items()}

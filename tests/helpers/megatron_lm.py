@@ -1,5 +1,5 @@
-"""Writes checkpoints as Megatron-LM writes them, from the whole tensors of a model of ours, with names, row orders and
-the order of its optimizers spelled out here and not taken from the package."""
+"""Writes checkpoints as Megatron-LM does, from whole tensors of our model. Names, row orders and the order of its
+optimizers are spelled out here, not imported from the package."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 @dataclass(frozen=True)
 class Layout:
-    """How Megatron-LM trained."""
+    """Layout, version and optimizer of the Megatron-LM run."""
 
     tp: int = 1
     pp: int = 1
     vpp: int = 1
     ep: int = 1
     names: str = "classic"
-    """classic, core, or te: core with the norms in the linear layers after them."""
+    """Either classic, core, or te: core with the norms in the linear layers after them."""
     version: float | None = 3.0
     optimizer: str = ""
-    """Empty: none. `masters`, `fp32`, `distributed` (one vector, as 23.06 has it), `aligned` (as later versions do).
-    With expert parallelism the experts have an optimizer of their own, as in later versions."""
+    """Empty for none; `masters`, `fp32`, `distributed` (one vector, as in 23.06) or `aligned` (later versions). With
+    expert parallelism the experts have their own optimizer, as in later versions."""
     pad_to: int = 128
 
 
 @dataclass(frozen=True)
 class Model:
-    """Whole tensors by our names, in the order of the model, and the moments of its optimizer."""
+    """Whole tensors by our names, in the model's order, and the moments of its optimizer."""
 
     weights: Mapping[str, Tensor]
     layers: int
@@ -121,7 +121,7 @@ def rank_content(
     parts = [_only(chunks, kinds, of_experts) for of_experts in ((False, True) if layout.ep > 1 else (None,))]
     if layout.optimizer in ("distributed", "aligned"):
         states = [{"optimizer": {"param_groups": [_group(step, 1.0, part.of_experts)]}} for part in parts]
-        # the ranks of the first experts alone keep the vectors of what is no expert
+        # only ranks of the first experts keep the dense parameters' vectors
         vectors = [None if ep > 0 and part.of_experts is False else _of_chunks(part, layout) for part in parts]
         return {**content, "optimizer": _chain(states)}, _chain(vectors)
     content["optimizer"] = _chain([_numbered(part.chunks, part.kinds, step, layout, part.of_experts) for part in parts])
@@ -130,7 +130,7 @@ def rank_content(
 
 @dataclass(frozen=True)
 class _Part:
-    """What one optimizer of a chain has. `of_experts` is None where all parameters have one optimizer."""
+    """State of one optimizer of a chain. `of_experts` is None if one optimizer has all parameters."""
 
     chunks: list[dict[str, Tensor]]
     kinds: Mapping[str, list[dict[str, Tensor]]]
@@ -145,7 +145,7 @@ def _only(chunks: list[dict[str, Tensor]], kinds: Mapping[str, list[dict[str, Te
 
 
 def _chain(each: list[Any]) -> Any:
-    """Expert parallelism makes two optimizers, which are saved as a list."""
+    """Expert parallelism has two optimizers, which are saved as a list."""
     return each if len(each) > 1 else each[0]
 
 
@@ -154,7 +154,7 @@ def _group(step: int, decays: float, of_experts: bool | None) -> dict[str, Any]:
 
 
 def _of_chunks(part: _Part, layout: Layout) -> dict[Any, Any]:
-    """The vectors of the chunks that have some parameter of this optimizer, numbered through."""
+    """Vectors of the chunks that have parameters of this optimizer, numbered consecutively."""
     held = [v for v in range(layout.vpp) if part.chunks[v]]
     if layout.optimizer == "distributed":
         return {number: {torch.float32: _vectors(part.kinds, v)} for number, v in enumerate(held)}
@@ -164,7 +164,7 @@ def _of_chunks(part: _Part, layout: Layout) -> dict[Any, Any]:
 
 
 def _vectors(kinds: Mapping[str, list[dict[str, Tensor]]], chunk: int) -> dict[str, Tensor]:
-    """From the end of the buffer to its beginning, then padded."""
+    """Concatenates from the end of the buffer to its beginning, then pads."""
     names = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
     return {
         theirs: torch.cat([*(t.flatten() for t in reversed(kinds[ours][chunk].values())), torch.full((7,), 9.0)])
@@ -173,7 +173,7 @@ def _vectors(kinds: Mapping[str, list[dict[str, Tensor]]], chunk: int) -> dict[s
 
 
 def _aligned_vectors(kinds: Mapping[str, list[dict[str, Tensor]]], chunk: int) -> dict[str, Any]:
-    """From the last parameter to the first, each at a multiple of 64, and their number without padding at the end."""
+    """Concatenates from the last parameter to the first, aligned to 64; adds the length without final padding."""
     names = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
     vectors: dict[str, Any] = {}
     for theirs, ours in names.items():
@@ -191,7 +191,7 @@ def _numbered(
     layout: Layout,
     of_experts: bool | None,
 ) -> dict[str, Any]:
-    """torch's state dict: groups number the parameters through, those that decay first."""
+    """torch's state dict: groups number all parameters in order, those with weight decay first."""
     state: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []
     masters: list[list[Tensor]] = []
@@ -244,7 +244,7 @@ def _nested(flat: Mapping[str, Tensor], layout: Layout) -> dict[str, Any]:
 def _chunk(
     model: Model, layout: Layout, tp: int, pp: int, ep: int, v: int, read: Callable[[str], Tensor], padded: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """(flat name there, a rank's tensor) in the order of the modules there."""
+    """(Megatron's flat name, a rank's tensor) in the order of Megatron's modules."""
     each = model.layers // (layout.pp * layout.vpp)
     first = v * (model.layers // layout.vpp) + pp * each
     begins, ends = pp == 0 and v == 0, pp == layout.pp - 1 and v == layout.vpp - 1
@@ -301,7 +301,7 @@ def _part(model: Model, layout: Layout, name: str, whole: Tensor, tp: int, padde
 
 
 def _rows_of_version(rows: Tensor, width: int, version: float | None) -> Tensor:
-    """[heads, 3, width] in the order of an older version."""
+    """Reorders [heads, 3, width] to the row order of an older version."""
     heads, rest = rows.shape[0] // (3 * width), rows.shape[1:]
     if version is None or version < 1:
         return rows.view(heads, 3, width, *rest).transpose(0, 1).reshape(rows.shape)
@@ -311,7 +311,7 @@ def _rows_of_version(rows: Tensor, width: int, version: float | None) -> Tensor:
 
 
 def with_moments(model: Model, seed: int = 7) -> Model:
-    """Random moments and masters, as large as the weights."""
+    """Random moments and masters of the weights' size."""
     draw = torch.Generator().manual_seed(seed)
     moments = {}
     for name, weight in model.weights.items():

@@ -1,4 +1,4 @@
-"""Wrong values at random places of JSON content, for readers of files that others wrote."""
+"""Wrong values at random places of JSON content, for readers of untrusted files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
 
 
 def mutated(content: Any, count: int, seed: int) -> Iterator[Any]:
-    """Copies of the content with one or two wrong places: a wrong value, a missing or an added key."""
+    """Copies of the content with one or two mistakes: a wrong value, a missing or an added key."""
     choose, places = random.Random(seed), list(_places(content))
     by_depth: dict[int, list[tuple[Any, ...]]] = {}
     for place in places:
@@ -54,7 +54,7 @@ def mutated(content: Any, count: int, seed: int) -> Iterator[Any]:
 
 
 def texts(content: Any, count: int, seed: int) -> Iterator[str]:
-    """Mutations as JSON, and texts that are not JSON or too much of it."""
+    """Mutations as JSON, and texts that are not JSON or too large."""
     whole = json.dumps(content)
     yield from ("", "[]", "null", '"x"', "{", NESTED, '{"x":' * 100_000, '{"x": ' + "1" * 5000 + "}", whole[:-1])
     for changed in mutated(content, count, seed):
@@ -62,7 +62,7 @@ def texts(content: Any, count: int, seed: int) -> Iterator[str]:
 
 
 def only_our_errors(read: Callable[[Any], object], inputs: Iterator[Any]) -> tuple[int, int]:
-    """Reads each input; every failure is one short line of ours. (taken, refused)"""
+    """Reads each input; failures must be short one-line errors of the project. Returns (read, rejected) counts."""
 
     def hangs(_number: int, _frame: FrameType | None) -> None:
         raise AssertionError(f"reading takes more than {SECONDS} s")

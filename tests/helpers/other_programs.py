@@ -1,4 +1,4 @@
-"""The core's entries as the commands call them: with what reads other programs' files."""
+"""Entry points of the core as the commands call them: with readers of other programs' files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Kernels with a mistake planted in them: the comparison that the real ones pass must fail.
+"""Kernels with a planted mistake: the comparison that the real ones pass must fail.
 
-Only the file of the operation is compiled, without optimisation, which is what takes a compiler's time, with the
-standard library's headers compiled before; everything else is linked as it was built.
+To save time only the operation's file is compiled, without optimisation and with precompiled standard headers.
+Everything else is linked from the existing build.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TIERS = ("none", "base", "v3", "v4", "v4_bf16")  # csrc/common/tiers.h
 
 @dataclass(frozen=True)
 class Mistake:
-    """A text of csrc/ and what is put in its place. CUDA runs in the emulator, and so does what CPU and GPU share."""
+    """A text of csrc/ and its replacement. CUDA runs in the emulator, and so does code shared by CPU and GPU."""
 
     file: str
     old: str
@@ -53,7 +53,7 @@ class Mistake:
         return not (Path(self.file).name.startswith("cpu") if self.on_cpu is None else self.on_cpu)
 
     def must_be_seen(self, folder: Path) -> None:
-        """By the comparison that the real kernels pass."""
+        """Asserts that the comparison, which the real kernels pass, fails."""
         root = planted_checkout(folder, self.file, self.old, self.new)
         sources = all_proofs()[self.op].folder
         kernels = planted_library(root, Path(self.file), sources, emulated=self.emulated)
@@ -74,7 +74,7 @@ def planted_checkout(folder: Path, file: str, old: str, new: str, occurrence: in
 
 @cache
 def as_built(emulated: bool) -> tuple[Any, tuple[Path, ...]]:
-    """The recipe of the real kernels, and their objects, which are there already where the kernels are built."""
+    """Recipe and objects of the real kernels; the objects exist where the kernels are built."""
     build = builder()
     try:
         cuda = None if emulated else build.find_cuda()
@@ -93,7 +93,7 @@ def kernel_sources(folder: str, *, emulated: bool) -> list[Path]:
 
 
 def planted_library(root: Path, file: Path, folder: str, *, emulated: bool) -> Path:
-    """The kernels with the planted `file`: that source is recompiled, or for a header all kernels of `folder`."""
+    """Kernels with the planted `file`: recompiles that source, or for a header all kernels of `folder`."""
     sources = kernel_sources(folder, emulated=emulated)
     if file.suffix != ".h":
         assert ROOT / "csrc" / file in sources, f"{file} is no source of {folder}"
@@ -111,7 +111,7 @@ def made_anew(
     flags: Sequence[str],
     at_link: Sequence[str] = (),
 ) -> Path:
-    """The kernels with these sources compiled as they are in the checkout `root`, with more flags, into `folder`."""
+    """Compiles these sources of the checkout `root` with additional flags into `folder`."""
     recipe, objects = as_built(emulated)
     ours = {}  # of every source, the one for the best of the instruction sets that this machine has
     for at, unit in enumerate(recipe.units):
@@ -133,8 +133,8 @@ def made_anew(
 
 @cache
 def headers_ahead(command: tuple[str, ...]) -> tuple[str, ...]:
-    """Flags that give this compiler command the standard library's headers precompiled: reading them as text is half of
-    its work. The first process of the tests that asks for them compiles them, for itself and the others."""
+    """Flags that give this compiler command precompiled standard headers, which save half of its work. The first test
+    process that asks compiles them for all."""
     build = builder()
     recipe, _ = as_built("-DMK_EMULATED" in command)
     key = hashlib.sha256("\0".join((recipe.compilers, *command, standard_headers())).encode()).hexdigest()[:24]
@@ -151,7 +151,7 @@ def headers_ahead(command: tuple[str, ...]) -> tuple[str, ...]:
 
 @cache
 def standard_headers() -> str:
-    """A header that includes all that the kernels include of the C++ library, and the vector instructions."""
+    """A header that includes everything that the kernels use of the C++ library, and the vector instructions."""
     texts = [path.read_text() for path in builder().sources() if path.stem not in ("torch", "binding")]
     names = {name for text in texts for name in re.findall(r"^#include <([a-z]+)>$", text, re.M)}
     intrinsics = "#if defined(__x86_64__)\n#include <immintrin.h>\n#endif\n"
@@ -164,8 +164,8 @@ def best_tier() -> int:
 
 
 def what_the_comparison_says(kernels: Path, op: str, emulated: bool) -> str:
-    """Empty where nothing is wrong. In a process of its own, which kernels may end; it has imported everything before
-    it begins, because it is a copy of one that has."""
+    """Error text, empty if the comparison passes. Runs in a forked process, which a kernel may crash; the fork has all
+    imports."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.helpers.planted", *PREPARED, *files_with("CPU_PROOFS")])
     said = kernels.with_suffix(".said")

@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def sweep(proof: Proof, ops: Any, args: argparse.Namespace) -> int:
-    """Prints what was wrong, and how much of its bound the largest error took; 1 if anything was wrong."""
+    """Prints errors, and how much of its bound the largest deviation took; returns 1 if anything was wrong."""
     begin, number, wrong, largest = time.monotonic(), 0, 0, dict.fromkeys(proof.dtypes, 0.0)
     while number < args.seeds and time.monotonic() < begin + args.seconds:
         seed, dtype = args.first + number, proof.dtypes[number % len(proof.dtypes)]

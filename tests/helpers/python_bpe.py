@@ -1,7 +1,7 @@
 """Byte-level BPE in plain Python, the oracle of GPT-2's tokenizer.
 
-Ids equal those of `tokenizers` for every character in both libraries' Unicode tables. A character in only one of them
-(assigned in the last year or two) may be split differently.
+Ids equal those of `tokenizers` for every character in both libraries' Unicode tables. A character that only one table
+has (assigned in the last year or two) may be split differently.
 """
 
 from __future__ import annotations

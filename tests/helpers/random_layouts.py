@@ -1,5 +1,5 @@
-"""Configurations drawn at random: layouts x model options x schedules x experts. Most are legal; the others are to be
-refused by name. The same seed is the same configuration.
+"""Draws random configurations: layouts x model options x schedules x experts. Most are legal; the others must be
+rejected with the name of a flag. A seed always gives the same configuration.
 
     python -m tests.helpers.random_layouts 0 40      # the verdicts of tools/check_layout.py on seeds 0 to 39
 """
@@ -141,7 +141,7 @@ def _recomputation(draw: Random) -> dict[str, Any]:
 
 
 def words(seed: int) -> list[str]:
-    """The configuration as a command line of check_layout."""
+    """The configuration as words of check_layout's command line."""
     return ["--steps", "2", "--", *(word for text in flags(**random_settings(seed)) for word in text.split())]
 
 

@@ -57,7 +57,7 @@ TINY: dict[str, Any] = {
 
 
 def flags(**changes: Any) -> list[str]:
-    """TINY with changes, as a command line: True is a bare flag; None leaves a flag out."""
+    """Command line of TINY with changes: True is a bare flag; None leaves a flag out."""
     words: list[str] = []
     for name, value in {**TINY, **changes}.items():
         flag = "--" + name.replace("_", "-").replace("opt-param", "opt_param")
@@ -70,12 +70,12 @@ def flags(**changes: Any) -> list[str]:
 
 
 def pretrain_gpt() -> ModuleType:
-    """The script, as a module."""
+    """Imports the script as a module."""
     return load_script("pretrain_gpt.py")
 
 
 def make_run(config: RunConfig, *, rank: int = 0, world_size: int = 1, dtype: torch.dtype | None = None) -> Run:
-    """A run in the process group that the test has; `dtype` float64 is for tests alone."""
+    """A run in the test's process group; `dtype` float64 is for tests only."""
     launch = LaunchInfo(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
     return build_run(config, launch, device=torch.device("cpu"), dtype=dtype, source=OTHER_PROGRAMS)
 
@@ -86,7 +86,7 @@ def make_parts(argv: Sequence[str], hooks: Sequence[Hook] = (), **where: Any) ->
 
 
 def train_here(argv: Sequence[str]) -> dict[str, Any]:
-    """Train in this process; returns the metrics records, the last weights and the reason of the end."""
+    """Trains in this process; returns the metrics records, the last weights and the reason of the end."""
     records: list[dict[str, Any]] = []
     run, parts = make_parts(argv, hooks=[Recorder(records)])
     with parts:
@@ -96,13 +96,13 @@ def train_here(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def pretrain_here(argv: Sequence[str]) -> int:
-    """`pretrain_gpt.py` in this process, from its command line to its exit code."""
+    """Runs `pretrain_gpt.py` in this process and returns its exit code."""
     script = pretrain_gpt()
     return program_here(lambda: pretrain(script.datasets_provider, script.model_provider, script.forward_step, argv))
 
 
 def program_here(main: Callable[[], object]) -> int:
-    """A program in this process, which it leaves as it was: its exit code."""
+    """Runs a program in this process, whose state it restores, and returns the exit code."""
     threads, products = torch.get_num_threads(), torch.backends.mkldnn.matmul.fp32_precision
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
@@ -119,15 +119,12 @@ def program_here(main: Callable[[], object]) -> int:
 
 
 def generate_here(*words: Any) -> int:
-    """`tools/generate.py` in this process."""
     from megatron.cli.generate import main
 
     return program_here(lambda: main([str(word) for word in words]))
 
 
 class Recorder(Hook):
-    """Keeps every logged record."""
-
     def __init__(self, into: list[dict[str, Any]]) -> None:
         self.into = into
 
@@ -144,8 +141,8 @@ def launch(
     cwd: Path = REPOSITORY,
     timeout: float = 120.0,
 ) -> subprocess.CompletedProcess[str]:
-    """A script as a user starts it: plain python for one rank; for more, torchrun (`launcher` "run") or "launch". The
-    processes are warm ones (tests/helpers/warm): tests of starting itself make their own with `launch_command`."""
+    """Starts a script as a user does: plain python for one rank, torchrun (`launcher` "run") or "launch" for more.
+    Processes are warm (tests/helpers/warm); tests of starting itself use `launch_command`."""
     command = [*launch_command(script, ranks, launcher, python=warm_python()), *argv]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
 
@@ -163,13 +160,13 @@ def read_metrics(path: Path, split: str = "train") -> list[dict[str, Any]]:
 
 
 def same_numbers(record: dict[str, Any]) -> dict[str, Any]:
-    """The part of a record that must be equal in two equal runs: all digits of everything but clocks."""
+    """The part of a record that two equal runs share: all digits, except clocks."""
     clocks = re.compile(r"second|tflops|utilisation|eta")
     return {key: repr(value) for key, value in record.items() if not clocks.search(key)}
 
 
 def samples_of_evaluations(parts: Parts) -> list[list[int]]:
-    """A list to which each evaluation from here on adds the ids of the samples that it reads."""
+    """List that collects the ids of the samples of each evaluation from here on."""
     seen: list[list[int]] = []
     evaluate = parts.engine.evaluate
 

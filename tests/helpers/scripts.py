@@ -11,7 +11,7 @@ from tests.policy.rules import ROOT
 
 
 def load_script(path: str | Path) -> ModuleType:
-    """A file of the checkout, or anywhere, executed anew under its own name, not as `__main__`."""
+    """Executes a file, relative to the checkout or anywhere, anew under its own name, not as `__main__`."""
     file = ROOT / path
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None

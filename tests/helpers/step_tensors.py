@@ -1,4 +1,4 @@
-"""Tensors of a step for tests: whole, and as a load that reads into an optimizer's own memory hands them back."""
+"""Tensors of a step for tests: whole, or in an optimizer's own memory, as a load returns them that reads into it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.optimizer import Optimizer
 
 
 def read_into(optimizer: Optimizer, state: dict[str, dict[str, Tensor]]) -> int:
-    """Fills what the optimizer lets be filled, and puts it in the place of what is in `state`; returns how much."""
+    """Fills the tensors that the optimizer lets be filled, and puts them into `state`; returns their number."""
     places = optimizer.loadable_in_place()
     for name, kinds in places.items():
         weight = optimizer.store.weight(name)

@@ -1,5 +1,5 @@
-"""Writes `torch_dist` directories as Megatron-LM's main branch does: torch's own writer, keys and chunks spelled out
-here from the description of the format."""
+"""Writes `torch_dist` directories as Megatron-LM's main branch does: with torch's own writer, and with keys and chunks
+spelled out from the format's description."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FUSED = {
 
 
 class Cut(Tensor):
-    """A tensor that is written in a grid of `parts`, by torch's protocol for tensors that write themselves."""
+    """A tensor written as a grid of `parts`, by torch's protocol for tensors that write themselves."""
 
     whole: Tensor
     parts: tuple[int, ...]
@@ -38,7 +38,7 @@ class Cut(Tensor):
         return made
 
     def __init__(self, whole: Tensor, parts: tuple[int, ...]) -> None:
-        """A tensor subclass is made by `__new__`."""
+        """Does nothing: `__new__` makes a tensor subclass."""
 
     def __deepcopy__(self, memo: Any) -> Cut:
         return self
@@ -82,9 +82,9 @@ def write(
     step: int = 500,
     state: Mapping[Any, Any] | None = None,
 ) -> Path:
-    """`optimizer`: empty, `model_space` (in the shape of the weights), `reshardable` (the same, its masters under
-    another name), `flat` (each part of the grid flattened) or `buckets`. `common`: in a file of its own. `state`: what
-    it has of the optimizer besides tensors."""
+    """`optimizer`: empty, `model_space` (shaped like the weights), `reshardable` (the same with other names for
+    masters), `flat` (each part of the grid flattened) or `buckets`. `common`: in a separate file. `state`: what the
+    optimizer has besides tensors."""
     folder = directory / f"iter_{step:07d}"
     folder.mkdir(parents=True)
     padded = -(-model.weights[VOCABULARY[0]].shape[0] // (64 * tp)) * 64 * tp

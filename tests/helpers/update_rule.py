@@ -1,4 +1,4 @@
-"""An update by a rule, of slots and gradients that lie in no store."""
+"""Runs a rule's update on slots and gradients outside any store."""
 
 from __future__ import annotations
 

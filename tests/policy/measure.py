@@ -1,4 +1,4 @@
-"""Sizes and names of the package, by which its structure is judged; works on any checkout.
+"""Measures sizes and names of the package to judge its structure; works on any checkout.
 
 python tests/policy/measure.py [CHECKOUT]         # a table
 python tests/policy/measure.py [CHECKOUT] --names # also every public name that is defined twice
@@ -56,14 +56,14 @@ def in_core(source: Source) -> bool:
 
 
 def public_names(source: Source) -> Iterator[str]:
-    """Functions and classes of the module itself that do not begin with an underscore."""
+    """Functions and classes defined in the module whose names do not begin with an underscore."""
     for node in source.tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
             yield node.name
 
 
 def defined_twice(files: list[Source]) -> dict[str, list[str]]:
-    """Each name that two or more modules define, with them; without the names that are conventions."""
+    """Names that two or more modules define, with the modules; conventional names are left out."""
     where: dict[str, set[str]] = defaultdict(set)
     for source in files:
         for name in public_names(source):
@@ -72,7 +72,7 @@ def defined_twice(files: list[Source]) -> dict[str, list[str]]:
 
 
 def comparisons_with(word: str, files: list[Source]) -> int:
-    """Comparisons (==, !=, in) one side of which is this text."""
+    """Comparisons (==, !=, in) with this text on one side."""
     return sum(
         any(
             isinstance(inner, ast.Constant) and inner.value == word for side in _sides(node) for inner in ast.walk(side)

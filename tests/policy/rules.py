@@ -1,4 +1,4 @@
-"""The project's policies as functions: source text in, violations out, so that each can be shown a planted one."""
+"""The project's policies as functions from source text to violations, so that each can be tested with a planted one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEVELS = {
     "training": 6,
     "inference": 7,
     "evaluation": 8,
-    # Around the core: each uses the core, and the core none of them.
+    # Packages around the core: each imports the core, but the core imports none of them.
     **dict.fromkeys(["interop", "prove", "report"], 9),
     "compat": 10,
     "cli": 11,
@@ -40,7 +40,7 @@ ABOVE_THE_PACKAGE = {"tools", "tests", "benchmarks", "examples", "pretrain_gpt"}
 ABOVE_IN_ORDER = ("benchmarks", "tools", "tests")
 # The launcher's variables, which compiler builds the kernels, and whether the user says how threads wait.
 ENVIRONMENT_READERS = ("megatron/distributed/launch.py", "csrc/build.py", "megatron/utils/waiting.py")
-# A closed list: libraries that listen to nothing but a variable, set for this process. Nothing of ours reads it.
+# A closed list: libraries that can only be configured by a variable of the process. The project reads none of them.
 ENVIRONMENT_WRITERS = {
     "benchmarks/train_step.py": "ONEDNN_MAX_CPU_ISA",  # for the processes of the contenders
     "megatron/interop/hf/auto_tokenizer.py": "HF_HUB_OFFLINE",
@@ -55,7 +55,7 @@ YAML_LOADERS = {"load", "load_all", "unsafe_load", "unsafe_load_all", "full_load
 
 
 def repository_files(*suffixes: str, under: str = "") -> list[Path]:
-    """Files that belong to the checkout: what git tracks or would track, or all of them in a copy without git."""
+    """Files of the checkout: tracked or untracked but not ignored by git; in a copy without git, all."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode == 0:
@@ -68,12 +68,12 @@ def repository_files(*suffixes: str, under: str = "") -> list[Path]:
 
 
 def shipped_python() -> list[Path]:
-    """All Python that users run: the package, the tools, the entry points; not the tests."""
+    """Python files that users run: the package, the tools, the entry points; not the tests."""
     return [path for path in repository_files(".py") if not path.relative_to(ROOT).as_posix().startswith("tests/")]
 
 
 def dotted(node: ast.AST) -> str:
-    """`torch.cuda.is_available` as text; '' for anything that is not a chain of names."""
+    """`torch.cuda.is_available` as text; '' for anything except a chain of names."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -94,7 +94,7 @@ def is_constant(node: ast.expr | None, value: object) -> bool:
 
 
 def imported_modules(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """(line, absolute module) of every import, also those inside functions and under TYPE_CHECKING."""
+    """(line, absolute module) of every import, including those inside functions and under TYPE_CHECKING."""
     package = module.split(".") if is_package else module.split(".")[:-1]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -109,7 +109,7 @@ def imported_modules(tree: ast.AST, module: str, is_package: bool) -> Iterator[t
 
 
 def upward_imports(source: str, path: str) -> list[str]:
-    """`path` is megatron/<part>/... relative to the checkout."""
+    """Imports of higher packages; `path` is megatron/<part>/... relative to the checkout."""
     parts = Path(path).with_suffix("").parts
     is_package = parts[-1] == "__init__"
     module = ".".join(parts[:-1] if is_package else parts)
@@ -133,7 +133,7 @@ def upward_imports(source: str, path: str) -> list[str]:
 
 
 def shadows_other_distributions(path: str) -> list[str]:
-    """What would hide the packages of others in the namespace `megatron`, or be hidden by them."""
+    """Files that would hide other distributions' packages in the namespace `megatron`, or be hidden by them."""
     parts = Path(path).with_suffix("").parts
     if parts[0] != "megatron" or not (parts[1] == "__init__" or parts[1] in PARTS_OF_OTHERS):
         return []
@@ -141,7 +141,7 @@ def shadows_other_distributions(path: str) -> list[str]:
 
 
 def upward_imports_of_scripts(source: str, path: str) -> list[str]:
-    """Tools import benchmarks and the package, benchmarks the package; neither imports the tests."""
+    """Tools may import benchmarks and the package, benchmarks the package; neither imports the tests."""
     own = Path(path).parts[0]
     above = ABOVE_IN_ORDER[ABOVE_IN_ORDER.index(own) + 1 :]
     names = imported_modules(ast.parse(source), ".".join(Path(path).with_suffix("").parts), is_package=False)
@@ -171,15 +171,15 @@ def import_cycle(sources: Mapping[str, str]) -> list[str]:
 
 
 def known_module(name: str, modules: Mapping[str, object]) -> str:
-    """The module that `name`, which may be something in it, belongs to; '' if it is none of these."""
+    """Module that contains `name`; '' if none of these does."""
     while name and name not in modules:
         name = name.rpartition(".")[0]
     return name
 
 
 def imports_of_nothing(source: str, path: str) -> list[str]:
-    """Imports of modules of ours that do not exist: the type checker passes over them, and a lazy one is not seen
-    until somebody needs it."""
+    """Imports of project modules that do not exist. The type checker skips them, and a lazy one fails only when it
+    runs."""
     parts = Path(path).with_suffix("").parts
     is_package = parts[-1] == "__init__"
     found = imported_modules(ast.parse(source), ".".join(parts[:-1] if is_package else parts), is_package)
@@ -188,7 +188,7 @@ def imports_of_nothing(source: str, path: str) -> list[str]:
 
 
 def _exists(name: str) -> bool:
-    """A module, or something that the module before the last dot may define."""
+    """True for a module, or for a name that the module before the last dot may define."""
 
     def is_module(dotted_name: str) -> bool:
         place = ROOT.joinpath(*dotted_name.split("."))
@@ -226,7 +226,7 @@ def environment_reads(source: str, path: str) -> list[str]:
 
 
 def variables_set(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
-    """`os.environ` and the name, of `os.environ[name] = value` and of a bare `os.environ.setdefault(name, value)`."""
+    """Names set by `os.environ[name] = value` and by a bare `os.environ.setdefault(name, value)`, with `os.environ`."""
     for target in node.targets if isinstance(node, ast.Assign) else []:
         if isinstance(target, ast.Subscript):
             yield target.value, target.slice
@@ -237,7 +237,7 @@ def variables_set(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
 
 
 def unsafe_loading(source: str, path: str) -> list[str]:
-    """Anything that could run code found in a file."""
+    """Calls that could run code found in a file."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -250,7 +250,7 @@ def unsafe_loading(source: str, path: str) -> list[str]:
 
 
 def pickles_between_ranks(source: str, path: str) -> list[str]:
-    """torch's object collectives unpickle what arrives; `megatron.distributed.messages` sends JSON."""
+    """Uses of torch's object collectives, which unpickle what arrives; `megatron.distributed.messages` sends JSON."""
     found = []
     for node in ast.walk(ast.parse(source)):
         named = [(node.lineno, alias.name) for alias in node.names] if isinstance(node, ast.ImportFrom) else []
@@ -282,7 +282,7 @@ def unsafe_call(call: ast.Call) -> Iterator[str]:
 
 
 def cuda_by_name(source: str, path: str) -> list[str]:
-    """A plug-in accelerator is a device name; only utils/ and ops/ may know one vendor's module."""
+    """Uses of one vendor's device module outside utils/ and ops/; a plug-in accelerator is only a device name."""
     if path.startswith(("megatron/utils/", "megatron/ops/")):
         return []
     found = []
@@ -305,7 +305,7 @@ LEFTOVER = re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b")
 
 
 def machine_paths(text: str, path: str) -> list[str]:
-    """Absolute paths of the machine somebody wrote this on."""
+    """Absolute paths of the author's machine."""
     lines = enumerate(text.splitlines(), start=1)
     return [f"{path}:{number}: {found.group()}" for number, line in lines for found in MACHINE_PATH.finditer(line)]
 
@@ -316,26 +316,26 @@ def leftovers(text: str, path: str) -> list[str]:
 
 
 def missing_pages(text: str, path: str) -> list[str]:
-    """A message, a comment or a page that sends a reader to a page which is not there."""
+    """References in messages, comments and pages to pages that do not exist."""
     lines = enumerate(text.splitlines(), start=1)
     named = ((number, found.group()) for number, line in lines for found in PAGE.finditer(line))
     return [f"{path}:{number}: {page} is not there" for number, page in named if not (ROOT / page).is_file()]
 
 
 def foreign_packages(text: str, path: str) -> list[str]:
-    """The public index has a package called megatron that is not this one."""
+    """Installations of the public index's package megatron, which is another project."""
     lines = enumerate(text.splitlines(), start=1)
     return [f"{path}:{number}: {line.strip()[:80]}" for number, line in lines if FOREIGN_PACKAGE.search(line)]
 
 
 def function_sizes(source: str, path: str) -> list[tuple[str, int]]:
-    """(path::name, lines) of every function, decorators not counted."""
+    """(path::name, lines) of every function, without decorators."""
     functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     return [(f"{path}::{node.name}", (node.end_lineno or node.lineno) - node.lineno + 1) for node in functions]
 
 
 def unexplained_skips(source: str, path: str) -> list[str]:
-    """A test that does not run says why; one that is rerun until it passes says nothing."""
+    """Skips without a reason, and reruns until a test passes."""
     nodes = list(ast.walk(ast.parse(source)))
     called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
     found = []

@@ -1,4 +1,4 @@
-"""tests/compare_commits.py finds a difference wherever it is, and its table has every optimizer, stage and schedule."""
+"""tests/compare_commits.py finds a difference in any place; its table has every optimizer, stage and schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md shows the packages that there are, each at the level that the rules give it."""
+"""CONTRIBUTING.md lists the existing packages, each at the level that the rules give it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_package_that_is_left_out_is_missed(package: str, row: str) -> None:
 
 
 def paths_and_names(text: str) -> Iterator[tuple[str, str]]:
-    """(path, name that the file is said to have, or "") of what the page names in code."""
+    """(path, name that the file should define, or "") of each code reference on the page."""
     for name, path in re.findall(
         r"(?:`(\w+)`\s+(?:there\s+)?\()?`((?:megatron|tests|docs|csrc|tools)/[\w/.]+|\w+\.py)`", text
     ):

@@ -1,4 +1,4 @@
-"""What a command loads before it has anything to do: `--help` answers at once, and needs no torch."""
+"""Modules that a command loads before it does anything: `--help` answers at once, without torch."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_every_benchmark_answers_help_from_anywhere(script: Path, tmp_path: Path
 @pytest.mark.parametrize("place", ["on the path", "installed"])
 @pytest.mark.parametrize("program", ["pretrain_gpt.py", "tools/generate.py", "tools/checkpoint_util.py"])
 def test_another_package_of_the_name_is_one_line(program: str, place: str, tmp_path: Path) -> None:
-    """Its folder is searched after this checkout, and hides it all the same. Nothing of it is executed."""
+    """A package later on the path hides this checkout all the same. None of its code is executed."""
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "__init__.py").write_text("import no_such_dependency")
     path = str(tmp_path)

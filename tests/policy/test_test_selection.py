@@ -1,4 +1,4 @@
-"""Which tests `bash tests/run.sh --changed` and `--quick` run."""
+"""Selection of tests by `bash tests/run.sh --changed` and `--quick`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages of errors can be printed, whatever they name."""
+"""Error messages can be printed, whatever characters they contain."""
 
 from __future__ import annotations
 

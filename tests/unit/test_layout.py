@@ -1,4 +1,4 @@
-"""The rank arithmetic against the literal formulas, and what is refused."""
+"""Rank arithmetic against the literal formulas, and rejected layouts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_rank_is_in_exactly_one_group_of_each_axis(layout: Layout) -> None
     for axis in AXES:
         groups = layout.groups(axis)
         assert sorted(rank for ranks in groups for rank in ranks) == list(range(layout.world_size))
-        if axis != "embedding":  # where the stages in the middle are alone
+        if axis != "embedding":  # middle stages form groups of one
             assert len({len(ranks) for ranks in groups}) == 1
         assert all(list(ranks) == sorted(ranks) for ranks in groups)
         assert layout.size(axis) == len(groups[0])
@@ -66,8 +66,8 @@ def test_position_in_a_group_is_the_coordinate(layout: Layout) -> None:
 @settings(deadline=None, max_examples=30)
 @given(layouts())
 def test_instances_are_runs_of_neighbours_as_in_megatron(layout: Layout) -> None:
-    """Its group of n ranks for the gradients, dense or of experts, is cut into slices of n / instances; ranks at the
-    same place of the slices hold the same share, of experts as of all else."""
+    """Megatron cuts a gradient group of n ranks, dense or of experts, into slices of n / instances. Ranks at the same
+    place of the slices hold the same share."""
     for whole, part in (("dp_cp", "shard"), ("expert_dp", "expert_shard")):
         for ranks in layout.groups(whole):
             size = len(ranks) // layout.instances

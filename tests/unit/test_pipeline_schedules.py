@@ -1,4 +1,4 @@
-"""Every schedule is complete and free of deadlocks, and has the bubble and the memory that theory gives it."""
+"""Every schedule is complete and free of deadlocks, and has the bubble and memory that theory predicts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_pass_once_and_no_deadlock(name: str) -> None:
             found = Counter(schedule(ranks, rank, micro_batches, chunks))
             every = {Action(k, c, m) for k in kinds for c in range(chunks) for m in range(micro_batches)}  # type: ignore[arg-type]
             assert found == Counter(every)
-        simulate(schedule, ranks, micro_batches, chunks)  # raises if nobody can go on
+        simulate(schedule, ranks, micro_batches, chunks)  # raises if no rank can continue
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
@@ -45,7 +45,7 @@ def test_the_bubble_is_that_of_theory(name: str) -> None:
 
 
 def grouped() -> Iterator[tuple[int, int, int, int]]:
-    """(ranks, micro-batches, chunks, group): every legal one of some size."""
+    """(ranks, micro-batches, chunks, group): every legal combination up to some size."""
     for ranks, chunks in product((2, 3, 4), (2, 3)):
         for group, micro_batches in product(range(ranks, 8), range(ranks, 20)):
             if group <= micro_batches and not 0 < micro_batches % group < ranks:
@@ -53,7 +53,7 @@ def grouped() -> Iterator[tuple[int, int, int, int]]:
 
 
 def megatron_order(micro_batches: int, chunks: int, group: int) -> list[tuple[int, int]]:
-    """(micro-batch, chunk) of the forward passes, as get_schedule_table of Megatron-LM's schedules.py makes it."""
+    """(micro-batch, chunk) of the forward passes, in the order of get_schedule_table in Megatron-LM's schedules.py."""
     table = []
     for first in range(0, micro_batches, group):
         last = micro_batches if first + group >= micro_batches else first + group
@@ -72,7 +72,7 @@ def test_groups_of_any_size_have_the_order_of_megatron() -> None:
             warm_up = next(place for place, action in enumerate(actions) if action.kind == "B") - 1
             late = 2 * (ranks - rank - 1) + (chunks - 1) * group  # get_pp_rank_microbatches there
             assert warm_up == min(late, micro_batches * chunks - 1)
-        step = simulate(schedule, ranks, micro_batches, chunks)  # raises if nobody can go on
+        step = simulate(schedule, ranks, micro_batches, chunks)  # raises if no rank can continue
         assert step.bubble == pytest.approx(step.theoretical_bubble)
         if group == ranks:
             assert step == simulate(SCHEDULES["interleaved"], ranks, micro_batches, chunks)
@@ -110,7 +110,7 @@ def test_what_messages_cost_is_taken_out_of_a_real_step(name: str) -> None:
 
 
 def most_in_flight(actions: list[Action]) -> int:
-    """The most micro-batches whose activations a rank keeps: until their W where there is one, else until their B."""
+    """Most micro-batches whose activations a rank holds: until their W if they have one, otherwise until their B."""
     ends = "W" if any(action.kind == "W" for action in actions) else "B"
     now = most = 0
     for action in actions:

@@ -1,4 +1,4 @@
-"""What users import, and that the packages of others in the namespace `megatron` are found beside ours."""
+"""Names that users import; other distributions' packages in the namespace `megatron` are found beside them."""
 
 from __future__ import annotations
 

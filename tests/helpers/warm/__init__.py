@@ -1,11 +1,11 @@
-"""A `python` and a `torchrun` whose processes are forked from one that has imported torch and transformers already.
+"""Provides a `python` and a `torchrun` whose processes are forked from one that has imported torch and transformers.
 
     command = [warm_python(), "pretrain_gpt.py", ...]      # or PATH=warm_folder():$PATH for a shell's commands
 
-What runs is what would run: the script, its arguments, environment, folder, files and limits, as `__main__`, in a
-process of its own, which imports everything of this project itself. Only the two seconds of imports that every torch
-process spends are spent once. Tests of starting itself (launchers, the quickstart, variables that are read when torch
-is loaded) start real interpreters: see `client.py` for what falls back to one by itself.
+The script runs as `__main__` in its own process with its arguments, environment, folder, files and limits. It imports
+this project itself, but saves the two seconds of imports that every torch process spends. Tests of starting itself
+(launchers, the quickstart, variables that are read when torch is loaded) start real interpreters; `client.py` lists
+what falls back to one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 
 @cache
 def warm_folder() -> Path:
-    """Has `python`, `python3` and `torchrun`. The server starts when this is first asked for, and ends with us."""
+    """Folder with `python`, `python3` and `torchrun`. The server starts at the first call and ends with us."""
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     socket = folder / "socket"
     server = subprocess.Popen(

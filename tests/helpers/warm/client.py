@@ -1,8 +1,8 @@
-"""What stands in the place of `python`: asks the server for a forked process, hands over everything that a process
-inherits, passes signals on, and ends as that process ends.
+"""Replaces `python`: asks the server for a forked process and hands over everything that a process inherits. Passes
+signals on, and ends as that process ends.
 
-Becomes the real interpreter where a fork could not be the same: options other than -u, -c and -m, and variables that
-are read when an interpreter or a library starts and are not those of the server. Standard library only.
+Becomes the real interpreter where a fork would differ: with options other than -u, -c and -m, or if the server has
+other values of variables that are read when an interpreter or a library starts. Standard library only.
 """
 
 # ruff: noqa: PTH109, PTH113, PTH118, PTH120
@@ -27,7 +27,7 @@ LIMITS = ("RLIMIT_AS", "RLIMIT_CORE", "RLIMIT_DATA", "RLIMIT_FSIZE", "RLIMIT_NOF
 
 
 def program_of(words: list[str]) -> tuple[str, str, list[str]] | None:
-    """("script", path, rest), ("-m", name, rest), or ("-c" or "-", text, rest) of a command line of `python`."""
+    """Splits a `python` command line: ("script", path, rest), ("-m", name, rest), or ("-c" or "-", text, rest)."""
     words = list(words)
     while words and words[0] == "-u":
         words.pop(0)

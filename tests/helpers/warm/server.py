@@ -1,7 +1,7 @@
 """The server that `client.py` asks for a process: it has imported torch and transformers, and forks itself.
 
-In a forked process those modules are hidden until the program itself first imports one of their group, so that code
-which asks `"torch" in sys.modules` is answered as in a fresh interpreter.
+A forked process hides those modules until the program first imports one of their group. So code that asks `"torch" in
+sys.modules` gets the answer of a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GROUPS = (
 
 
 class Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """A finder whose modules are loaded already."""
+    """A finder whose modules are already loaded."""
 
     def __init__(self, group: dict[str, types.ModuleType], before: Hidden | None) -> None:
         self.group, self.before = group, before
@@ -71,7 +71,7 @@ class Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.show()
 
     def show(self) -> None:
-        """All of them: one has imported the others."""
+        """Shows all modules of the group, because one has imported the others."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
             if self.before is not None:
@@ -98,7 +98,7 @@ def imported() -> list[Hidden]:
 
 
 class Server:
-    """Forks a process for each client, tells it how the process ended, and passes its signals on."""
+    """Forks a process for each client, reports how the process ended, and passes its signals on."""
 
     def __init__(self, path: str) -> None:
         self.environment = marshal.dumps(dict(os.environ))
@@ -118,7 +118,7 @@ class Server:
             self.chooser.register(one, selectors.EVENT_READ)
 
     def serve(self) -> dict[str, Any]:
-        """Returns in forked processes alone, with what their client asked for."""
+        """Returns only in forked processes, with their client's request."""
         os.write(1, b"ready\n")
         while True:
             for key, _ in self.chooser.select():
@@ -135,7 +135,7 @@ class Server:
                     self.forward(key.fileobj)
 
     def end(self) -> None:
-        """The tests have ended."""
+        """Stops the server when the tests have ended."""
         for pid in self.running:
             os.kill(pid, signal.SIGKILL)
         os._exit(0)
@@ -193,7 +193,7 @@ def _send(link: socket.socket, content: bytes) -> None:
 
 
 def _received(link: socket.socket) -> dict[str, Any] | None:
-    """What a client asks for; nothing if it has ended, or became a real interpreter."""
+    """Returns a client's request, or None if the client ended or became a real interpreter."""
     try:
         header, files, _, _ = socket.recv_fds(link, 8, 3)
     except OSError:
@@ -208,7 +208,7 @@ def _received(link: socket.socket) -> dict[str, Any] | None:
 
 
 def _received_bytes(link: socket.socket, size: int) -> bytes:
-    """Fewer if the other side ends before."""
+    """Returns fewer bytes if the other side ends first."""
     content = b""
     with suppress(OSError):
         while len(content) < size and (part := link.recv(size - len(content))):
@@ -217,7 +217,7 @@ def _received_bytes(link: socket.socket, size: int) -> bytes:
 
 
 def become(asked: dict[str, Any]) -> None:
-    """This process inherits what the client has."""
+    """Gives this process what the client's process has inherited."""
     for number, file in enumerate(asked["files"]):
         os.dup2(file, number)
     os.closerange(3, max(asked["files"]) + 1)
@@ -272,7 +272,7 @@ def code_of(error: SystemExit) -> int:
 
 
 def run_to_the_end(kind: str, what: str) -> None:
-    """As an interpreter ends, but for taking its modules apart: each page of theirs would be copied for that."""
+    """Ends like an interpreter, but does not tear modules down: that would copy each of their pages."""
     code = 0
     try:
         run(kind, what)

@@ -1,4 +1,4 @@
-"""What benchmarks/against.py reads of the results of both scripts."""
+"""Results that benchmarks/against.py reads from both scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ours beside its peers, on the smallest shape and a CPU: it runs, ends in time, and says who is missing."""
+"""Benchmark beside peers, on the smallest shape and a CPU: it runs, ends in time, and names missing peers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TINY = gpu_peers.Task(NAMED["tiny"], "cpu", "", warm_up=1, workers=0)
 
 
 def test_it_runs_on_a_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch's compiler makes of the peer for a CPU takes a minute, and says nothing about a GPU."""
+    """Disables torch.compile: compiling the peer for a CPU takes a minute and shows nothing about a GPU."""
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")  # in the contenders' processes
     out = tmp_path / "peers.json"
     words = ["--sizes", "tiny", "--device", "cpu", "--rounds", "2", "--steps", "2", "--warm-up", "1", "--workers", "0"]
@@ -118,7 +118,7 @@ def test_first_steps_wait_for_the_memory_of_others(failures: int, made: bool, mo
 
 
 def test_what_is_held_is_given_back_after_every_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not within one: the steps that are timed replay what the settling ones recorded."""
+    """Memory stays reserved within a turn: the timed steps replay what the settling ones recorded."""
     did: list[str] = []
 
     def block(steps: int) -> float:

@@ -1,4 +1,4 @@
-"""The report of real devices, on two ranks of a CPU over gloo: equal layouts, and a row for whatever is not."""
+"""The report of real devices, on two CPU ranks over gloo: equal layouts, and a row for every failure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_it_runs_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_every_case_is_a_launch_that_the_settings_allow(tool: ModuleType) -> None:
-    """Of GPUs, too, where the sizes are others; nothing is started."""
+    """GPU cases too, which have other sizes; nothing is started."""
     from megatron.config import check_world
     from megatron.training.settings import read_settings
 
@@ -56,7 +56,7 @@ def test_every_case_is_a_launch_that_the_settings_allow(tool: ModuleType) -> Non
 
 
 def test_a_hang_and_a_failure_are_rows(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A rank that ignores everything is ended with its launcher, and the row says what was said last."""
+    """A rank that ignores everything is killed with its launcher; the row shows its last output."""
     pid = tmp_path / "pid"
     hanging = tmp_path / "hanging.py"
     hanging.write_text(

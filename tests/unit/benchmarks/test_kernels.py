@@ -1,4 +1,4 @@
-"""The benchmark of kernels: every case runs, and one that fails does not end it."""
+"""The benchmark of kernels runs every case; a failing case does not end it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.kernels import backend
 
 
 def small(value: Any) -> Any:
-    """A few rows and numbers of what a case is measured on."""
+    """Shrinks a case to a few rows and numbers."""
     if not isinstance(value, torch.Tensor):
         return value
     for dim, size in enumerate(value.shape):

@@ -1,4 +1,4 @@
-"""The memory that a rank keeps at each stage of ZeRO is what the formula says; counted in a small run."""
+"""A small run measures the memory that a rank keeps at each stage of ZeRO; the formula predicts it."""
 
 from __future__ import annotations
 

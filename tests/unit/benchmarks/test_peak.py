@@ -1,4 +1,4 @@
-"""The processor's peak counts what a step of the plain model really multiplies, and says why where it cannot run."""
+"""The processor's peak counts the plain model's real products; where it cannot run, a reason is printed."""
 
 from __future__ import annotations
 

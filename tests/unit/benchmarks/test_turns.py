@@ -1,4 +1,4 @@
-"""Contenders that take turns: who cannot go on is left out with the reason, and the others go on."""
+"""Contenders take turns: one that fails is left out with the reason, and the others continue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.parts.turns import Contenders, NotInstalledError, Turn, rotated,
 
 
 def prepare(kind: str) -> Turn:
-    """At the top level of a module: another process imports it."""
+    """Defined at the top level, because another process imports it."""
     if kind == "not installed":
         raise NotInstalledError("transformers is not installed")
 

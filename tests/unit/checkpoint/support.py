@@ -77,7 +77,7 @@ def make_state(iteration: int = 10, seed: int = 0, **changes: Any) -> TrainState
 
 
 def save(directory: Path, state: TrainState, history: RunHistory | None = None, **options: Any) -> SavedInfo:
-    """Without a history, as a run called `run_id` that saved the steps whose manifests say so."""
+    """Saves without a history, as run `run_id`, which also saved the steps whose manifests say so."""
     with ExitStack() as stack:
         if history is None:
             history = _history_of(directory, options.pop("run_id", "test"), state.iteration)
@@ -108,7 +108,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def load(directory: Path, params: dict[str, Sharded] | None = None, **options: Any) -> LoadedState | None:
-    """Finds and loads as a run does."""
+    """Finds and loads a step as a run does."""
     log = options.pop("messages", []).append
     which = {name: options.pop(name) for name in ("step", "save_dir", "strict", "check_hashes") if name in options}
     params = make_params(seed=77) if params is None else params
@@ -120,7 +120,7 @@ def load(directory: Path, params: dict[str, Sharded] | None = None, **options: A
 
 
 def loaded_equals(directory: Path, state: TrainState, **options: Any) -> bool:
-    """Whether a load gives back every bit of `state`."""
+    """Returns whether a load restores every bit of `state`."""
     params = make_params(seed=77, names=state.params)
     loaded = load(directory, params, **options)
     assert loaded is not None and loaded.optimizer is not None and state.optimizer is not None

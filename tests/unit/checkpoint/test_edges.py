@@ -1,4 +1,4 @@
-"""What can be saved can be loaded and verified, at the edges of types and sizes; what a stranger wrote is one line."""
+"""Whatever can be saved can be loaded and verified, at the edges of types and sizes; a foreign file gives one line."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_complex_nan_is_not_saved(tmp_path: Path) -> None:
 
 
 def test_a_generators_state_comes_back(tmp_path: Path) -> None:
-    """PCG64 has whole numbers of 128 bits."""
+    """PCG64 has 128-bit integers."""
     given = {"generator": numpy.random.default_rng(3).bit_generator.state, "large": 2**64 - 1, "negative": -(2**127)}
     state = replace(make_state(), extra=mark_types(given, "client_state"))
     save(tmp_path, state)

@@ -1,4 +1,4 @@
-"""The step that --load takes: the tracker decides, damage falls back with a warning, no run silently starts at 0."""
+"""The step that --load uses: the tracker decides, damage falls back with a warning, no run silently starts at 0."""
 
 from __future__ import annotations
 

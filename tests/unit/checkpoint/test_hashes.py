@@ -1,4 +1,4 @@
-"""The checksums of a checkpoint: named in its manifest, of every byte once, and readable in every schema."""
+"""The checksums of a checkpoint cover every byte once, are named in its manifest, and are readable in every schema."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEP = "iter_0000010"
 
 
 def refusal_of_schema_1(raw: bytes) -> str:
-    """What the reader of schema 1 did before it looked at a field: its lines, word for word."""
+    """First checks of the schema 1 reader, copied with their messages."""
     path = "manifest.json"
     outer = json.loads(raw)
     body = outer["manifest"]
@@ -72,7 +72,7 @@ def test_a_damaged_block_is_found_in_both_schemas(tmp_path: Path) -> None:
 
 
 def test_the_hash_is_the_published_one(tmp_path: Path) -> None:
-    """The value that the algorithm's own specification gives for no bytes; and blocks begin where they are said to."""
+    """Uses the specification's value for no bytes, and checks where blocks begin."""
     assert storage.HASHES["xxh3_128"]().hexdigest() == "99aa06d3014798d86001c324468d497f"
     path = tmp_path / "file"
     path.write_bytes(bytes(2 * storage.BLOCK_BYTES) + b"end")
@@ -99,7 +99,7 @@ def test_every_byte_is_hashed_once_while_it_is_written(tmp_path: Path, monkeypat
 
 
 def test_threads_hash_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of any run of blocks, the short one at the end and what a file no longer has included."""
+    """Covers any range of blocks, including the short last one and blocks beyond the end of the file."""
     monkeypatch.setattr(storage, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(storage, "_READ_BYTES", 300)
     path = tmp_path / "file"
@@ -114,7 +114,7 @@ def test_threads_hash_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_bytes_of_a_manifest_are_those_that_were_signed(tmp_path: Path) -> None:
-    """As JSON with its checksum inside, and refused with any byte added, removed or changed."""
+    """The manifest is canonical JSON with its checksum inside; any byte added, removed or changed is rejected."""
     save(tmp_path, make_state())
     path = tmp_path / STEP / "manifest.json"
     raw = path.read_bytes()

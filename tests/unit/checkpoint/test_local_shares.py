@@ -1,4 +1,4 @@
-"""Shares of local checkpoints: who has copies of whose, and what is refused of one that arrives or is found."""
+"""Shares of local checkpoints: which ranks hold copies, and which received or found shares are rejected."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_what_cannot_be_read_or_written_is_told_after_all_was_sent(
 
 
 def test_what_a_killed_load_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    """Also that of another step: its links keep the disk space of shares that were deleted since."""
+    """Leftovers of another step go, too: their links keep the disk space of shares that were deleted since."""
     left = tmp_path / ".tmp-iter_0000002.loaded"
     left.mkdir()
     (left / "x.pt").write_bytes(b"x")
@@ -118,7 +118,7 @@ def test_a_name_that_cannot_be_read_is_no_missing_name(tmp_path: Path) -> None:
 def test_shares_alone_are_refused_by_name_and_a_save_directory_beside_them_is_not(
     depth: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The folder of a share, of its rank, of its run, and the one that is given."""
+    """Rejects the folder of a share, of its rank, of its run, and the directory that was passed."""
     step = tmp_path / "disk/0123456789abcdef/rank_00003/iter_0000007"
     step.mkdir(parents=True)
     (step / paths.SHARE).write_text("{}")

@@ -1,5 +1,5 @@
-"""A load that hashes a file while it reads it into the model's and the optimizer's own memory: the same bits as a load
-of a step that was verified before, each byte read once, and no damage unseen."""
+"""A load may hash a file while reading it into the model's and the optimizer's own memory. It gives the same bits as a
+load of a verified step, reads each byte once and finds all damage."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def in_one_pass(folder: Path, params: dict[str, Sharded], own: Kinds | None = No
 
 
 def check_equal(folder: Path, state: TrainState) -> int:
-    """How many of the optimizer's tensors were read into their places."""
+    """Returns how many of the optimizer's tensors were read in place."""
     params, own = make_params(seed=77), empty(state)
     loaded = in_one_pass(folder, params, own)
     assert loaded.optimizer is not None and state.optimizer is not None
@@ -72,7 +72,7 @@ def test_the_state_is_that_of_a_load_in_two_passes(tmp_path: Path) -> None:
 
 
 def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each byte is read once, into its tensor or into a small buffer, and no tensor is mapped and copied afterwards."""
+    """Reads each byte once, into its tensor or into a small buffer; no tensor is mapped and copied afterwards."""
     state = make_state()
     save(tmp_path, state)
     (file,) = tmp_path.rglob("model_optim_rng.pt")
@@ -92,7 +92,7 @@ def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_means_of_a_weight_are_not_taken_for_the_weight(tmp_path: Path) -> None:
-    """Adafactor's means of rows and columns have its name, and a shape of their own."""
+    """Adafactor's means of rows and columns have the weight's name, but their own shape."""
     state = make_state()
     assert state.optimizer is not None
     draw, means = torch.Generator().manual_seed(3), 0
@@ -132,7 +132,7 @@ def test_planted_what_is_hashed_is_not_what_is_loaded(
 
 
 def test_damage_anywhere_is_found(tmp_path: Path) -> None:
-    """A flipped bit in a tensor, between tensors or in the file's tables is refused as damage, with no other error."""
+    """A flipped bit in a tensor, between tensors or in the file's tables is rejected as damage."""
     state, draw = make_state(), random.Random(5)
     save(tmp_path, state)
     (file,) = tmp_path.rglob("model_optim_rng.pt")
@@ -148,7 +148,7 @@ def test_damage_anywhere_is_found(tmp_path: Path) -> None:
 
 
 def test_what_is_stored_otherwise_is_read_from_the_verified_file(tmp_path: Path) -> None:
-    """Another dtype, memory that is not in order, tensors that share their memory."""
+    """Covers another dtype, strided memory and tensors that share memory."""
     state = make_state()
     save(tmp_path, state)
     wide = make_params(seed=77, dtype=torch.float64)
@@ -188,7 +188,7 @@ def test_pieces_fill_their_places_and_hash_as_a_whole(tmp_path: Path, monkeypatc
 
 
 def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
-    """What the file says about itself has no influence: tensors are found by the manifest."""
+    """The manifest locates the tensors, so the file's own description has no influence."""
     state = make_state()
     save(tmp_path, state)
     (step,) = tmp_path.glob("iter_*")

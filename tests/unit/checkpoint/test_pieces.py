@@ -1,4 +1,4 @@
-"""Pieces: any elements of any split of a tensor are read from any split of it that is divided among any files."""
+"""Any elements of any split of a tensor can be read from any other split, divided among any files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def splits(logical: tuple[int, ...], dim: int, fold: int, ranks: int) -> list[Sh
 
 
 def stored_in(specs: list[Shard], whole: Tensor) -> tuple[TensorRecord, Elements, list[int]]:
-    """The record of a tensor that these ranks have stored, how its elements are read, and how many were."""
+    """Record of a tensor that these ranks stored, a reader of its elements, and a list of how many were read."""
     kept = {str(number): spec.take(whole).contiguous().view(-1) for number, spec in enumerate(specs)}
     read: list[int] = []
 
@@ -59,7 +59,7 @@ def test_any_elements_of_any_split(view: tuple, saved: int, wanted: int) -> None
 
 
 def test_no_more_is_read_than_lies_between_the_first_and_the_last() -> None:
-    """Of a matrix that two ranks saved by rows, one of four reads its own rows alone, and of these its piece."""
+    """Two ranks saved a matrix by rows. One of four ranks reads only its own rows, and only its piece of them."""
     whole = torch.arange(64.0).view(16, 4)
     record, elements, read = stored_in(splits((16, 4), 0, 1, 2), whole)
     spec = splits((16, 4), 0, 1, 4)[1]
@@ -75,7 +75,7 @@ def test_no_more_is_read_than_lies_between_the_first_and_the_last() -> None:
 
 
 def test_padding_rows_are_zero() -> None:
-    """Three of seven rows of a table are padding in the tensor that is wanted, and in no file."""
+    """Three of seven rows are padding in the tensor that is read; no file has them."""
     whole = torch.arange(1.0, 9.0).view(4, 2)
     record, elements, _ = stored_in(splits((4, 2), 0, 1, 2), whole)
     spec = Shard("w", (4, 2))

@@ -1,5 +1,5 @@
-"""Where tensors lie in the files of a division: the writer and every reader agree, and a stranger's start is refused.
-Of `positions.py`, with `content.py` and `verify.py`."""
+"""Positions of tensors in the files of a division: the writer and every reader agree, and a foreign start is rejected.
+Covers `positions.py`, with `content.py` and `verify.py`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Change = Callable[[dict[str, Any]], object]
 
 
 def state_of(rank: int, ranks: int) -> tuple[TrainState, ParallelState]:
-    """Two rows of one group, as two buckets of ZeRO 1 are, and of the second only some tensors have two kinds."""
+    """Two rows of one group, like two buckets of ZeRO 1; in the second, only some tensors have two kinds."""
     parallel = ParallelState.plan(Layout(ranks), rank)
     whole = make_state(rng={"stream": rank})
     group, rows, optimizer = Members("shard of rank 0", rank, ranks), [0, 0], {}
@@ -54,7 +54,7 @@ def state_of(rank: int, ranks: int) -> tuple[TrainState, ParallelState]:
 
 
 def save_all(folder: Path, ranks: int) -> Manifest:
-    """What the ranks of a run write, one after the other, and the manifest of it."""
+    """Writes the content of all ranks one after the other, and returns the manifest."""
     saves: list[Save] = []
     for rank in range(ranks):
         state, parallel = state_of(rank, ranks)
@@ -75,7 +75,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def check_values(step: Path) -> None:
-    """Every tensor, read by the manifest and by torch's loader, is that of the state."""
+    """Checks that the manifest's reader and torch's loader both restore every tensor."""
     reader, wanted = StepReader(step, manifest.read(step)), make_state()
     names = sorted(name for name in reader.manifest.files if name.endswith(".pt"))
     files = {name: torch.load(step / name, weights_only=True) for name in names}
@@ -111,7 +111,7 @@ def test_a_kind_is_one_storage_in_the_order_of_the_division(saved: Path) -> None
 
 
 def test_the_manifest_does_not_grow_with_the_ranks(tmp_path: Path) -> None:
-    """Two and 64 ranks: equal up to what names and hashes files, and to the sizes of their shares."""
+    """Manifests of 2 and 64 ranks have equal sizes, apart from names and hashes of files and the sizes of shares."""
     few, many = save_all(tmp_path / "few", 2), save_all(tmp_path / "many", 64)
     for record in (few, many):
         assert all(len(tensor.slices) == 1 for _, tensor in manifest.all_tensors(record))
@@ -131,7 +131,7 @@ def test_the_manifest_does_not_grow_with_the_ranks(tmp_path: Path) -> None:
 
 
 def test_a_file_without_a_kind_has_no_room_for_it(tmp_path: Path) -> None:
-    """The last ranks, which have nothing of the rarer kind, do not write its length in zeros."""
+    """The last ranks lack the rarer kind; their files do not store zeros for it."""
     save_all(tmp_path, 16)
     sizes = [(tmp_path / STEP / f"mp_rank_00/distrib_optim_{rank:05d}.pt").stat().st_size for rank in range(16)]
     assert min(sizes[1:]) < max(sizes[1:])
@@ -330,8 +330,8 @@ def test_lengths_are_those_of_the_parts(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 9])
 def test_what_all_ranks_hold_is_dealt_without_gaps(ranks: int) -> None:
-    """The first rank, which also writes the weights, has less of the last kinds: no file has room for what it lacks,
-    and all have equally much to write, if it has not more already."""
+    """No file has room for what it lacks. All ranks write equally much, unless the first has more with the weights
+    alone."""
     state = make_state()
     weights = sum(tensor.nbytes for _, tensor in state.params.values())
     written = []

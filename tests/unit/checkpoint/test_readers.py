@@ -1,4 +1,4 @@
-"""Every kind of reader answers all that a load asks of a step besides its tensors."""
+"""Every kind of reader provides all that a load needs of a step besides its tensors."""
 
 from __future__ import annotations
 

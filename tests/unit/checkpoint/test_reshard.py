@@ -1,4 +1,4 @@
-"""Resharding: tensor-parallel ranks of any number save, and any other number loads."""
+"""Resharding: any number of tensor-parallel ranks saves, and any other number loads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WORDS = "embedding.word_embeddings.weight"
 
 
 def shard(params: dict[str, Sharded], tp: int, rank: int) -> dict[str, Sharded]:
-    """The parameters of one tensor-parallel rank: shards, the vocabulary with the rank's padding, and replicas."""
+    """Parameters of one tensor-parallel rank: shards, the vocabulary with the rank's padding, and replicas."""
     held: dict[str, Sharded] = {}
     for name, (spec, tensor) in params.items():
         whole = tensor.detach()[: SHAPES[name][0][0]] if name == WORDS else tensor.detach()
@@ -50,7 +50,7 @@ def shard(params: dict[str, Sharded], tp: int, rank: int) -> dict[str, Sharded]:
 
 
 def save_split(directory: Path, tp: int) -> None:
-    """`tp` gloo ranks save together, as a tensor-parallel run would."""
+    """Saves on `tp` gloo ranks together, as a tensor-parallel run does."""
 
     def body(rank: int) -> str:
         parallel = ParallelState.build(Layout(tp, tp=tp), rank)
@@ -82,7 +82,7 @@ def test_every_split_loads_into_every_other(tmp_path: Path, saved: int, wanted: 
 
 
 def test_a_rank_that_holds_nothing_but_padding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 13 words in a table padded to 32, two of four ranks hold none."""
+    """13 words in a table padded to 32: two of four ranks hold none."""
     monkeypatch.setitem(globals(), "PADDED", 32)
     save_split(tmp_path, 4)
     _, problems = inspect_step(tmp_path / "iter_0000010", deep=True)
@@ -114,7 +114,7 @@ def test_load_on_another_layout_says_that_random_states_do_not_apply(tmp_path: P
 
 
 def test_planted_swap_of_two_slices_is_seen(tmp_path: Path) -> None:
-    """Fault injection: exchanging the slices of two ranks makes the comparison above fail."""
+    """Planted bug: exchanging the slices of two ranks makes the comparison above fail."""
     save_split(tmp_path, 2)
     record = manifest.read(tmp_path / "iter_0000010")
     name = "layers.0.mlp.dense_h_to_4h.weight"

@@ -1,4 +1,4 @@
-"""Opening a checkpoint runs no code, and no damaged byte of one is ever used."""
+"""Opening a checkpoint executes no code, and damaged bytes are never used."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_files_that_are_not_torchs_zip_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_is_the_negative_of_what_is_stored_is_left_to_torch_or_refused(tmp_path: Path) -> None:
-    """torch stores of such a tensor the numbers that it is the negative of, and a note; the same in both formats."""
+    """torch stores the original numbers of such a tensor with a flag, in both formats."""
     negative = torch.view_as_complex(torch.randn(3, 2)).conj().imag[1:2]
     for zipped in (True, False):
         torch.save({"a": negative, "b": torch.ones(2)}, tmp_path / "file.pt", _use_new_zipfile_serialization=zipped)

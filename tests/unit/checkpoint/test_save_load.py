@@ -139,7 +139,7 @@ def test_saving_the_loaded_or_committed_step_again_is_a_no_op(tmp_path: Path) ->
 
 
 def test_a_step_whose_tracker_failed_is_the_runs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was committed: the run's next save does not set it aside, and saving it again writes the tracker."""
+    """The step was committed. The run's next save does not set it aside, and saving it again writes the tracker."""
     write_tracker = paths.write_tracker
 
     def full(directory: Path, content: str) -> None:
@@ -308,7 +308,7 @@ def test_a_deterministic_run_does_not_go_on_with_other_kernels(tmp_path: Path) -
     with pytest.raises(CheckpointError, match=r"--deterministic-mode: .* \(kernels.rope native -> ref\); "):
         load(tmp_path, fingerprint=fallen_back, deterministic=True)
     load(tmp_path, fingerprint=fallen_back)
-    load(tmp_path, fingerprint=fallen_back, deterministic=True, finetune=True)  # weights alone: a run of its own
+    load(tmp_path, fingerprint=fallen_back, deterministic=True, finetune=True)  # weights only: a new run
     load(tmp_path, fingerprint={**saved, "device": "NVIDIA H200"}, deterministic=True)
 
 

@@ -1,4 +1,4 @@
-"""The source of a run that reads no other program's files: it finds none of their steps, and refuses their models."""
+"""A source without readers for other programs' files finds none of their steps and rejects their models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files are synced while they are written, and a write that the disk lost is an error whoever hears of it."""
+"""Files are synced while they are written; a write that the disk lost is an error, whichever sync reports it."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_where_no_thread_can_start_the_end_syncs_alone(tmp_path: Path, monkeypat
 def test_an_error_that_only_one_sync_hears_of_fails_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int, pieces: int
 ) -> None:
-    """The first sync, in the thread, or the last: the system tells of a lost write once. Of one block the thread's sync
-    is the last but one, so that nothing but the end asks for its error."""
+    """The system reports a lost write once: to a sync in the thread or to the last one. With one block the thread's
+    sync is the last but one, and only the end checks it for errors."""
     calls = iter(range(100))
     real = os.fsync
 

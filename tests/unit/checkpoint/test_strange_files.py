@@ -1,4 +1,4 @@
-"""Files from a stranger with wrong types anywhere: every reader takes them or refuses them in one line."""
+"""Untrusted files with wrong types anywhere: every reader accepts them or rejects them in one line."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_wrong_values_of_config_json_are_named(tmp_path: Path, change: dict[str,
 
 
 def test_indices_of_safetensors(tmp_path: Path) -> None:
-    """The weights of one file, reached through an index that names it for every tensor."""
+    """Reads one file's weights through an index that names it for every tensor."""
     folder = hugging_face_folder(tmp_path)
     (folder / "model.safetensors").rename(folder / "part.safetensors")
     with safe_open(folder / "part.safetensors", "pt") as file:
@@ -237,7 +237,7 @@ def run_of_one_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_other_values_besides_tensors_than_a_run_saves(
     key: tuple[str | int, ...] | str, value: Any, told: str, run_of_one_step: Path, tmp_path: Path
 ) -> None:
-    """In files and a manifest whose checksums are right."""
+    """The file and its manifest have valid checksums."""
     shutil.copytree(run_of_one_step, tmp_path / "run")
     step, name = tmp_path / "run/iter_0000001", "mp_rank_00/model_optim_rng.state.json"
     record = manifest.read(step)
@@ -257,6 +257,6 @@ def test_other_values_besides_tensors_than_a_run_saves(
 
 
 def test_an_error_of_a_lost_peer_keeps_its_kind() -> None:
-    """Restoring an optimizer gathers weights."""
+    """Restoring an optimizer gathers weights, so a peer may be lost then."""
     with pytest.raises(RuntimeError, match="closed by peer"), saved_values("state", Path("step"), "give none"):
         raise RuntimeError("Connection closed by peer")

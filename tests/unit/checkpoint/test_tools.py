@@ -27,7 +27,7 @@ WORDS = ["<|endoftext|>", *"abcdefghij", "Ġ", "def", "Ġhello"]
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A word-level vocabulary is a tokenizer.json too."""
+    """Writes tokenizer.json with a word-level vocabulary."""
     tokenizer = {
         "version": "1.0",
         "added_tokens": [

@@ -1,4 +1,4 @@
-"""What launch scripts ask before they start anything."""
+"""Checks that launch scripts run before they start anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is wrong with what is to be evaluated is one line, before any weight is read; no result is written."""
+"""Any mistake in what is to be evaluated gives one line before a weight is read, and no result is written."""
 
 from __future__ import annotations
 

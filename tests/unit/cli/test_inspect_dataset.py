@@ -1,4 +1,4 @@
-"""tools/inspect_dataset.py as a user types it."""
+"""Runs tools/inspect_dataset.py as a user types it."""
 
 from __future__ import annotations
 

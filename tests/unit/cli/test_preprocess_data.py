@@ -1,4 +1,4 @@
-"""tools/preprocess_data.py as its users type it."""
+"""Runs tools/preprocess_data.py as its users type it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def workshop(tmp_path: Path) -> Workshop:
 
 
 def test_the_number_of_workers_can_be_searched_for(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
-    """By runs over the first documents, of which nothing stays. (Which is the fastest is not for a test to say.)"""
+    """Tries each number on the first documents and leaves no files. Which is fastest is not tested."""
     texts = [document["text"] for document in sample_documents(300)]
     corpus = workshop.corpus("in.jsonl", [{"meta": {"content": text}} for text in texts])
     tokenizer = ["--vocab", str(workshop.folder / "vocab.json"), "--merge-file", str(workshop.folder / "merges.txt")]
@@ -244,7 +244,7 @@ def test_the_job_loads_no_torch(workshop: Workshop) -> None:
     assert "tokenizers" in loaded and "torch" not in loaded and "transformers" not in loaded
 
 
-# ---------------------------------------------------------------- what is refused before any work
+# ---------------------------------------------------------------- rejections before any work
 
 
 @pytest.mark.parametrize(

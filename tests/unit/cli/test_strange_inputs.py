@@ -1,4 +1,4 @@
-"""Files from a stranger, given to the tools that read them: a result, or one line on stderr and an exit code."""
+"""Untrusted files, given to the tools that read them: a result, or one line on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Printed = pytest.CaptureFixture[str]
 
 
 def user_of(tool: Tool, argv: Sequence[object], printed: Printed, codes: set[int]) -> Callable[[object], None]:
-    """Runs the tool, and notes the exit code; what it says about a refusal is short and without a traceback."""
+    """Runs the tool and collects its exit code; the output of a rejection must be short and without a traceback."""
 
     def use(_given: object) -> None:
         code = tool([str(word) for word in argv])
@@ -46,14 +46,14 @@ def user_of(tool: Tool, argv: Sequence[object], printed: Printed, codes: set[int
 
 
 def written(path: Path, contents: Iterator[str] | Iterator[bytes]) -> Iterator[str | bytes]:
-    """Each content, once it is in the file."""
+    """Yields each content once it is in the file."""
     for content in contents:
         path.write_bytes(content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content)
         yield content
 
 
 def lines_with_one_strange(lines: Sequence[object], count: int, seed: int) -> Iterator[str]:
-    """JSON lines, one of which is a mutation or no JSON."""
+    """JSON lines, one of which is a mutation or not JSON."""
     choose = random.Random(seed)
     whole = [json.dumps(line) for line in lines]
     for place in range(len(lines)):
@@ -62,7 +62,7 @@ def lines_with_one_strange(lines: Sequence[object], count: int, seed: int) -> It
 
 
 def damaged(content: bytes, count: int, seed: int) -> Iterator[bytes]:
-    """Bytes of which some are others, missing, doubled or the extremes of an integer."""
+    """Bytes with some changed, missing, doubled or replaced by an integer's extremes."""
     choose = random.Random(seed)
     yield from (b"", content[:1], content[:-1], content + b"\0", content * 2)
     for _ in range(count):

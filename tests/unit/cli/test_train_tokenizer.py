@@ -1,4 +1,4 @@
-"""tools/train_tokenizer.py as its users type it."""
+"""Runs tools/train_tokenizer.py as its users type it."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def native(tmp_path: Path) -> Path:
 
 
 def resign(step: Path, change: Callable[[dict[str, Any], Manifest], Manifest]) -> None:
-    """Changes the content of the file and its manifest alike: sizes, checksums, shapes and starts are of one mind."""
+    """Changes the file and its manifest consistently: sizes, checksums, shapes and starts agree."""
     name, record = "mp_rank_00/model_optim_rng.pt", manifest.read(step)
     content = torch.load(step / name, weights_only=True)
     record = change(content, record)
@@ -192,7 +192,7 @@ def test_megatron_lms_own_are_described(tmp_path: Path, written: str, capsys: py
 def test_a_damaged_tree_of_megatron_lm_is_described_once(
     tmp_path: Path, damage: str, code: int, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing contradicts the reason, such as that it is one of ours without its manifest."""
+    """A second line may not contradict the reason, such as by calling it a native step without its manifest."""
     write(tmp_path, make(GPT2), Layout(tp=2, pp=2))
     file = tmp_path / "iter_0000500/mp_rank_01_001/model_optim_rng.pt"
     if damage == "a rank is missing":
@@ -208,7 +208,7 @@ def test_a_damaged_tree_of_megatron_lm_is_described_once(
 
 
 def test_two_steps_compared(tmp_path: Path, native: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Across formats and layouts."""
+    """Compares steps across formats and layouts."""
     assert verify(["--compare", str(native), str(tmp_path / "theirs")]) == 0
     assert "equal: " in capsys.readouterr().out
     convert(native.parent, tmp_path / "back", "megatron", "--target-pipeline-parallel-size=2", "--megatron-names=te")

@@ -1,4 +1,4 @@
-"""Optimizers of users that compute something else from pieces of parameters are found before a run divides them."""
+"""User optimizers that give other results on pieces of parameters are found before a run shards them."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Lamb(Own):
 
 
 class Clipping(Own):
-    """Clips large gradients alone."""
+    """Clips only large gradients."""
 
     def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         return super().update(weight, grad, state, group) * (10 / grad.norm().clamp(min=10))
 
 
 class LateShampoo(Own):
-    """Takes rows into account after 20 steps."""
+    """Uses rows after 20 steps."""
 
     def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         state["step"] = state.get("step", 0) + 1
@@ -63,7 +63,7 @@ class MatricesOnly(Own):
 
 
 class Together(Own):
-    """One size of step for all parameters."""
+    """Has one step size for all parameters."""
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         norm = sum(one.grad.norm() for group in self.param_groups for one in group["params"])
@@ -74,7 +74,7 @@ class Together(Own):
 
 
 class Slow(torch.optim.Optimizer):
-    """Lookahead: another optimizer makes the steps."""
+    """The Lookahead optimizer, which lets another optimizer make the steps."""
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         self.base, self.number = base, 0
@@ -93,7 +93,7 @@ class Slow(torch.optim.Optimizer):
 
 
 class MadeAtOnce(Own):
-    """Has its state from the start, as torch's Adagrad."""
+    """Creates its state at construction, like torch's Adagrad."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -111,7 +111,7 @@ class LambMadeAtOnce(MadeAtOnce, Lamb):
 
 
 class SingleOnly(Own):
-    """A kernel for fp32, that draws random numbers of Python's and numpy's."""
+    """Supports only fp32, and draws random numbers from Python and numpy."""
 
     def update(self, weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         if weight.dtype != torch.float32:
@@ -121,7 +121,7 @@ class SingleOnly(Own):
 
 
 class Frees(Own):
-    """Owns what a copy would free."""
+    """Owns a resource that a copy would free."""
 
     def __del__(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Tools under their names in Megatron-LM: one line with the command of ours."""
+"""Tools under their names in Megatron-LM print one line with the command to use."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Finds the settings that the program reads by scanning its source, so that no setting can be accepted and ignored.
 
-A field is read where it is an attribute of something that holds its section (`config.save`, `config.checkpoint.save`,
-a parameter annotated `CheckpointConfig`), or is named in a string that such code hands to getattr. Properties of the
-sections and functions of megatron/config count as reading their fields as soon as somebody outside uses them.
+A field counts as read in two places: as an attribute of something that holds its section (`config.save`,
+`config.checkpoint.save`, a parameter annotated `CheckpointConfig`), or in a string that such code passes to getattr.
+Sections' properties and functions of megatron/config count as reading their fields once other code uses them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HOLDERS = {"config", "_config", "settings", "section", "args"}
 
 @dataclass
 class Reads:
-    """Fields, properties and functions that a piece of code uses."""
+    """Fields, properties and functions that code uses."""
 
     fields: set[str] = field(default_factory=set)
     names: set[str] = field(default_factory=set)
@@ -49,7 +49,7 @@ def annotated_holders(tree: ast.AST) -> dict[str, str]:
 
 
 def reads_of(tree: ast.AST, own_section: str = "", holders: dict[str, str] | None = None) -> Reads:
-    """What `tree` reads; inside a section class, `self` holds that section."""
+    """Reads of `tree`; inside a section class, `self` holds that section."""
     holders = annotated_holders(tree) if holders is None else holders
     by_section = {(s.section, s.name) for s in all_settings()}
     all_names = {s.name for s in all_settings()}
@@ -69,7 +69,7 @@ def reads_of(tree: ast.AST, own_section: str = "", holders: dict[str, str] | Non
 
 
 def config_functions(root: Path) -> Iterator[tuple[str, Reads]]:
-    """Properties of the sections and functions of megatron/config/batch.py, with what each reads."""
+    """Properties of the sections and functions of megatron/config/batch.py, with the fields that each reads."""
     for path in [*sorted((root / "megatron/config/sections").glob("*.py")), root / "megatron/config/batch.py"]:
         tree = ast.parse(path.read_text())
         for node in tree.body:
@@ -80,14 +80,14 @@ def config_functions(root: Path) -> Iterator[tuple[str, Reads]]:
 
 
 def program_files(root: Path) -> list[Path]:
-    """All source files that run, except megatron/config."""
+    """Source files that run, except megatron/config."""
     files = [*sorted((root / "megatron").rglob("*.py")), *sorted((root / "tools").glob("*.py"))]
     files += sorted(root.glob("pretrain_*.py"))
     return [path for path in files if (root / "megatron/config") not in path.parents]
 
 
 def live_fields(root: Path) -> set[str]:
-    """Fields that something outside megatron/config reads, directly or through a property or function of it."""
+    """Fields read outside megatron/config, directly or through its properties and functions."""
     fields: set[str] = set()
     names: set[str] = set()
     for path in program_files(root):
@@ -107,7 +107,7 @@ def live_fields(root: Path) -> set[str]:
 
 
 def without_docstrings(tree: ast.AST) -> None:
-    """A field that is only mentioned in a docstring is not read."""
+    """Removes docstrings: a field that only a docstring mentions is not read."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):

@@ -18,7 +18,7 @@ def run(**training: object) -> RunConfig:
 
 
 def megatron_ramp(start: int, increment: int, samples: int, final: int, consumed: int) -> int:
-    """The rule as its documentation states it: equal shares of the ramp's samples for each increment."""
+    """The ramp's documented rule: equal shares of the ramp's samples for each increment."""
     if consumed > samples:
         return final
     share = samples / ((final - start) // increment)

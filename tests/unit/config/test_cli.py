@@ -144,7 +144,7 @@ def test_what_comes_later_may_be_given_at_its_neutral_value(neutral: str) -> Non
 
 
 def test_a_flag_given_again_replaces_the_first_and_says_so() -> None:
-    """Shell scripts end in "$@", so that what is typed comes last."""
+    """Shell scripts end in "$@", so flags that a user types come last."""
     config = parse_args([*argv(SMALL), "--clip-grad", "0.5", "--clip-grad", "0.25"])
     assert config.optimizer.clip_grad == 0.25
     assert "--clip-grad 0.25: replaces --clip-grad 0.5, given before it" in config.notices

@@ -1,4 +1,4 @@
-"""Impossible context-parallel settings are refused in one line with both flags and the nearest sizes that work."""
+"""Impossible context-parallel settings are rejected in one line with both flags and the nearest sizes that work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/flags.md and the golden lists match the declarations: no flag appears, disappears or changes status unseen."""
+"""docs/flags.md and golden lists match the declarations: no flag appears, disappears or changes status unnoticed."""
 
 from __future__ import annotations
 

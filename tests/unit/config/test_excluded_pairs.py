@@ -1,6 +1,6 @@
-"""Settings that exclude each other: every pair of the table is rejected, where each of the two alone is accepted or
-rejected for something else. The table was made from all pairs of 431 settings with values, when each exclusion was
-a check of its own; its first column names the command that they are added to."""
+"""Settings that exclude each other: every pair of the table is rejected, but not for one setting alone. The table was
+made from all pairs of 431 settings with values, when each exclusion had its own check. Its first column names the
+command to which a pair is added."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_pair_is_rejected(command: str) -> None:
 
 
 def test_every_declared_pair_is_in_the_table() -> None:
-    """Both settings of it stand in one row, or that which one needs of the other."""
+    """One row contains both settings, or one setting and what the other needs."""
     rows = [f"{COMMANDS[name]} {one} {other}" for name, one, other in TABLE]
     for setting in all_settings():
         for exclude in setting.flag.excludes:

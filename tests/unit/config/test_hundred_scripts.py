@@ -1,7 +1,7 @@
-"""A hundred command lines of Megatron-LM's tests of 2026: most pass --dry-run, and what stops the others is known.
+"""Runs a hundred command lines of Megatron-LM's tests of 2026: most pass --dry-run; a list has what stops the others.
 
-tests/golden/scripts_2026.txt holds them by flag: the numbers of the lines in which a flag stands with a value.
-tests/golden/scripts_2026_stopped.txt holds the lines that do not pass, each with the flags that stop it.
+`tests/golden/scripts_2026.txt` lists by flag the numbers of the lines in which the flag has a value.
+`tests/golden/scripts_2026_stopped.txt` lists the lines that do not pass, each with the flags that stop it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FOLDER = Path(__file__).parents[2] / "golden"
 
 @cache
 def scripts() -> dict[int, list[str]]:
-    """The words of each line."""
+    """Words of each line."""
     lines: dict[int, list[str]] = defaultdict(list)
     for row in (FOLDER / "scripts_2026.txt").read_text(encoding="utf-8").splitlines():
         places, _, flag = row.partition(" ")
@@ -41,7 +41,7 @@ def scripts() -> dict[int, list[str]]:
     return lines
 
 
-# What changes a result and is not built, or is no setting of a run: only these may stop a line.
+# Flags that change a result but are not supported, or that a run does not have: only these may stop a line.
 NOT_BUILT = {
     *("--multi-latent-attention", "--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim"),
     *("--v-head-dim", "--rotary-scaling-factor", "--mscale", "--mscale-all-dim", "--mtp-num-layers"),
@@ -60,7 +60,7 @@ PLACES = {
     *("--data-path", "--vocab-file", "--merge-file", "--tokenizer-type", "--tokenizer-model", "--data-cache-path"),
     *("--load", "--finetune", "--save", "--tensorboard-dir", "--wandb-save-dir"),
 }
-"""Flags that name files of the machine where the line was written, or need them."""
+"""Flags that name, or need, files of the machine where the line was written."""
 
 
 def without_places(words: list[str], tokenizer: list[str]) -> list[str]:
@@ -73,7 +73,7 @@ def without_places(words: list[str], tokenizer: list[str]) -> list[str]:
 
 
 def dry_run(words: list[str], *, plans: bool) -> tuple[str, ...]:
-    """The flags that stop `words` with --dry-run on one process without a GPU; `plans`: the plan is written too."""
+    """Flags that stop `words` with --dry-run on one process without a GPU; `plans` also writes the plan."""
     try:
         # Which library multiplies is measured otherwise, which takes longer than the rest.
         config = read_settings([*words, "--dry-run", "--cpu-threads", "1", "--fp32-products", "mkl"])
@@ -88,7 +88,7 @@ def dry_run(words: list[str], *, plans: bool) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[str, ...]]:
-    """The lines that do not pass, and what stops each. The machine is one without a GPU and with wandb."""
+    """Lines that do not pass, with what stops each, on a machine without a GPU and with wandb."""
     folder = tmp_path_factory.mktemp("tokenizer")
     vocab, merges = write_small_bpe(folder)
     ids = json.loads(vocab.read_text())

@@ -1,4 +1,4 @@
-"""P3.3: every value that is given is kept as it was given, or the run is refused; never changed in silence."""
+"""P3.3: a run keeps every given value or rejects it; it never changes one silently."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_every_known_flag_prints_its_line_or_is_refused(flag: Any) -> None:
 
 
 def test_the_property_sees_a_changed_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plant the bug: clamp a value, as Megatron clamps the tensor-parallel size to the world."""
+    """Planted bug: clamps a value, as Megatron clamps the tensor-parallel size to the world."""
     honest = sources_module.parse_value
     monkeypatch.setattr(
         sources_module,

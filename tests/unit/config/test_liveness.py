@@ -1,4 +1,4 @@
-"""P3.2: no setting is accepted and ignored. Every supported field is read by the program, or listed here with a
+"""P3.2: no setting is accepted and ignored. The program reads every supported field, or it is listed here with a
 reason."""
 
 from __future__ import annotations

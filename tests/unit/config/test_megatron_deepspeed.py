@@ -1,4 +1,4 @@
-"""Megatron-DeepSpeed's own flags are mapped by meaning, said to mean nothing, or refused by name."""
+"""Megatron-DeepSpeed's own flags are mapped by meaning, reported as meaningless, or rejected with their name."""
 
 from __future__ import annotations
 

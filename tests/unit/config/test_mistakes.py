@@ -1,4 +1,4 @@
-"""Mistakes at the command line: each gives one readable line that names the setting and the way out."""
+"""Each mistake at the command line gives one readable line that names the setting and the fix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.config.commands import SMALL, argv, without
 
 NULL = "--tokenizer-type NullTokenizer"
 
-# what is added to a command that works -> what the line must say (setting, then way out)
+# words added to a valid command -> words that the line must contain (setting, then fix)
 ADDED = {
     "--num-layer 3": ("--num-layer", "did you mean --num-layers?"),
     "--lerning-rate 1e-3": ("--lerning-rate", "docs/flags.md"),
@@ -192,7 +192,7 @@ ADDED = {
 
 
 def refused(command: list[str], *said: str) -> None:
-    """In one line that says all this; another mistake in the command has a line of its own."""
+    """Checks for one line with all these words; another mistake in the command has its own line."""
     with pytest.raises(ConfigError) as caught:
         parse_args(command)
     assert caught.value.exit_code == 2
@@ -284,7 +284,7 @@ def test_profiled_ranks_must_exist() -> None:
 @pytest.mark.parametrize("flag", [setting.spelling for setting in all_settings() if setting.flag.path])
 @pytest.mark.parametrize(("path", "reason"), [("n" * 5000, "File name too long"), ("a\0b", "embedded null byte")])
 def test_a_path_that_no_file_can_have(flag: str, path: str, reason: str) -> None:
-    """A null byte comes from a file of settings."""
+    """A file of settings may contain a null byte."""
     values = {flag.lstrip("-").replace("-", "_"): (path,) if flag.endswith("data-path") else path}
     with pytest.raises(ConfigError, match=rf"{flag} .*{reason}; name another path"):
         check_paths(build(values))

@@ -1,4 +1,4 @@
-"""Impossible mixture-of-experts settings are refused in one line with the flags and the way out."""
+"""Impossible mixture-of-experts settings are rejected in one line with the flags and the fix."""
 
 from __future__ import annotations
 

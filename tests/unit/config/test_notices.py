@@ -177,14 +177,14 @@ def test_biases_and_heads() -> None:
 
 
 def test_a_value_that_was_taken_out_again_is_not_said_to_be_given() -> None:
-    """As tools/check_layout.py does with files, which its ranks do not read."""
+    """tools/check_layout.py removes files like this, because its ranks do not read them."""
     config = parse_args(argv(SMALL.replace("--vocab-size 100", ""), "--vocab-file v --merge-file m"))
     without_files = replace(config.tokenizer, vocab_file=None, merge_file=None, tokenizer_type="NullTokenizer")
     check_settings(replace(config, tokenizer=replace(without_files, vocab_size=5)))
 
 
 def test_what_second_moments_in_bf16_lose_is_told() -> None:
-    """A step of beta 0.999 changes them by less than half a unit of bf16."""
+    """A step with beta 0.999 changes them by less than half a unit of bf16."""
     narrow = "--use-precision-aware-optimizer --exp-avg-sq-dtype bf16"
     assert any("--exp-avg-sq-dtype bf16: with --adam-beta2 0.999" in line for line in said(narrow))
     assert not any("--adam-beta2" in line for line in said(f"{narrow} --adam-beta2 0.95"))

@@ -1,4 +1,4 @@
-"""Sizes that do not divide are refused in one line that names both flags and sizes that would work."""
+"""Sizes that do not divide are rejected in one line that names both flags and sizes that work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All mistakes of one command line are told at once, a line each, and nothing that only follows from one of them."""
+"""One launch reports all mistakes of a command line, a line each, but none that only follows from another."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_mistakes_of_a_file_and_of_the_command_line_are_told_together(tmp_path: 
 
 
 def test_every_pair_of_bad_values_gives_both_lines() -> None:
-    """One value at a time is refused the same way as two at once."""
+    """Rejects one value at a time the same way as two at once."""
     numbers = [s.spelling for s in all_settings() if s.base in (int, float) and not s.many and s.flag.status == "works"]
     assert len(numbers) > 90
     for one, other in pairwise(numbers):

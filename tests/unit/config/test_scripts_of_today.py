@@ -1,4 +1,4 @@
-"""Command lines as Megatron-LM's scripts of 2026 have them: what chooses an implementation is taken, and said."""
+"""Command lines of Megatron-LM's scripts of 2026: flags that choose an implementation are accepted with a notice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--per-split-data-args-path and --data-args-path from a stranger: a blend, or one line."""
+"""Untrusted --per-split-data-args-path and --data-args-path files give a blend, or one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The three core attentions on gloo ranks beside the plain one, in every type, with masks and with dropout."""
+"""The three core attentions on gloo ranks beside the plain one, in every dtype, with masks and with dropout."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_every_kind_and_type_is_the_plain_core(ranks: int) -> None:
 
 
 def with_dropout(rank: int, ranks: int) -> dict[str, list[Tensor]]:
-    """Outputs with dropout, twice from one random state and once from the next; values are all ones."""
+    """Outputs with dropout, twice from one random state and once from another; values are all ones."""
     cp = ParallelState.build(Layout(ranks, cp=ranks), rank).cp
     found = {}
     for kind, attention in KINDS.items():

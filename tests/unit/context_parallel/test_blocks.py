@@ -1,4 +1,4 @@
-"""Attention chunk by chunk, merged, is attention over the whole: the oracle is the plain formula and its autograd."""
+"""Attention by chunks, merged, equals attention over the whole: the oracle is the plain formula and its autograd."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def documents() -> Tensor:
 
 
 def pairs(look_back: int | None, document_ids: Tensor | None) -> list[Pair]:
-    """Every query with every key before it; each chunk of queries with its own keys first."""
+    """Every query chunk with every earlier key chunk, its own first."""
 
     def cut(chunk: int) -> Tensor | None:
         return None if document_ids is None else document_ids[:, chunk * CHUNK : (chunk + 1) * CHUNK]
@@ -84,7 +84,7 @@ def test_chunks_merged_are_the_whole(
 
 
 def test_the_order_of_merging_matters_to_rounding_only() -> None:
-    """Also when a query sees nothing of what comes first."""
+    """Includes queries that see nothing of the first chunk."""
     tensors, some = inputs(), pairs(3, documents())
     first = by_chunks(*tensors, some, Softmax(SCALE))
     for order in itertools.islice(itertools.permutations(some), 1, 5000, 977):
@@ -103,7 +103,7 @@ def test_a_query_that_sees_nothing_gives_nothing() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_narrow_inputs_are_merged_wide(dtype: torch.dtype) -> None:
-    """As near to the exact result as plain attention in the same type is, with a factor of two for the sums."""
+    """Results are as exact as plain attention in the same dtype, with a factor of two for the sums."""
     exact = whole(*(x.to(dtype).double() for x in inputs()), None, None)
     plain = whole(*inputs(dtype), None, None)
     ours = by_chunks(*inputs(dtype), pairs(None, None), Softmax(SCALE))
@@ -113,7 +113,7 @@ def test_narrow_inputs_are_merged_wide(dtype: torch.dtype) -> None:
 
 
 def test_large_half_scores_do_not_overflow() -> None:
-    """Their scores reach a million; as in PyTorch's own attention, which keeps them wide, that is no infinity."""
+    """Scores reach a million; they stay finite, because they are kept wide as in PyTorch's own attention."""
     query, key, value, grad = inputs(torch.float16)
     query, key = query * 500, key * 500
     scores = query.double() @ key.double().repeat_interleave(2, 1).transpose(-1, -2) * SCALE
@@ -123,7 +123,7 @@ def test_large_half_scores_do_not_overflow() -> None:
 
 
 def test_dropout_in_backward_is_that_of_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against autograd of the formula with the very elements that were dropped."""
+    """Compares with autograd of the formula, which drops the same elements."""
     query, key, value, grad = inputs()
     softmax, kept = Softmax(SCALE, dropout_p=0.4, seed=11), torch.zeros(2, 4, SEQ, SEQ, dtype=torch.float64)
     original = blocks._kept

@@ -1,4 +1,4 @@
-"""A model that is not our GPT has no attention that could share a sequence."""
+"""Models other than our GPT have no attention that could split a sequence."""
 
 from __future__ import annotations
 

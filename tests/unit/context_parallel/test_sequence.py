@@ -1,4 +1,4 @@
-"""The balanced cut of a sequence: everything is somewhere once, and everybody has the same work."""
+"""The balanced split of a sequence: each token has one place, and all ranks have equal work."""
 
 from __future__ import annotations
 

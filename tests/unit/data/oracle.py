@@ -1,4 +1,4 @@
-"""The sample order by the format's description, in plain loops that share no code with the package."""
+"""The sample order from the format's description, in plain loops that share no code with the package."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def gpt_order(lengths: list[int], chosen: list[int], wanted: int, seq: int, seed
 
 
 def walk(lengths: list[int], documents: list[int], seq: int, total: int) -> list[tuple[int, int]]:
-    """Token by token: a new sample starts on the last token of the one before."""
+    """Walks token by token: a new sample starts on the last token of the one before."""
     bounds = [(0, 0)]
     seen = 0
     for place, document in enumerate(documents):
@@ -76,7 +76,7 @@ def walk(lengths: list[int], documents: list[int], seq: int, total: int) -> list
 
 
 def gpt_samples(texts: list[list[int]], chosen: list[int], wanted: int, seq: int, seed: int) -> list[list[int]]:
-    """The tokens of every sample in the order in which they are trained on."""
+    """Tokens of every sample in training order."""
     order = gpt_order([len(text) for text in texts], chosen, wanted, seq, seed)
     stream = [token for document in order.documents for token in texts[document]]
     return [stream[number * seq : number * seq + seq + 1] for number in order.order]

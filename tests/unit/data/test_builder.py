@@ -1,4 +1,4 @@
-"""The writer: complete files or none, and exactly the given tokens."""
+"""The writer produces complete files or none, and exactly the given tokens."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_failing_disk_leaves_no_index(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_file_that_may_not_grow(tmp_path: Path) -> None:
-    """A real failure of a real write, which shows when the buffer is flushed."""
+    """A write really fails, which shows when the buffer is flushed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     builder = IndexedDatasetBuilder(tmp_path / "d", "uint16")
     builder.add_document([1] * 1000)  # less than the buffer holds

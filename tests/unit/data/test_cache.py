@@ -1,4 +1,4 @@
-"""A cache entry is valid or rebuilt; it never blocks, misleads or executes anything."""
+"""A cache entry is valid or rebuilt; it never blocks, misleads or executes code."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_damage_is_said_and_repaired(tmp_path: Path, kind: str) -> None:
 
 
 def test_no_damaged_header_is_a_surprise(tmp_path: Path) -> None:
-    """Headers are parsed as Python: a lost bracket, an escape, a size beyond all memory."""
+    """numpy parses headers as Python: a lost bracket, an escape, a size beyond all memory."""
     load(tmp_path)
     npy = next(tmp_path.glob("*-a.npy"))
     whole = npy.read_bytes()
@@ -194,7 +194,7 @@ print("operations", 10**6 - left)
 
 
 def test_killed_at_every_moment_leaves_a_valid_entry_or_none(tmp_path: Path) -> None:
-    """SIGKILL before each opening, renaming and removal of a file; the next run builds, and goes on to find it."""
+    """SIGKILL before each opening, renaming and removal of a file; the next run builds, later ones find the entry."""
     run = [sys.executable, "-c", BUILDER]
     root = Path(__file__).resolve().parents[3]
     whole = subprocess.run([*run, str(tmp_path / "whole"), "1000000"], cwd=root, capture_output=True, text=True)
@@ -212,7 +212,7 @@ def test_killed_at_every_moment_leaves_a_valid_entry_or_none(tmp_path: Path) -> 
 
 
 def test_killed_while_large_arrays_are_written(tmp_path: Path) -> None:
-    """Killed during a write, at a random moment."""
+    """SIGKILL during a write, at a random moment."""
 
     def build_large() -> Arrays:
         return {"a": np.arange(4_000_000, dtype=np.int32)}
@@ -257,7 +257,7 @@ def test_both_copies_are_never_in_memory(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("how", ["deleted", "damaged"])
 def test_entry_lost_between_writing_and_reading(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache is emptied between writing and reading: rebuilt correctly, and not stored again."""
+    """The cache is emptied between writing and reading: the arrays are rebuilt, but not stored again."""
     monkeypatch.setattr(cache_module, "_MAPPED_FROM", 100)
 
     class Unlucky(IndexCache):
@@ -324,8 +324,8 @@ def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class TestAnotherUser:
-    """Whoever writes an index decides which tokens a run sees. Users are told apart by number, so the reader is
-    another one here, and the files stay those of the user who runs the tests."""
+    """An index's writer controls which tokens a run sees. Users differ by number: the reader is another user here, and
+    the files stay the test user's."""
 
     def stored(self, tmp_path: Path) -> CachePlace:
         place = CachePlace.of(None, data_of(tmp_path))
@@ -333,7 +333,7 @@ class TestAnotherUser:
         return place
 
     def read(self, place: CachePlace) -> tuple[list[int], list[str]]:
-        """Other values than those stored, so that it shows which ones were taken."""
+        """Builds values other than the stored ones, which shows which were used."""
         cache = IndexCache(place)
         return cache.load_or_build(DESCRIPTION, lambda: {"a": np.arange(3) + 10})["a"].tolist(), cache.notes
 
@@ -348,7 +348,7 @@ class TestAnotherUser:
         assert self.read(place) == ([0, 1, 2], []) and not place.directory.exists()
 
     def test_a_third_user_is_not(self, tmp_path: Path) -> None:
-        """Data of one user, a cache that another one has put beside it, read by a third."""
+        """One user's data, another user's cache beside it, and a third user who reads it."""
         theirs = self.stored(tmp_path).directory
         place = CachePlace(tmp_path / "own", shared=theirs, trusted=frozenset({os.getuid() + 1}))
         found, notes = self.read(place)

@@ -1,4 +1,4 @@
-"""One process per file system builds an index; nobody waits for a process that is no more, or builds in a queue."""
+"""One process per file system builds an index. No rank waits for a dead process, and builds do not queue."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def arrays() -> Arrays:
 
 
 def at_once(count: int, body: Callable[[int], None]) -> None:
-    """`body` in processes that all end well."""
+    """Runs `body` in processes that must all succeed."""
     workers = [CONTEXT.Process(target=body, args=(number,)) for number in range(count)]
     for worker in workers:
         worker.start()
@@ -87,7 +87,7 @@ def test_a_killed_builder_is_followed_by_one_that_waits(tmp_path: Path) -> None:
 def test_an_index_that_cannot_be_stored_is_built_by_all_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thousand ranks that build one after the other would take days: those who waited build side by side."""
+    """A thousand ranks that build one after the other would take days, so the waiting ranks build at once."""
 
     def full(path: Path, chunks: object, *, sync: bool) -> None:
         raise OSError(28, "No space left on device")

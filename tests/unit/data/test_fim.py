@@ -72,7 +72,7 @@ def dataset(
 
 
 def put_back(tokens: np.ndarray, fim: FillInTheMiddle) -> tuple[str, np.ndarray]:
-    """(form, original document) of a rearranged document: an inverse that shares no code with the package."""
+    """Inverse of a rearranged document: (form, original document). Shares no code with the package."""
     text = tokens.tolist()
     if fim.prefix not in text:
         return "none", tokens
@@ -88,12 +88,12 @@ TEXTS = [text for text in SAMPLES if 4 < len(text) < 4000]
 
 
 def row_of(tokens: list[int], filling: int) -> list[int]:
-    """Room behind the document for the marks and for what a cut token takes more."""
+    """Adds room behind the document for the marks and for the extra tokens of a cut one."""
     return [*tokens, *[filling] * 40]
 
 
 def test_put_back_in_order_it_is_the_text(tokenizer: GPT2BPETokenizer, ids: dict[str, int]) -> None:
-    """Documents in many scripts; cuts at any character, within tokens too, and never within a character."""
+    """Documents in many scripts; cuts at any character, within tokens too, but never within a character."""
     fim, forms, cut_tokens = rule(ids), set(), 0
     for seed, text in enumerate(TEXTS):
         tokens = tokenizer.tokenize(text)
@@ -200,7 +200,7 @@ def test_depends_on_seed_split_and_number_alone(tokenizer: GPT2BPETokenizer, ids
 
 
 def test_fragments(tokenizer: GPT2BPETokenizer, ids: dict[str, int]) -> None:
-    """With a split token each fragment is rearranged by its own rate, and the split tokens stay."""
+    """Rearranges each fragment between split tokens by its own rate; split tokens stay in place."""
     mark = ids["<file>"]
     fim = rule(ids, fragment=mark, fragment_rate=0.5)
     texts = ["one file", "two files", "", "the last file"]
@@ -225,7 +225,7 @@ def test_what_begins_with_the_exception_is_left(tokenizer: GPT2BPETokenizer, ids
 
 
 def test_special_tokens_of_the_data_are_never_spelled_out(tokenizer: GPT2BPETokenizer, ids: dict[str, int]) -> None:
-    """A token that no text encodes to is moved whole, even if the cut falls into it."""
+    """A token that no text encodes to moves as a whole, even if the cut falls into it."""
     fim, special = rule(ids), ids["<file>"]
     rows = dataset([row_of([special] * 6, fim.eod)] * 50, fim, tokenizer)
     for index in range(50):

@@ -1,4 +1,4 @@
-"""The tokens of every sample, against the format notes followed token by token."""
+"""Tokens of every sample, compared with the format notes applied token by token."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_cache_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_preprocessing_again_is_never_met_by_an_old_cache(tmp_path: Path) -> None:
-    """Same prefix, document count, size and modification time, but other data: another index."""
+    """Different data with the same prefix, document count, size and modification time has another index."""
     for texts in ([[1] * 20, [2] * 10], [[1] * 10, [2] * 20]):
         for path in tmp_path.glob("d.*"):
             path.unlink()

@@ -167,7 +167,7 @@ def test_shuffle_of_long_arrays(count: int) -> None:
 
 @both
 def test_blocks_of_the_numpy_twin(implementation: str) -> None:
-    """More documents than one block, with empty ones around the border."""
+    """More documents than one block, with empty ones at the boundary."""
     random = np.random.default_rng(0)
     lengths = random.integers(0, 3, 1000).astype(np.int32)
     documents = random.integers(0, 1000, (1 << 18) + 5000).astype(np.int32)
@@ -192,7 +192,7 @@ def test_blocks_of_the_numpy_twin(implementation: str) -> None:
     seed=st.integers(0, 99),
 )
 def test_threads_change_nothing(lengths: list[int], epochs: int, seq: int, threads: int, wide: bool, seed: int) -> None:
-    """More threads than documents, too, and both widths of a document number."""
+    """Includes more threads than documents, and both widths of document numbers."""
     cpp = Builders.resolve("c++")
     documents = cpp.document_index(0, len(lengths), epochs, False, np.random.RandomState(seed))
     documents = documents.astype(np.int64) if wide else documents
@@ -259,7 +259,7 @@ def test_number_of_threads() -> None:
 
 @both
 def test_no_memory_but_that_of_the_arrays(implementation: str) -> None:
-    """Allocations as numpy reports them: the peak is the arrays plus one block, for any number of epochs."""
+    """numpy reports a peak of the arrays plus one block, for any number of epochs."""
     builders = Builders.resolve(implementation)  # type: ignore[arg-type]
     count = 3_000_000
     lengths = np.full(count, 100, dtype=np.int32)
@@ -370,7 +370,7 @@ def test_thousands_of_sources(kind: str) -> None:
 
 @pytest.mark.skipif(not HAVE_CPP, reason="the C++ helpers are not built")
 def test_thousands_of_sources_with_limits() -> None:
-    """Most are used up before the end, some from the beginning."""
+    """Most sources are used up before the end, some from the beginning."""
     limits = np.random.default_rng(0).integers(0, 7, 2500)
     weights = shares(np.random.default_rng(1).random(2500).tolist())
     size = int(limits.sum())

@@ -20,7 +20,7 @@ needs_cpp = pytest.mark.skipif(HELPERS is None, reason="the C++ helpers are not 
 
 
 def unaligned(values: list[int], dtype: str) -> np.ndarray:
-    """As in a mapped file: the header is 34 bytes long."""
+    """An array that is unaligned like a mapped file's: the header has 34 bytes."""
     array = np.array(values, dtype=dtype)
     raw = np.zeros(34 + array.nbytes, dtype=np.uint8)
     raw[34:] = array.view(np.uint8)
@@ -75,7 +75,7 @@ def test_documents(steps: list[int], threads: int) -> None:
 @needs_cpp
 @pytest.mark.parametrize("place", range(8))
 def test_each_place_is_looked_at_by_some_thread(place: int) -> None:
-    """A check that skipped the border between two threads would pass some of these."""
+    """A check that skipped the border between two threads would miss some of these."""
     assert HELPERS is not None
     lengths = [3] * 8
     for threads in range(1, 9):

@@ -1,4 +1,4 @@
-"""The .bin/.idx format: byte for byte, and nothing damaged is ever opened."""
+"""The .bin/.idx format, byte for byte; damaged files are never opened."""
 
 from __future__ import annotations
 

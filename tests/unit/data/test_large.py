@@ -23,7 +23,7 @@ LONG = (1 << 31) - 1  # the longest sequence that the format holds
 
 
 def write_sparse(prefix: Path, lengths: list[int], tail: list[int]) -> None:
-    """Writes the files as Megatron would; the last tokens are `tail`, all others are in the hole and so 0."""
+    """Writes files as Megatron would, with a hole in place of all tokens but the `tail`; tokens in the hole are 0."""
     head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, len(lengths), len(lengths) + 1)
     offsets, end = [], 0
     for length in lengths:
@@ -55,7 +55,7 @@ def test_tokens_past_32_bits(tmp_path: Path, mmap: bool, pieces: int) -> None:
 
 
 def test_the_writer_counts_past_32_bits(tmp_path: Path) -> None:
-    """The index of 2^40 tokens, without the tokens."""
+    """Writes only the index of 2^40 tokens."""
     index = GrowingIndex(TemporaryFile(dir=tmp_path), TemporaryFile(dir=tmp_path))  # noqa: SIM115
     index.add(np.array([LONG] * 600 + [7], dtype=np.int32), np.ones(601, dtype=np.int32))
     content = b"".join(bytes(piece) for piece in index.index_bytes(np.dtype("<u2")))
@@ -77,7 +77,7 @@ def test_checks_count_past_32_bits(tmp_path: Path) -> None:
 
 
 def test_documents_past_31_bits(tmp_path: Path) -> None:
-    """Document arrays hold numbers of sequences: a few entries with large steps stand for 2^33 sequences."""
+    """Document arrays hold sequence numbers, so a few entries with large steps stand for 2^33 sequences."""
     documents = np.array([0, 1 << 31, (1 << 31) + 1, 1 << 33], dtype=np.int64)
     check_documents(tmp_path / "x.idx", documents, 1 << 33)
     with pytest.raises(DataError, match=f"ends at {1 << 33} of {1 << 32} sequences"):

@@ -1,4 +1,4 @@
-"""The lazy and cached kinds, against bytes put together by hand."""
+"""The lazy and cached formats, compared with bytes put together by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CODES = {"uint8": (1, 1), "int8": (2, 1), "int16": (3, 2), "int32": (4, 4), "int
 
 
 def by_hand(documents: list[list[list[int]]], dtype: str) -> bytes:
-    """Number by number, as Megatron's IndexedDatasetBuilder lays them out."""
+    """Writes number by number, in the layout of Megatron's IndexedDatasetBuilder."""
     sequences = [sequence for document in documents for sequence in document]
     code, itemsize = CODES[dtype]
     dims, offsets, borders = [0], [0], [0]
@@ -126,7 +126,7 @@ def test_bin_of_the_wrong_size_is_refused(tmp_path: Path, size: int, mmap: bool)
 
 @pytest.mark.parametrize("token", [0, 2])
 def test_an_offset_that_overflows_to_the_right_one_is_refused(tmp_path: Path, token: int) -> None:
-    """2**63 more tokens are, in bytes of 64 bits, no more at all."""
+    """2**63 more tokens overflow to the same 64-bit byte offset."""
     write(tmp_path / "d", DOCUMENTS, "uint16", "lazy")
     idx = tmp_path / "d.idx"
     content = bytearray(idx.read_bytes())

@@ -1,4 +1,4 @@
-"""Batches are correct, in order, the same for any number of workers, and every failure is reported."""
+"""Batches are correct, in order and independent of the number of workers; every failure is reported."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_negative_token(tmp_path: Path) -> None:
 
 
 class DyingDataset(MockDataset):
-    """Its process dies on sample 5, as by a bus error or for want of memory."""
+    """Kills its process at sample 5, like a bus error or the OOM killer."""
 
     def __getitem__(self, index: int) -> np.ndarray:
         if index == 5:
@@ -159,7 +159,7 @@ def test_workers_leave_the_signals_of_a_launcher_to_the_trainer(dataset: GPTData
 
 
 class StoppingDataset(MockDataset):
-    """Its worker stops itself where the third batch begins."""
+    """Stops its worker where the third batch begins."""
 
     def __getitem__(self, index: int) -> np.ndarray:
         if index == 4:
@@ -169,11 +169,11 @@ class StoppingDataset(MockDataset):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_stopped_worker_is_named_until_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training waits: whoever has stopped it may be at work in a debugger."""
+    """Training waits, because the worker may have been stopped for a debugger."""
     lines: list[str] = []
 
     def read(line: str, _stream: object) -> None:
-        """Does at the second reading what the line says: no sooner has the worker stopped for certain."""
+        """Resumes the worker, as the line says, at the second line: only then has it certainly stopped."""
         lines.append(line)
         if len(lines) == 2:
             os.kill(int(line.split("kill -CONT ")[1].split()[0]), signal.SIGCONT)
@@ -193,7 +193,7 @@ def test_a_stopped_worker_is_named_until_it_goes_on(monkeypatch: pytest.MonkeyPa
 
 
 def test_idle_worker_killed_from_outside(dataset: GPTDataset) -> None:
-    """As by the OOM killer. Prefetched batches are used up, then the run ends within torch's 5 s."""
+    """Kills a worker like the OOM killer. Prefetched batches are used up, then the run ends within torch's 5 s."""
     batches = loader(dataset, num_workers=2)
     next(batches)
     os.kill(batches.workers[0].pid, signal.SIGKILL)  # type: ignore[arg-type]
@@ -230,7 +230,7 @@ if sys.argv[1] == "evaluates":  # another loader's workers inherit this one, and
 
 @pytest.mark.parametrize("how", ["ends", "raises", "killed", "evaluates"])
 def test_workers_that_nobody_closed_end_with_the_process(how: str) -> None:
-    """They ignore SIGTERM, by which Python asks its children to end before it waits for them."""
+    """The workers ignore SIGTERM, which Python sends to its children before it waits for them."""
     root = Path(__file__).resolve().parents[3]
     ended = subprocess.run(
         [sys.executable, "-c", FORGETFUL, how], cwd=root, capture_output=True, text=True, timeout=120
@@ -294,7 +294,7 @@ def test_what_is_not_plain_tensors_stays_as_it_is(batch: Any) -> None:
 def test_workers_leave_nothing_in_the_temporary_folder(
     dataset: GPTDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However they end: torch's way of sharing a tensor opens a socket in a folder pymp-..., which a kill leaves."""
+    """torch shares a tensor through a socket in a folder pymp-..., which a kill would leave behind."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))

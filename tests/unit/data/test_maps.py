@@ -1,4 +1,4 @@
-"""A bounded number of files is mapped, without any other effect."""
+"""A bounded number of files is mapped at once, without any other effect."""
 
 from __future__ import annotations
 

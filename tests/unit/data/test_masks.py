@@ -12,7 +12,7 @@ EOD = 0
 
 
 def megatron(tokens: list[int], reset_positions: bool) -> tuple[list[int], np.ndarray]:
-    """Positions, and which pairs (query, key) may see each other, as the format notes say."""
+    """Positions, and pairs (query, key) that may see each other, from the format notes."""
     length = len(tokens)
     positions = np.arange(length)
     visible = np.tril(np.ones((length, length), dtype=bool))

@@ -85,7 +85,7 @@ def test_partitions_become_the_single_run(tmp_path: Path, world: int) -> None:
 
 
 def _without_settings(prefix: Path, world: int) -> Any:
-    """The record without settings: those of a partition name its rank."""
+    """Drops the record's settings: those of a partition name its rank."""
     record = read_record(prefix)
     assert record is not None
     return dataclasses.replace(record, extra=record.extra | ({"settings": "digest 0"} if world == 1 else {}))
@@ -252,7 +252,7 @@ def test_existing_output_and_another_writer(tmp_path: Path) -> None:
     run_merge([one], tmp_path / "merged")
     refused(tmp_path, [one], "exists; .*--overwrite")
     two = write(tmp_path / "two", some_documents(2, 3))
-    run_merge([tmp_path], tmp_path / "merged", overwrite=True)  # the folder of the output: it is no input
+    run_merge([tmp_path], tmp_path / "merged", overwrite=True)  # the folder of the output, which is not an input
     assert IndexedDataset(tmp_path / "merged").num_documents == 6
     with open(tmp_path / "merged.bin.partial", "wb") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""The sample of a file's content by which machines compare their data is cheap, and another file of its size shows."""
+"""Machines compare their data by a sample of the content: it is cheap, and detects another file of the same size."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_one_other_token_shows_where_a_block_is_read(tmp_path: Path, place: floa
 
 
 def test_half_a_copy_shows(tmp_path: Path) -> None:
-    """A copy that was cut short in a file of its full size, as tools leave that allocate first: zeros to the end."""
+    """Tools that allocate first leave an interrupted copy at full size, with zeros to the end."""
     prefix = tmp_path / "a"
     write_dataset(prefix, random_documents(0, 2000, 300))
     before, tokens = sampled(prefix, 2), np.fromfile(f"{prefix}.bin", dtype=np.uint16)

@@ -40,7 +40,7 @@ def test_single_is_that_of_megatron(total: int, consumed: int, micro: int, size:
 def megatron_cyclic(
     total: int, consumed: int, micro: int, rank: int, size: int, sharding: bool, count: int
 ) -> list[list[int]]:
-    """One epoch after another, as Megatron's random sampler is re-entered."""
+    """One epoch after another, like repeated use of Megatron's random sampler."""
     batches: list[list[int]] = []
     while len(batches) < count:
         active = total - total % (micro * size)
@@ -88,7 +88,7 @@ def test_a_pure_function_of_the_samples_consumed(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["single", "cyclic without sharding"])
 def test_samples_of_a_step_do_not_depend_on_the_layout(kind: str) -> None:
-    """A global batch of 16 under every layout: the same samples at every step."""
+    """A global batch of 16 has the same samples at every step under every layout."""
 
     def steps(micro: int, size: int) -> list[list[int]]:
         per_rank = []

@@ -1,4 +1,4 @@
-"""Files of conversations: what a line may be, how they are packed, cut and cached, and the masks of a batch."""
+"""Files of conversations: valid lines, packing, splitting, caching, and the masks of a batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CannotSay(Exception):
 
 
 class Letters:
-    """A character is an id; of an answer all characters count."""
+    """Encodes a character as an id; all characters of an answer count."""
 
     def __init__(self) -> None:
         self.encoded = 0
@@ -61,7 +61,7 @@ def build(path: Path, chat: Any = None, samples: Any = (None, 0, 0), **changes: 
 
 
 def shown(sample: np.ndarray) -> str:
-    """A conversation begins with |, and a token whose successor is to be predicted is in capitals."""
+    """Marks the start of a conversation with |, and puts tokens whose successor is predicted in capitals."""
     text = ""
     for token in sample.tolist():
         letter = "_" if token & 0xFF == PAD else chr(token & 0xFF)
@@ -157,7 +157,7 @@ def test_answers_that_a_template_shows_in_another_way_later_are_conversations_of
 
 
 def test_a_system_message_begins_a_conversation(tmp_path: Path) -> None:
-    """As in Megatron-LM, whose users pack by hand."""
+    """Users of Megatron-LM pack conversations by hand, separated by system messages."""
     letters = Letters()
     build(write_chats(tmp_path / "c.jsonl", [[*chat("a", "b", system="s"), *chat("c", "d", system="")]]), letters)
     assert letters.encoded == 2

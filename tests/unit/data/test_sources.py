@@ -1,4 +1,4 @@
-"""Thousands of sources, their records, and the borders of their documents."""
+"""Thousands of sources, their records, and the boundaries of their documents."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def build(words: list[str], samples: int = 50, **settings: object) -> Datasets:
 
 
 def test_thousands_of_sources(tmp_path: Path) -> None:
-    """Each source occurs by its weight; few cache files, few log lines; samples equal those of a source built alone."""
+    """Sources occur by weight, with few cache files and log lines; samples equal those of a source built alone."""
     count, words = 1200, []
     for number in range(count):
         prefix = write_dataset(tmp_path / f"s{number}", [[number % 97 + 1] * 7] * 5)
@@ -103,7 +103,7 @@ def test_only_the_first_documents_are_looked_at(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_record_says_whether_ends_were_added(tmp_path: Path) -> None:
-    """Without --append-eod an end in the text is an accident."""
+    """Without --append-eod an end of document in the text is accidental."""
     prefix = with_ends(tmp_path / "s", EOD)
     for appended in (True, False):
         extra = {"append_eod": appended}
@@ -132,7 +132,7 @@ def test_the_fingerprint_is_of_the_weights_too(tmp_path: Path) -> None:
 
 
 def test_the_fingerprint_is_of_the_split_of_a_source_too(tmp_path: Path) -> None:
-    """The same files in the same order, but in other splits."""
+    """The same files in the same order, but assigned to other splits."""
     one, two, three = (write_dataset(tmp_path / name, [[number, 2, 3]] * 50) for number, name in enumerate("abc"))
     prints = []
     for train, valid in (((one, two), (three,)), ((one,), (two, three)), ((one, two, three), None)):
@@ -142,7 +142,7 @@ def test_the_fingerprint_is_of_the_split_of_a_source_too(tmp_path: Path) -> None
     assert len(set(prints)) == 3
 
 
-# What is said and what is swept
+# Progress lines and sweeps
 
 
 def test_long_work_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""From settings to datasets: the table, the sample order of a whole run, and every error."""
+"""Settings to datasets: the table, the sample order of a whole run, and every error."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_bare_prefixes_take_everything_once(prefixes: dict[str, str], texts: dic
 
 
 def test_an_evaluation_of_bare_prefixes_begins_again(prefixes: dict[str, str]) -> None:
-    """As in Megatron, only training needs as many samples as it asks for."""
+    """Only the training set must provide the samples that a run asks for, as in Megatron."""
     built = build(data_path=(prefixes["a"], prefixes["b"]), split="8,1,1", num_samples=(50, 5000, 5000))
     for name, dataset in (("valid", built.valid), ("test", built.test)):
         assert dataset is not None and 0 < len(dataset) < 5000
@@ -248,7 +248,7 @@ def test_mock_data() -> None:
 
 
 def test_no_torch() -> None:
-    """Everything but the loader starts without it: preprocessing and planning are quick."""
+    """Everything but the loader starts without torch: preprocessing and planning are quick."""
     code = (
         "import sys, importlib, pkgutil, megatron.data\n"
         "for m in pkgutil.iter_modules(megatron.data.__path__):\n"

@@ -1,4 +1,4 @@
-"""The table of sources: complete while short, else the largest, the most repeated, and correct sums."""
+"""The table of sources is complete if short; otherwise it has the largest and most repeated, and correct sums."""
 
 from __future__ import annotations
 

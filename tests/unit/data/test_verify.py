@@ -60,7 +60,7 @@ def flip(path: str, position: int, bit: int = 1) -> None:
 
 @pytest.fixture(params=[4 << 20, 8, 6])
 def read_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Read sizes as large as the file, and so small that documents span them."""
+    """Sets the read size to the whole file, or so small that documents span several reads."""
     monkeypatch.setattr(verify, "_READ_BYTES", request.param)
     return int(request.param)
 
@@ -89,7 +89,7 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
 
 
 def test_an_error_that_is_kept_keeps_neither_threads_nor_the_file(tmp_path: Path) -> None:
-    """They waited for the garbage collection, which could wait for them."""
+    """Threads and file waited for the garbage collection, which could wait for them."""
     prefix, record = write(tmp_path)
     flip(f"{prefix}.bin", 0)
     threads, files = set(threading.enumerate()), len(os.listdir("/dev/fd"))

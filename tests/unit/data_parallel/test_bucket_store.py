@@ -1,4 +1,4 @@
-"""Gradient buffers in one process: where gradients lie, what is counted as zero, and misuse."""
+"""Gradient buffers in one process: their memory, their count of zeros, and misuse."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def backward(model: nn.Module, seed: int) -> None:
 
 
 def summed(dtype: torch.dtype, seeds: range) -> dict[str, torch.Tensor]:
-    """Each backward's gradient alone, added up in double precision."""
+    """Sum of each backward pass's gradient in double precision."""
     total: dict[str, torch.Tensor] = {}
     for seed in seeds:
         model = make_model(dtype)

@@ -1,4 +1,4 @@
-"""Parameters of a single process on the host: it has no process group until fully_shard asks for one."""
+"""A single process keeps parameters on the host; it has no process group until fully_shard asks for one."""
 
 from __future__ import annotations
 

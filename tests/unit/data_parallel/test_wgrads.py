@@ -23,7 +23,7 @@ ALONE = Axis.single("dp")
 
 
 class Net(nn.Module):
-    """Linear layers of all kinds; `tied` is read a second time outside of any layer."""
+    """Linear layers of all kinds; `tied` also uses a weight outside any layer."""
 
     def __init__(self, tied: bool, route: WgradRoute) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def backward(net: Net, seed: int) -> None:
 
 
 def sums(dtype: torch.dtype, *, micro_batches: int = 3, **how: Any) -> dict[str, Tensor]:
-    """After two steps: the second begins on the first one's numbers."""
+    """Sums after two steps; the second step overwrites the first one's numbers."""
     net, grads = make(dtype, **how)
     for step in range(2):
         grads.zero()
@@ -80,7 +80,7 @@ def worst(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize(("dtype", "gate"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 0.0)])
 def test_the_sums_are_those_of_backward(dtype: torch.dtype, gate: float, micro_batches: int, tied: bool) -> None:
-    """bf16 on a CPU even bit for bit: there it is the same product, widened and added."""
+    """bf16 on a CPU matches bit for bit: the product is the same, then widened and added."""
     ours = sums(dtype, micro_batches=micro_batches, tied=tied)
     assert worst(ours, sums(dtype, micro_batches=micro_batches, tied=tied, products=False)) <= gate
 
@@ -99,7 +99,7 @@ def test_who_sends_products() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backward_first", [False, True])
 def test_a_product_beside_a_gradient_of_backward(dtype: torch.dtype, backward_first: bool) -> None:
-    """In either order, for a caller who sends products of a weight that backward knows too."""
+    """Products and a gradient of backward for one weight add up in either order."""
     weight = nn.Parameter(torch.randn(4, 3).to(dtype))
     grads = BucketStore([("w", weight)], ALONE, flat=True, accumulate=wgrad.accumulate)
     g, x = torch.randn(5, 4).to(dtype), torch.randn(5, 3).to(dtype)
@@ -194,7 +194,7 @@ def with_overlap(rank: int, size: int, products: bool) -> tuple[list[float], lis
 
 
 def test_buckets_are_reduced_early_only_when_all_products_are_there() -> None:
-    """Many small buckets, several micro-batches: a gradient that came late is an error, one too many a wrong sum."""
+    """Many small buckets, several micro-batches: a late gradient is an error, an extra one a wrong sum."""
     found = [run_ranks(2, with_overlap, 2, products)[0] for products in (True, False)]
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-12)
     for ours, theirs in zip(found[0][1], found[1][1], strict=True):
@@ -222,7 +222,7 @@ def plant_added_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def plant_announced_by_backward_too(patch: pytest.MonkeyPatch) -> None:
-    """The product is sent, and backward returns the gradient as well."""
+    """Planted bug: backward returns the gradient of a product that was sent."""
     put = BucketStore.put
 
     def both(self: BucketStore, parameter: nn.Parameter, grad: Tensor, x: Tensor) -> None:
@@ -245,7 +245,7 @@ def plant_later_ones_overwrite(patch: pytest.MonkeyPatch) -> None:
 
 
 def plant_tied_weight_missed(patch: pytest.MonkeyPatch) -> None:
-    """Of a weight that is used twice only the product is kept."""
+    """Planted bug: drops the gradient of backward for a weight with products."""
     patch.setattr(
         module.BucketStore, "_on_gradient", lambda self, slot, parameter: setattr(parameter, "grad", slot.view)
     )

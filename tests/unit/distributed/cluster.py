@@ -1,4 +1,4 @@
-"""Heartbeats of many ranks in one thread: their store, which counts its requests, and their clock."""
+"""Heartbeats of many ranks in one thread, with a store that counts its requests and a simulated clock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMIT = 100.0  # seconds of a collective
 
 
 class CountedStore:
-    """As torch's: what its client sends for each call, and how many keys the store handles."""
+    """A store with torch's interface; counts the requests of its client and the keys that they handle."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -33,7 +33,7 @@ class CountedStore:
         self.values[key] = value.encode() if isinstance(value, str) else value
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Nothing waits here."""
+        """Does nothing: no call waits here."""
 
     def check(self, keys: Sequence[str]) -> bool:
         self._count(1, len(keys))
@@ -73,11 +73,11 @@ class CountedStore:
 
 
 class Ended(Exception):
-    """In place of the end of the process."""
+    """Raised instead of ending the process."""
 
 
 class Cluster:
-    """All ranks of a run in one thread, with a clock of their own."""
+    """All ranks of a run in one thread, with a simulated clock."""
 
     def __init__(self, world: int, on_each_machine: int = 8) -> None:
         self.on_each_machine = on_each_machine
@@ -114,7 +114,7 @@ class Cluster:
         return heartbeat
 
     def wait(self, ranks: Sequence[int], axis: str = "dp") -> None:
-        """These ranks wait in that collective from now on."""
+        """Makes these ranks wait in that collective from now on."""
         world = range(len(self.ranks))
         for rank in ranks:
             log = self.logs[rank]
@@ -123,7 +123,7 @@ class Cluster:
             log.moved = self.time
 
     def pass_time(self, seconds: float) -> Iterator[int]:
-        """Requests of the store in each interval."""
+        """Yields the store's requests in each interval."""
         for _ in range(int(seconds / self.interval)):
             self.time += self.interval
             before = self.store.requests

@@ -97,7 +97,7 @@ stop.set()
 
 
 def policies_are_allowed() -> bool:
-    """Some containers forbid what Linux allows everybody. Tried in a thread of its own, which alone it changes."""
+    """Some containers forbid what Linux allows everybody. Tries it in a new thread, the only one that it changes."""
     failed: list[OSError] = []
 
     def try_both() -> None:

@@ -1,4 +1,4 @@
-"""Lost and slow ranks, mismatched collectives and deadlocks are told apart from what ranks publish."""
+"""Lost ranks, slow ranks, mismatched collectives and deadlocks are distinguished by what ranks publish."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_two_stages_that_wait_for_each_others_messages() -> None:
 
 
 def noted(rank: int, world_size: int) -> tuple[str, str | None, bool]:
-    """What the log holds before, during and after a wait."""
+    """State of the log before, during and after a wait."""
     import torch
 
     from megatron.config import parse_args

@@ -1,4 +1,4 @@
-"""The last collectives by torch's own record."""
+"""The last collectives in torch's own record."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def record(*entries: tuple[str, int, str]) -> bytes:
 
 
 def test_what_nccl_has_under_way_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch keeps a record for nccl and another one for gloo, which serves plain values beside it."""
+    """torch keeps separate records for NCCL and for gloo, which sends plain values beside it."""
     recorder = torch._C._distributed_c10d
     of_gloo, of_nccl = ("gloo:all_gather", 3, "completed"), ("nccl:all_reduce", 2, "started")
     monkeypatch.setattr(recorder, "_dump_fr_trace_json", lambda: record(of_gloo), raising=False)

@@ -1,4 +1,4 @@
-"""A process group ends with `shutdown`: one that anything keeps has threads when Python ends, and may abort it."""
+"""A process group must end with `shutdown`: if it is still referenced, its threads may abort Python's exit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Heartbeats of thousands of ranks over a store that counts its requests: what a rank asks of it does not grow with
-their number, ranks that wait for long are left alone, and what is wrong is found."""
+"""Heartbeats of thousands of ranks over a store that counts its requests. A rank's requests do not grow with the number
+of ranks, long waits end no healthy run, and faults are found."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ REQUEST = 27.8e-6  # seconds of the store for one request, measured
 
 @pytest.mark.parametrize(("world", "seconds"), [(64, 120.0), (8192, 40.0)])
 def test_a_long_wait_costs_the_store_little_and_ends_no_healthy_run(world: int, seconds: float) -> None:
-    """One rank saves a checkpoint for a minute, and all others wait for it: above 20 s each of them used to read all of
-    them, each second."""
+    """One rank saves a checkpoint for a minute while all others wait. Above 20 s, each of them used to read all
+    statuses every second."""
     cluster = Cluster(world)
     cluster.wait([rank for rank in range(world) if rank != 5])
     cluster.store.keys = 0
@@ -88,7 +88,7 @@ def test_a_rank_that_is_stuck_is_named_when_the_others_time_is_up() -> None:
 
 
 def test_a_hang_on_the_devices_is_found_where_the_hosts_wait_for_an_outcome() -> None:
-    """As with nccl, whose waits return at once: all hosts read the outcome of their step, and one began less."""
+    """NCCL's waits return at once, so all hosts read the outcome of their step; one rank began one collective less."""
     for left_out in ((), (6,)):
         cluster = Cluster(16)
         for rank, log in enumerate(cluster.logs):
@@ -106,7 +106,7 @@ def test_a_hang_on_the_devices_is_found_where_the_hosts_wait_for_an_outcome() ->
 
 
 def test_a_rank_that_is_stuck_is_named_where_the_others_wait_for_their_devices() -> None:
-    """As with nccl: no wait of theirs times out, and torch's watchdog would abort them without a name."""
+    """NCCL's waits do not time out, and torch's watchdog would abort the ranks without a name."""
     cluster = Cluster(16)
     with ExitStack() as waits:
         for rank, log in enumerate(cluster.logs):

@@ -1,4 +1,4 @@
-"""The interface of gloo's connections leads to the other machines, whatever this machine's host name resolves to."""
+"""gloo's network interface must lead to the other machines, whatever this machine's host name resolves to."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_route_to_the_first_machine_decides(two_cards: None, monkeypatch: py
 
 
 def test_on_the_first_machine_it_is_the_default_route(two_cards: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose own name resolves to loopback."""
+    """The machine's own name resolves to loopback."""
     routes(monkeypatch, {"node0": "127.0.1.1", "198.51.100.1": "192.0.2.7"})
     assert interface_towards("node0") == Interface("eth0", "192.0.2.7")
 
@@ -38,7 +38,7 @@ def test_an_unknown_network_is_left_to_gloo(two_cards: None, monkeypatch: pytest
 
 
 def test_without_a_default_route_the_only_card_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the first machine of a cluster that has no way out, and whose own name resolves to loopback."""
+    """First machine of a cluster without a default route; its own name resolves to loopback."""
     cards = {"127.0.0.1": "lo", "::1": "lo", "192.168.7.1": "ib0", "fe80::1": "eth0", "fd00::1": "ib0"}
     monkeypatch.setattr(interface, "_interfaces", lambda: cards)
     routes(monkeypatch, {"node0": "127.0.1.1"})

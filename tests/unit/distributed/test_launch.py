@@ -1,4 +1,4 @@
-"""What a process reads of its launcher's environment, without a launcher."""
+"""Values that a process reads from its launcher's environment, without a launcher."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_slurm_with_uneven_nodes(rank: int, local: int, node: int, here: list[in
 
 
 def test_slurm_with_tasks_dealt_to_nodes_in_turn() -> None:
-    """`srun --distribution=cyclic`."""
+    """Uses `srun --distribution=cyclic`."""
     place = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_GTIDS": "0,3"}
     info = LaunchInfo.detect(env={**UNEVEN, **place})
     assert info.local_world_size == 2 and list(info.ranks_here) == [0, 3]

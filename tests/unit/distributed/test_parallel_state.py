@@ -39,7 +39,7 @@ def test_build_without_a_world_raises() -> None:
 
 
 def made_by(layout: Layout, rank: int, links: bool = False) -> tuple[ParallelState, list[tuple[str, tuple[int, ...]]]]:
-    """The state of a rank, and what it asks for, in order."""
+    """State of a rank, and the groups that it asks for, in order."""
     asked: list[tuple[str, tuple[int, ...]]] = []
     kept: list[FakeGroup] = []
 
@@ -61,8 +61,8 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_one_call_of_all_ranks_makes_all_groups_of_an_axis(layout: Layout) -> None:
-    """Making groups is a collective call. Each rank names its own group only, and torch tells groups apart by their
-    members and by how many groups the rank has made: so in every call the ranks' answers are a partition of them."""
+    """Making groups is a collective call: each rank names only its own group, so the groups of one call must partition
+    the world."""
     ranks = range(layout.world_size)
     asked = [made_by(layout, rank, links=layout.pp > 1)[1] for rank in ranks]
     assert len({len(calls) for calls in asked}) == 1
@@ -86,7 +86,7 @@ def test_every_axis_has_the_group_of_its_ranks(layout: Layout) -> None:
 
 
 def test_ring_shifts_and_all_to_alls_do_not_queue_behind_gradients() -> None:
-    """Axes of the same ranks share a communicator, which runs one operation after the other, but for cp and ep."""
+    """Axes of the same ranks share a communicator, which runs one operation at a time; cp and ep have their own."""
     state, _ = made_by(Layout(8, cp=8, ep=8), 0)
     assert state.dp_cp.group is state.world.group
     groups = {state.cp.group, state.ep.group, state.dp_cp.group}
@@ -94,7 +94,7 @@ def test_ring_shifts_and_all_to_alls_do_not_queue_behind_gradients() -> None:
 
 
 def test_an_axis_does_not_keep_its_group_alive() -> None:
-    """Or `destroy_process_group` leaves its threads running until the interpreter ends, which may abort."""
+    """Otherwise `destroy_process_group` leaves its threads running until the interpreter exits, which may abort."""
     group = FakeGroup()
     axis = Axis("dp", 0, 2, (0, 1), group)  # type: ignore[arg-type]
     assert axis.group is group
@@ -150,7 +150,7 @@ def test_unknown_axis() -> None:
     ],
 )
 def test_gloo_serves_the_world_alone(world: str, parts: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is the world's own backend."""
+    """A backend of None stands for the world's own."""
     monkeypatch.setattr(state_module.dist, "get_backend_config", lambda: world)
     assert state_module._part_backend() == parts
 

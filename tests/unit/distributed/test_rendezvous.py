@@ -1,4 +1,4 @@
-"""The ranks of a run meet: in a store that only they reach, and never in silence or without end."""
+"""The ranks of a run meet in a store that only they reach; waiting is neither silent nor endless."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ranks_of(world: int, port: int) -> list[LaunchInfo]:
 
 
 class Meeting:
-    """Ranks as threads; what became of each of them."""
+    """Runs ranks as threads and keeps the result of each."""
 
     def __init__(self, seconds: float, told_every: float) -> None:
         self._timeout, self._told_every = timedelta(seconds=seconds), told_every
@@ -77,7 +77,7 @@ def until(words: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_ranks_that_were_started_with_other_settings_are_told_what_differs(odd: int) -> None:
-    """At once, on every rank and in the same words, whoever comes first."""
+    """All ranks raise at once with the same message, whichever comes first."""
     ranks, meeting = ranks_of(3, free_port()), Meeting(60, 60.0)
     usual, other = {"--lr": "0.1", "--seed": "1", "torch": "2.13"}, {"--lr": "0.1", "--seed": "2", "--bf16": "True"}
     for info in ranks:
@@ -153,7 +153,7 @@ def test_an_address_that_is_not_that_of_rank_0_is_told_as_such(rank: int, host: 
 
 
 def test_a_program_that_accepts_and_says_nothing_does_not_hold_a_rank_for_ever() -> None:
-    """Rank 0 was refused the port; the others reach whoever has it."""
+    """Rank 0 failed to bind the port; the others connect to the program that has it."""
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
         busy.listen()

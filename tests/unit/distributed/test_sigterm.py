@@ -13,7 +13,7 @@ from megatron.distributed.sigterm import on_sigterm
 
 
 def child(body: Callable[[], None]) -> tuple[int, str]:
-    """Exit code (negative: the signal) and output of a forked process that gets SIGTERM once it has said "ready"."""
+    """Exit code (negative: the signal) and output of a fork that receives SIGTERM once it has printed "ready"."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:

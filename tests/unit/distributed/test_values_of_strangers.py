@@ -1,5 +1,5 @@
-"""Another program writes into the ranks' store: no value ends a watching thread or hides a lost rank, and a false
-announcement does not end a run in silence."""
+"""Another program writes into the ranks' store. No value may end a watching thread or hide a lost rank, and a false
+announcement may not end a run silently."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TEXTS = [
 
 
 def garbage(draw: random.Random, of: bytes) -> bytes:
-    """A whole value of another kind, random bytes, or `of` with one field or one byte replaced."""
+    """A complete value of another kind, random bytes, or `of` with one field or byte replaced."""
     how = draw.randrange(6)
     if how == 0:
         return draw.choice(TEXTS)
@@ -66,7 +66,7 @@ def garbage(draw: random.Random, of: bytes) -> bytes:
 
 
 def hostile(status: bytes, draw: random.Random) -> tuple[str, bytes]:
-    """A value that no rank writes, and the key where it is put."""
+    """(key, value) that no rank would write."""
     key, own = draw.choice([("rank_", status), ("recent_", b'{"dp": []}'), ("asked", b"")])
     if key == "asked":
         return key, garbage(draw, b'{"a": 1}')
@@ -78,7 +78,7 @@ def hostile(status: bytes, draw: random.Random) -> tuple[str, bytes]:
 
 
 def test_every_field_survives_every_value() -> None:
-    """Fields of a status, elements of an operation, and whole values: each is the value of a rank, or unreadable."""
+    """Fields of a status, elements of an operation, whole values: each parses as a rank's, or as unreadable."""
     operation: list[Any] = ["all_reduce", "dp", [0, 2, 1], 1, [4], False]
     cluster = Cluster(WORLD)
     status = {**json.loads(cluster.store.values["rank_1"]), "last": operation, "counts": {"dp": 1}}
@@ -104,7 +104,7 @@ def test_every_field_survives_every_value() -> None:
 
 
 def lose(cluster: Cluster, rank: int) -> None:
-    """The rank beats for the last time, on another machine: of one on the same machine the process would be seen."""
+    """Ends a rank's heartbeats. It is on another machine, because a lost process on the same machine would be seen."""
     cluster.ranks[rank]._host = "gone"
     for _ in cluster.pass_time(2.0):
         pass
@@ -113,7 +113,7 @@ def lose(cluster: Cluster, rank: int) -> None:
 
 @pytest.mark.parametrize("seed", range(SEED, SEED + 4))
 def test_no_value_ends_the_watch_of_the_ranks(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """A rank that falls silent afterwards is named, though its own last status is garbage."""
+    """A rank that stops afterwards is named, although its own last status is garbage."""
     draw, cluster = random.Random(seed), Cluster(WORLD)
     cluster.wait(range(WORLD - 1))  # so that the rank in charge is asked, and reads everything
     for _ in range(3):  # seconds
@@ -186,7 +186,7 @@ def test_a_false_announcement_is_printed_on_each_machine_and_by_whom_it_names(
 
 
 def test_a_false_announcement_with_a_false_status_is_printed_by_the_rank_it_names() -> None:
-    """The status says that rank 1 has announced a failure, so the first ranks of the machines rely on its line."""
+    """The status says that rank 1 has announced a failure, so other machines' first ranks leave the line to it."""
     cluster = Cluster(WORLD, on_each_machine=2)
     status = json.loads(cluster.store.values["rank_1"])
     cluster.store.set("rank_1", json.dumps({**status, "state": "announced", "number": status["number"] + 9}))
@@ -199,7 +199,7 @@ def test_a_false_announcement_with_a_false_status_is_printed_by_the_rank_it_name
 
 
 def test_a_key_that_is_gone_is_not_waited_for() -> None:
-    """The store waits for a missing key. Every rank goes on with the last status, and the run goes on."""
+    """The store would wait for a missing key. Every rank uses the last status instead, and the run continues."""
     cluster = Cluster(WORLD)
     cluster.wait(range(WORLD - 1))  # so that the rank in charge is asked, and reads everything
     for _ in range(90):
@@ -232,7 +232,7 @@ def test_a_note_of_a_failure_counts_where_the_status_says_the_same(note: bytes) 
 
 
 def test_a_question_stays_unanswered_until_all_ranks_were_read() -> None:
-    """A read that the store did not answer is done again at the next beat."""
+    """A read that the store did not answer is repeated at the next beat."""
     cluster = Cluster(WORLD)
     cluster.wait(range(WORLD))
     next(cluster.pass_time(PATIENCE + 2))
@@ -257,7 +257,7 @@ def test_an_announcement_that_its_rank_has_made_is_printed_by_that_rank_alone() 
 
 
 def test_an_announcement_that_its_own_rank_reads_at_once_is_its_own() -> None:
-    """The thread that beats may read it before the thread that answers goes on."""
+    """The heartbeat thread may read the announcement before the answering thread continues."""
     cluster = Cluster(WORLD)
     rank, announce = cluster.ranks[3], cluster.ranks[3]._board.announce
 
@@ -275,7 +275,7 @@ def test_an_announcement_that_its_own_rank_reads_at_once_is_its_own() -> None:
 
 @pytest.mark.parametrize("key", ["identity", "identity_values", "outcome", "came", "number", "came_1", "told_0"])
 def test_ranks_that_meet_survive_any_value(key: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """They end with one line. An error of the store's connection is made one by `init_process_group`."""
+    """Each rank ends with one line. `init_process_group` turns a connection error of the store into one."""
     draw, other = random.Random(SEED), Identity(0, {"--seed": "2"})
     values = [*TEXTS, *(garbage(draw, b'{"rank": 0, "values": {}, "shown": {}}') for _ in range(20))]
     for value in values:

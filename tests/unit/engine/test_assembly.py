@@ -1,4 +1,4 @@
-"""What the engine takes from the table of parameters."""
+"""Rules that the engine derives from the table of parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def groups(rows: Mapping[str, Row], **settings: Any) -> Groups:
 
 
 def test_decay_follows_the_row() -> None:
-    """A row that says otherwise than the shape is obeyed; a parameter without a row decays by its shape."""
+    """A row overrides the shape; a parameter without a row decays by its shape."""
     rows = {name: parameter.row for name, parameter in parameters(parse_args(flags()).model, 97).items()}
     rule = groups(rows).of
     for name, row in rows.items():
@@ -45,7 +45,7 @@ def test_decay_follows_the_row() -> None:
 
 
 def test_the_tables_of_the_vocabulary_have_the_decoupled_rate() -> None:
-    """As in Megatron: not the table of positions."""
+    """The rate applies to token embedding and output layer, not to the position table, as in Megatron."""
     settings = parse_args(flags(untie_embeddings_and_output_weights=True)).model
     rows = {name: parameter.row for name, parameter in parameters(settings, 97).items()}
     found = [name for name, row in rows.items() if groups(rows).of(name, nn.Parameter(torch.zeros(1))).decoupled]
@@ -53,7 +53,7 @@ def test_the_tables_of_the_vocabulary_have_the_decoupled_rate() -> None:
 
 
 def test_what_muon_orthogonalises() -> None:
-    """Every matrix of a layer, routers included; no table, bias or norm."""
+    """Includes every matrix of a layer, also routers; excludes tables, biases and norms."""
     shape = {"swiglu": True, "ffn_hidden_size": 24, "disable_bias_linear": True, "num_experts": 2}
     config = parse_args(flags(optimizer="muon", **shape))
     rows = {name: found.row for name, found in parameters(config.model, 97, config.moe).items()}
@@ -87,7 +87,7 @@ def test_muon_on_a_model_that_marks_no_matrix_is_refused() -> None:
 
 
 def test_weight_gradients_reach_the_buffers() -> None:
-    """A queue of deferred products whatever the kernels; a plain route where a kernel multiplies into the buffers."""
+    """Deferred products always reach them; others only with kernels that add into the buffers."""
     zero_bubble = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zero-bubble"}
     for kernels, settings, connected in (("ref", {}, False), ("auto", {}, True), ("ref", zero_bubble, True)):
         config = parse_args(flags(kernels=kernels, **settings))

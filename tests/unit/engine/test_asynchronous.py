@@ -1,4 +1,4 @@
-"""Steps whose outcome is read later: the same run, and no number is read while a step is handed over."""
+"""Steps whose outcome is read later: the run is the same, and issuing a step reads no number."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.helpers.kernels import backend
 from tests.helpers.runs import flags, make_parts, read_metrics, same_numbers
 
 FP16 = {"fp16": True, "initial_loss_scale": 2.0**21, "loss_scale_window": 3, "hysteresis": 2}
-# Without csrc the norm is added up in another precision where nobody may look whether it overflowed.
+# Without csrc, a norm that may not be read on the host is summed in another precision.
 REF = {"kernels": "ref", "clip_grad": 0.0}
 MOE = {
     "disable_bias_linear": True,
@@ -37,7 +37,7 @@ MOE = {
 
 
 class NoReading(TorchDispatchMode):
-    """Fails where a number is taken out of a tensor: on an accelerator the host would wait there."""
+    """Fails where a number is read from a tensor, because on an accelerator the host would wait there."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -47,14 +47,14 @@ class NoReading(TorchDispatchMode):
 
 @contextmanager
 def asynchronous() -> Iterator[None]:
-    """As on an accelerator: what the run is made of, on this CPU."""
+    """Builds runs on this CPU as for an accelerator."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build_module, "runs_ahead", lambda device: True)
         yield
 
 
 def watch(engine: Engine) -> list[int]:
-    """Every step is handed over under NoReading; settling the one before is not part of it."""
+    """Issues every step under NoReading; settling the previous step is excluded."""
     step, settle, seen, modes = engine.train_step, engine._settle_step, list[int](), list[NoReading]()
 
     def watched(micro_batches: Any, **settings: Any) -> None:
@@ -108,7 +108,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_ahead_is_the_same_run(tmp_path: Path, name: str) -> None:
-    """Losses, norms, scales, rates, counters and weights, bit for bit; schedules do not move with a skipped step."""
+    """Losses, norms, scales, rates, counters and weights, bit for bit; a skipped step does not move schedules."""
     backend("cpu")
     found = []
     for ahead in (False, True):
@@ -136,7 +136,7 @@ def test_no_number_is_read_while_a_step_is_handed_over(tmp_path: Path, name: str
 
 
 def test_the_watch_sees_a_number_that_is_read(tmp_path: Path) -> None:
-    """A synchronous engine under the same watch reads its decision."""
+    """A synchronous engine reads its decision, which the watch finds."""
     with pytest.raises(AssertionError, match="_local_scalar_dense"):
         run(flags(kernels="ref", metrics_jsonl=tmp_path / "m.jsonl"), ahead=False, watched=True)
 
@@ -177,7 +177,7 @@ def test_planted_bugs_in_the_scale_are_seen(tmp_path: Path, plant: Any) -> None:
 
 
 def poison(parts: Any, at: int, value: float) -> None:
-    """The loss of iteration `at` becomes `value`."""
+    """Replaces the loss of iteration `at` by `value`."""
     engine, forward = parts.engine, parts.engine.passes.forward_step
     calls = iter(range(1000))
 
@@ -211,7 +211,7 @@ def test_a_bad_step_ends_the_run_before_the_next_update(value: float, error: typ
 
 
 def test_the_gradients_of_the_bad_step_are_looked_at() -> None:
-    """When its outcome is known, the buffers hold those of the step after it, which are good."""
+    """Buffers already hold the good gradients of the next step when the outcome is known."""
     with asynchronous():
         _, parts = make_parts(flags())
     engine, bad = parts.engine, 9  # of a global batch of the third iteration
@@ -231,7 +231,7 @@ def test_the_gradients_of_the_bad_step_are_looked_at() -> None:
 
 
 def test_iterations_one_by_one_are_settled() -> None:
-    """As a layout's check takes them, on a GPU too."""
+    """tools/check_layout.py runs iterations like this, also on a GPU."""
     with asynchronous():
         _, parts = make_parts(flags())
     with parts:
@@ -274,7 +274,7 @@ def read_between_steps(reader: str) -> list[int]:
 
 @pytest.mark.parametrize("reader", READERS)
 def test_whatever_is_read_between_steps_is_settled(reader: str) -> None:
-    """Nobody has to remember it: a reader settles the step in flight."""
+    """A reader settles the step in flight automatically."""
     assert read_between_steps(reader) == [1, 2, 3]
 
 
@@ -289,7 +289,7 @@ def test_a_reader_that_does_not_settle_is_seen(reader: str, monkeypatch: pytest.
 
 @pytest.mark.parametrize(("ahead", "steps"), [(False, 1), (True, 2)])
 def test_a_reason_to_stop_is_read_like_the_outcome_of_a_step(ahead: bool, steps: int) -> None:
-    """At once, or when the step after it has been handed over."""
+    """Synchronous runs read it at once, asynchronous ones when the next step has been issued."""
     with asynchronous() if ahead else nullcontext():
         _, parts = make_parts(flags(exit_duration_in_mins=1e-9))
     with parts:

@@ -1,4 +1,4 @@
-"""One line of a readable length says which ranks have a number that is not finite, also where a thousand have one."""
+"""One line of readable length lists the ranks with a non-finite number, even if a thousand have one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss of an evaluation is a number of the model and the data alone; dropout differs where the samples differ."""
+"""The loss of an evaluation depends on the model and the data only; dropout differs where the samples differ."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_resumed_run_evaluates_on_what_is_next(tmp_path: Path) -> None:
 
 
 def test_a_set_that_is_used_up_begins_again() -> None:
-    """As after a resume with another --eval-interval."""
+    """A resume with another --eval-interval can use up the set."""
     _, parts = make_parts(flags(eval_iters=2, eval_interval=6))
     assert len(parts.evaluator._validated["valid"]) == 32
     seen = samples_of_evaluations(parts)
@@ -109,7 +109,7 @@ def test_an_empty_split_is_no_evaluation(corpus: str) -> None:
 
 
 def losses_of_one_batch(rank: int, size: int, argv: list[str]) -> list[float]:
-    """Rank by rank the losses of the very same samples, in training and in evaluation."""
+    """Losses of the same samples on each rank, in training and in evaluation."""
     _, parts = make_parts(argv, rank=rank, world_size=size)
     batch = {
         "tokens": torch.arange(16)[None],
@@ -135,7 +135,7 @@ def test_data_parallel_ranks_drop_out_differently() -> None:
 
 
 def separate(tmp_path: Path, **changes: Any) -> list[str]:
-    """A command whose training and validation data are apart: sets with ids below and above 48."""
+    """Command with separate data: training and one validation set have ids below 48, the other has ids above."""
     for name, low in (("train", 0), ("wiki", 0), ("code", 48)):
         if (tmp_path / f"{name}.idx").exists():
             continue
@@ -152,7 +152,7 @@ def separate(tmp_path: Path, **changes: Any) -> list[str]:
 
 @pytest.mark.parametrize("full", [None, True])
 def test_each_validation_set_has_a_loss_of_its_own(full: bool | None, tmp_path: Path) -> None:
-    """That of a run whose validation data is this set alone, at each evaluation."""
+    """The loss at each evaluation equals that of a run with only this validation set."""
     common = {"full_validation": full}
 
     def losses(name: str, **changes: Any) -> dict[str, list[float]]:
@@ -239,7 +239,7 @@ def test_samples_that_cannot_be_are_refused(changes: dict[str, Any], message: st
 def test_sets_without_what_is_asked_of_them_are_refused(
     dry: bool, changes: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before a step, and by --dry-run as well."""
+    """The run stops before a step; --dry-run rejects them as well."""
     monkeypatch.chdir(tmp_path)
     named = {"multiple_validation_sets": True, "validation_set_names": ["wiki", "code"]}
     argv = separate(tmp_path, **{**named, **changes})

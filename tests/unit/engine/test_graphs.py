@@ -1,4 +1,4 @@
-"""Recorded passes without a GPU: a stand-in that replays by calling, on the same addresses, and nothing else."""
+"""Recorded passes without a GPU: a stand-in replays by calling the work again on the same addresses."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.helpers.runs import flags, make_parts
 
 
 class ReplayedByCalling:
-    """Like a recording: capturing leaves nothing but memory, whose contents only a replay makes right; a replay writes
-    to the tensors that capturing returned, and what Python notes down meanwhile is forgotten."""
+    """Behaves like a recording. Capturing leaves only memory, whose contents are right after a replay. A replay writes
+    to the captured tensors; changes to Python objects are undone."""
 
     made: list[ReplayedByCalling]
 
@@ -87,7 +87,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_replayed_passes_train_the_same_model(name: str) -> None:
-    """Losses, norms and weights, bit for bit, dropout included."""
+    """Losses, norms and weights, bit for bit, with dropout."""
     argv = flags(**CASES[name])
     expected, wanted, _ = run(argv, graphed=False)
     results, weights, graphs = run(argv, graphed=True)
@@ -132,7 +132,7 @@ def test_a_new_shape_is_recorded_too_and_a_fifth_is_refused() -> None:
     assert len(made) == 5
 
 
-# what is refused
+# rejections
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_other_models_are_refused() -> None:
 
 
 def plant_inputs_not_copied(patch: pytest.MonkeyPatch) -> None:
-    """Every replay sees the micro-batch of the recording."""
+    """Planted bug: every replay uses the micro-batch of the recording."""
     right = module._Recording.run
 
     def wrong(self: Any, batch: Any, factor: Any) -> Any:
@@ -182,7 +182,7 @@ def plant_factor_not_copied(patch: pytest.MonkeyPatch) -> None:
 
 
 def plant_results_not_copied(patch: pytest.MonkeyPatch) -> None:
-    """All micro-batches report the last one's loss."""
+    """Planted bug: all micro-batches report the last one's loss."""
 
     def wrong(self: Any, batch: Any, factor: Any) -> Any:
         for name, place in self.inputs.items():
@@ -195,7 +195,7 @@ def plant_results_not_copied(patch: pytest.MonkeyPatch) -> None:
 
 
 def plant_buffers_not_zeroed(patch: pytest.MonkeyPatch) -> None:
-    """Gradients of the step before, and of warming up, are still there."""
+    """Planted bug: gradients of the previous step and of the warm-up remain."""
 
     def wrong(self: BucketStore) -> None:
         for slot in self._slots.values():

@@ -79,9 +79,9 @@ def test_twenty_steps_are_those_written_by_hand(precision: dict[str, Any], scale
         kernels="ref",
     )
     _, parts = make_parts(argv)
-    _, others = make_parts(argv)  # the same initial model, in memory of its own
+    _, others = make_parts(argv)  # the same initial model in separate memory
     hand = ByHand(others.engine.model, lr=1e-3, scale=scale)
-    others.engine.store.close()  # torch alone has its gradients
+    others.engine.store.close()  # gradients stay in p.grad
     skipped = 0
     for _ in range(STEPS):
         batches = [next(parts.trainer.train_batches) for _ in range(MICRO_BATCHES)]
@@ -131,7 +131,7 @@ def test_an_overflow_that_no_scale_will_help_stops_the_run(settings: dict[str, A
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 2.0**10}])
 @pytest.mark.parametrize("tied", [True, False])
 def test_padding_rows_of_the_vocabulary_stay_zero(precision: dict[str, Any], tied: bool) -> None:
-    """Through Adam with weight decay: no logit is computed of them, so they get no gradient."""
+    """Padding rows stay zero under Adam with weight decay: they have no logits, so no gradient."""
     argv = flags(**precision, weight_decay=0.1, untie_embeddings_and_output_weights=not tied)
     _, parts = make_parts(argv)
     with parts:

@@ -1,4 +1,4 @@
-"""A number that is reported by name is reduced over the ranks, and is in every place where numbers are written."""
+"""A number reported by name is reduced over the ranks and appears wherever numbers are written."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def reports_beside_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_step_that_is_computed_again_reports_again(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradients of a step whose loss is NaN are computed once more, after those of the step after it; and a caller
-    that goes on after the error begins a new step."""
+    """A step with a NaN loss is computed again, after the next step's gradients. A caller that continues after the
+    error begins a new step."""
     reports_beside_its_gradients(monkeypatch)
     monkeypatch.setattr("megatron.engine.assembly.runs_ahead", lambda device: ahead)
     _, parts = make_parts(flags())

@@ -26,7 +26,7 @@ def test_every_token_is_predicted_once(length: int, window: int, stride: int) ->
 
 
 def test_the_windows_of_megatron_lm() -> None:
-    """Of 1 + targets tokens, ceil((targets - window) / stride) + 1 windows, the first of which scores a whole one."""
+    """1 + targets tokens give ceil((targets - window) / stride) + 1 windows; the first scores a full window."""
     counts = [row.count for row in windows(np.arange(21), 8, 3)]
     assert counts == [8, 3, 3, 3, 3] and len(counts) == -(-(20 - 8) // 3) + 1
 
@@ -45,7 +45,7 @@ def test_text_as_people_write_it() -> None:
 
 
 def pieces_of_wikitext() -> list[str]:
-    """Texts of what the rules are about, in any order."""
+    """Texts that exercise the rules, in any order."""
     marks = (
         " @-@ ",
         " @,@ ",
@@ -68,7 +68,7 @@ def pieces_of_wikitext() -> list[str]:
 
 
 OF_THE_HARNESS = "ac96d93c94cc73c5e0fd6e17dd162f029c058301b91f5c01b7ee178337fcd3ff"
-"""sha256 of what lm_eval 0.4.13 makes of these texts."""
+"""sha256 of lm_eval 0.4.13's output for these texts."""
 
 
 def test_the_rules_are_those_of_the_harness() -> None:

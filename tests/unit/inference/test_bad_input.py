@@ -1,4 +1,4 @@
-"""Whatever is wrong with what is to be continued is one line, before any weight is read; nothing is written."""
+"""Any mistake in the input gives one line before a weight is read, and nothing is written."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_whole_characters_come_and_all_of_them(tokenizer: Tokenizer) -> None:
 
 
 def test_a_prompt_of_single_bytes_is_not_cut_within_a_character(tmp_path: Path) -> None:
-    """As Chinese in a vocabulary of Llama 2: `tokenizers` shows no character of a run of bytes that begins in one."""
+    """Chinese text in Llama 2's vocabulary shows this: `tokenizers` decodes no byte after a cut character."""
     tokenizer = bytes_alone(tmp_path)
     for prompt in ("é", "東京都", "aé東京都", "é" * 9, "🙂東😀"):
         stream = TextStream(tokenizer, tokenizer.tokenize(prompt), ("首",))
@@ -184,7 +184,7 @@ def test_a_prompt_of_single_bytes_is_not_cut_within_a_character(tmp_path: Path) 
 
 
 def bytes_alone(folder: Path) -> Tokenizer:
-    """Every byte is a token; `tokenizers` shows no character of a run of bytes in which one is wrong."""
+    """A tokenizer whose tokens are single bytes; `tokenizers` decodes no byte of a run with a wrong one."""
     from megatron.tokenizer import TokenizerSettings, build_tokenizer
 
     vocab = {"<unk>": 0, "</s>": 1, **{f"<0x{byte:02X}>": 2 + byte for byte in range(256)}}
@@ -207,7 +207,7 @@ def test_the_text_of_wrong_bytes_is_that_of_all_tokens_together(content: bytes, 
 
 
 def test_no_space_is_lost_behind_spaces(tmp_path: Path) -> None:
-    """SentencePiece, as it normalizes by default, drops all spaces at the beginning of what it decodes."""
+    """SentencePiece with default normalization drops all spaces at the beginning of decoded text."""
     pytest.importorskip("sentencepiece")
     from megatron.tokenizer import TokenizerSettings, build_tokenizer
     from tests.unit.tokenizer.support import train_pieces

@@ -92,7 +92,7 @@ def test_stops_at_the_end_of_the_document(tmp_path: Path) -> None:
 
 
 def test_every_token_is_told_as_soon_as_it_is_known(tmp_path: Path) -> None:
-    """The end of a document is not told; a caller that raises ends the generation."""
+    """The end of document is not passed to the callback; an exception from the callback ends the generation."""
     ours, rows = our_model(tmp_path, "llama").train(), prompts(4, 7)
     told: list[tuple[int, int]] = []
 
@@ -130,7 +130,7 @@ def test_a_prompt_has_its_own_room_beside_a_longer_one(tmp_path: Path) -> None:
 
 
 def test_a_search_that_is_done_leaves_no_row_behind(tmp_path: Path) -> None:
-    """Of one beam, where a row too many is a shape that broadcasts."""
+    """Uses one beam, where the shape of an extra row would silently broadcast."""
     ours, rows = our_model(tmp_path, "llama"), prompts(9, 3, 14)
     ends = {generate(ours, [row], max_new_tokens=9)[0].tokens[at] for row, at in zip(rows, (2, 6, 8), strict=True)}
     searched = partial(beam_search, ours, num_beams=1, max_new_tokens=12, eod_id=ends)

@@ -1,4 +1,4 @@
-"""A model that is only used is read as in training: each byte once, hashed on its way into the model's memory."""
+"""A model for inference is loaded as in training: each byte is read once and hashed on its way into the model."""
 
 from __future__ import annotations
 

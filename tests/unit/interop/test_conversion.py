@@ -1,5 +1,5 @@
-"""What the conversions share: a directory that is replaced whole or not at all, files of torch that are written tensor
-by tensor, and progress."""
+"""Shared parts of the conversions: a directory that is replaced as a whole or not at all, torch files written tensor by
+tensor, and progress."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_overwrite_replaces_what_was_there(
 
 
 def test_a_converted_table_is_padded_as_a_saved_one(sources: dict[str, Path]) -> None:
-    """For tools that read the file without its manifest."""
+    """Some tools read the file without its manifest."""
     saved = torch.load(sources["native"] / "release/mp_rank_00/model_optim_rng.pt", weights_only=True)
     words = saved["model"]["language_model"]["embedding"]["word_embeddings"]["weight"]
     assert words.shape[0] == saved["args"].padded_vocab_size == 384 and not words[300:].any()
@@ -104,7 +104,7 @@ def test_overwrite_deletes_neither_the_source_nor_a_run_in_progress(
 
 
 class Forward:
-    """A stream that cannot go back."""
+    """A stream that cannot seek."""
 
     def __init__(self) -> None:
         self.written = io.BytesIO()
@@ -113,11 +113,11 @@ class Forward:
         return self.written.write(data)
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Does nothing: nothing is buffered."""
 
 
 def test_a_file_written_tensor_by_tensor_is_one_of_torch(tmp_path: Path) -> None:
-    """Read by torch, by our reader of torch's files and by any reader of zip files."""
+    """torch, our reader of torch's files and any reader of zip files can read it."""
     draw = torch.Generator().manual_seed(1)
     weight = torch.randn(3, 5, generator=draw)
     plain = {
@@ -169,7 +169,7 @@ class Terminal(io.StringIO):
 def test_progress_is_shown(
     sources: dict[str, Path], source: str, to: str, verbs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bar on a terminal, lines at their interval elsewhere."""
+    """Shows a bar on a terminal, and lines at their interval elsewhere."""
     command = ["--load", str(sources[source]), "--to", to, "--save", str(tmp_path / "out"), "--overwrite"]
     with monkeypatch.context() as patched:
         patched.setattr(progress, "BYTES_PAUSE", 0.0)
@@ -188,7 +188,7 @@ def test_progress_is_shown(
 
 @pytest.mark.parametrize("shards", [[], ["--max-shard-size", "20KB"]])
 def test_pytorch_model_bin_on_request(sources: dict[str, Path], shards: list[str], tmp_path: Path) -> None:
-    """Read by transformers and by our own import: the same weights, the same logits."""
+    """transformers and our own import read the same weights and logits from it."""
     transformers = pytest.importorskip("transformers")
     out = tmp_path / "out"
     command = [
@@ -218,7 +218,7 @@ def test_pytorch_model_bin_on_request(sources: dict[str, Path], shards: list[str
 
 
 def test_tensors_of_a_bin_file_in_another_order_are_seen(sources: dict[str, Path], tmp_path: Path) -> None:
-    """Planted: two tensors change places on the way into the file."""
+    """Planted bug: two tensors are swapped on the way into the file."""
     out, made = tmp_path / "out", export._converted
     command = ["--load", str(sources["native"]), "--to", "hf", "--save", str(out)]
 

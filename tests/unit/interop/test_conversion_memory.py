@@ -1,6 +1,6 @@
-"""A conversion needs the memory of about its largest tensor: another process watches what it allocates.
+"""A conversion needs about the memory of its largest tensor: another process watches what it allocates.
 
-Counted is anonymous memory. The pages of mapped files are the kernel's to take back, and belong to no one.
+Only anonymous memory counts. The kernel may drop the pages of mapped files at any time.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def model(layers: int, hidden: int, ffn: int) -> Model:
 
 
 class Watched:
-    """A process that converts, seen from here."""
+    """A process that converts, observed from this one."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-c", SCRIPT]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
 
     def most(self, plant: str, load: Path, save: Path, to: str = "native") -> int:
-        """Of bytes beyond those that it has before."""
+        """Peak memory of the conversion, in bytes above what the process had before."""
         before = self._now()
         arguments = ["--load", str(load), "--to", to, "--save", str(save)]
         assert self._process.stdin is not None and self._process.stdout is not None

@@ -1,4 +1,4 @@
-"""--load given something else than a checkpoint: one line that names what it is and the way in."""
+"""A --load path that is not a checkpoint gives one line with its kind and the fix."""
 
 from __future__ import annotations
 

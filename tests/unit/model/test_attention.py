@@ -26,7 +26,7 @@ def test_causality(family: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("window", [(3, 0), (0, 0), (-1, 0), (100, 0)])
 def test_window(window: tuple[int, int]) -> None:
-    """One layer: position i depends on i - left .. i and on nothing else."""
+    """One layer: position i depends on i - left .. i only."""
     model = build(config(num_layers=1, **GPT2, window_size=window))
     base = model(tokens())
     changed = tokens()

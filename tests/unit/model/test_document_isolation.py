@@ -1,6 +1,6 @@
-"""With documents masked, nothing of one document reaches another: not a bit of a logit, not a bit of a gradient.
+"""Masked documents are isolated: no bit of a logit or gradient depends on another document.
 
-Over every core attention that the settings can choose, so that a new one is in here the moment it can be named.
+Covers every core attention that the settings can choose, so a new one is tested automatically.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def model(
 
 
 def documents(seq: int) -> tuple[Tensor, Tensor]:
-    """Three documents in one row, an edge inside a block of the attention in the other; positions from each edge."""
+    """Three documents in one row, a boundary inside an attention block in the other; positions restart at each."""
     edges = [[0, 33, 70, seq], [0, 1, 2, seq]]
     ids = torch.stack([torch.bucketize(torch.arange(seq), torch.tensor(row[1:]), right=True) for row in edges])
     starts = torch.tensor(edges).gather(1, ids)
@@ -49,7 +49,7 @@ def documents(seq: int) -> tuple[Tensor, Tensor]:
 
 
 def leaks(gpt: GPT, seq: int, edited: int) -> list[str]:
-    """What of the other documents moves when document `edited` of each row is edited."""
+    """Other documents whose logits change when document `edited` of each row is edited."""
     ids, positions = documents(seq)
     first, second = tokens(seq=seq), tokens(seq=seq)
     second[ids == edited] = (second[ids == edited] + 5) % VOCAB
@@ -72,7 +72,7 @@ def test_editing_a_document_moves_no_bit_of_another(backend: str, family: str, d
 @pytest.mark.parametrize("recompute", RECOMPUTED)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_gradient_crosses_a_border(backend: str, recompute: str) -> None:
-    """A loss on one document alone gives exactly 0 to the embeddings of tokens that only the others hold."""
+    """A loss on one document gives a gradient of exactly 0 to token embeddings that only the others use."""
     gpt = model(LLAMA, resolve("auto", "cpu", attention=backend), torch.float32, RECOMPUTED[recompute]).train()
     ids, positions = documents(SHORT)
     text = tokens(seq=SHORT) % 20 + 20 * ids  # each document has words of its own
@@ -93,7 +93,7 @@ def _without_mask(attention: Any, *operands: Tensor, mask: Tensor | None, causal
 
 @pytest.mark.parametrize("seq", [SHORT, LONG])
 def test_an_attention_that_drops_the_mask_is_seen(seq: int) -> None:
-    """Plant the bug that a fused path once had."""
+    """Planted bug: drops the mask, as a fused path once did."""
     honest = resolve("auto", "cpu")
     careless = dataclasses.replace(honest, attention=functools.partial(_without_mask, honest.attention))
     with torch.no_grad():

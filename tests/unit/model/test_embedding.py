@@ -1,4 +1,4 @@
-"""The table that is both looked up and multiplied by: one gradient, equal to the composed one."""
+"""The tied embedding, which is both looked up and multiplied: one gradient, equal to the composed one."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_formula_under_the_math_backend_of_sdpa(options: dict[str, Any]) -> None
 
 
 def test_the_published_formula() -> None:
-    """72 B s L h^2 (1 + s / 6h + V / 12Lh), per token."""
+    """Tests 72 B s L h^2 (1 + s / 6h + V / 12Lh), per token."""
     layers, hidden, seq, vocab = 24, 2048, 1024, 50304
     shape = config(num_layers=layers, hidden_size=hidden, num_attention_heads=16)
     published = 72 * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (12 * layers * hidden))

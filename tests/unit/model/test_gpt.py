@@ -128,7 +128,7 @@ def test_half_precision_runs_and_is_near(family: dict[str, Any], dtype: torch.dt
 
 
 def test_fp32_residual_stream() -> None:
-    """The stream between the layers is fp32 and closer to the truth; the layers themselves stay in bf16."""
+    """The residual stream is fp32 and more exact; the layers themselves stay in bf16."""
     errors = {}
     exact = build(config(num_layers=4, hidden_size=64), dtype=torch.float64)(tokens())
     for residual in (False, True):
@@ -203,7 +203,7 @@ def test_dropout_is_the_callable_that_was_given() -> None:
 
 
 def test_a_factory_of_other_settings_is_an_error() -> None:
-    """It makes every module, so settings given beside it would have no effect."""
+    """The factory makes every module, so other settings passed beside it would have no effect."""
     settings, kernels = config(), resolve("ref", "cpu")
     make = ModuleFactory(settings, kernels)
     for other in (

@@ -1,4 +1,4 @@
-"""Activations in host memory: the same gradients, nothing left on the device between forward and backward."""
+"""Activations in host memory: the same gradients, and none left on the device between forward and backward."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ LAYERS = 3
 
 
 class FarLink:
-    """A device whose memory is another one. A copy to the host happens at once, as the original may be overwritten when
-    the layer is done; a copy back when the device waits for it."""
+    """A device with its own memory. A copy to the host happens at once, because the original may be overwritten after
+    the layer. A copy back happens when the device waits for it."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -135,7 +135,7 @@ def test_a_tensor_that_was_changed_in_place_is_sent_again() -> None:
 
 
 def test_weights_that_are_gathered_within_the_layer_stay() -> None:
-    """Ranks that divide them put the whole ones in place before the layer computes."""
+    """Ranks with sharded weights gather the whole ones before the layer computes."""
     link, layer = FarLink(), nn.Linear(8, 8, bias=False)
 
     def gather(module: nn.Module, _: Any) -> None:
@@ -149,7 +149,7 @@ def test_weights_that_are_gathered_within_the_layer_stay() -> None:
 
 
 def test_memory_that_is_being_filled_is_not_given_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What backward turns out not to need is freed without a wait for its copy."""
+    """Backward may free a buffer that it does not need without waiting for its copy."""
     with fake_cuda() as device:
         recorded: list[Tensor] = []
         monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: recorded.append(tensor))
@@ -159,7 +159,7 @@ def test_memory_that_is_being_filled_is_not_given_to_others(monkeypatch: pytest.
 
 
 def test_nothing_stays_on_the_device() -> None:
-    """Neither after forward, nor after backward."""
+    """Holds after forward and after backward."""
     made: list[Any] = []
 
     class Watched(FarLink):

@@ -1,4 +1,4 @@
-"""Routers, capacity, and losses that reach the gradient once, against what their definitions say token by token."""
+"""Routers, capacity, and losses that reach the gradient once, compared with their definitions token by token."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def grouped_router(**options: Any) -> Router:
 
 
 def differs_from_deepseek(ours: Router) -> bool:
-    """Whether choices or weights are others than those of transformers' router, on many tokens."""
+    """Returns whether choices or weights differ from those of transformers' router, on many tokens."""
     modeling = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
     shape = {"hidden_size": HIDDEN, "n_routed_experts": 12, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
     shape |= {"routed_scaling_factor": 2.5, "norm_topk_prob": True}
@@ -119,14 +119,14 @@ def no_groups(scores: Tensor, config: MoEConfig) -> Tensor:
 
 
 def the_best_expert_alone(scores: Tensor, config: MoEConfig) -> Tensor:
-    """Groups chosen by their largest score."""
+    """Planted bug: chooses groups by their largest score."""
     grouped = scores.unflatten(-1, (4, 3))
     open_groups = torch.zeros(grouped.shape[:-1]).scatter_(-1, grouped.amax(-1).topk(2, dim=-1).indices, 1)
     return grouped.masked_fill(open_groups.unsqueeze(-1) == 0, float("-inf")).flatten(-2)
 
 
 def without_the_bias(scores: Tensor, config: MoEConfig) -> Tensor:
-    """Groups that would be chosen if the bias moved the choice of experts alone."""
+    """Planted bug: chooses groups without the bias, which then moves only the choice of experts."""
     made = grouped_router()
     assert made.expert_bias is not None
     closed = within_groups(scores - made.expert_bias, config).isinf()
@@ -209,7 +209,7 @@ def gradients(model: GPT) -> dict[str, Tensor]:
 
 
 def test_attached_losses_give_the_gradient_of_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written out: mean token loss + coefficients * mean over the sequences, as one scalar."""
+    """The objective as one scalar: mean token loss + coefficients * mean over the sequences."""
     ids = tokens()
     attached = with_losses()
     assert attached.routers is not None

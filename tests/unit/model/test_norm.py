@@ -1,4 +1,4 @@
-"""The norm of a sum against the sum and its norm, written out in fp64."""
+"""The norm of a sum, compared with the sum and its norm written out in fp64."""
 
 from __future__ import annotations
 

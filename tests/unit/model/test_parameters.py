@@ -1,4 +1,4 @@
-"""The table of parameters: what it says of the models of both families, and that it names exactly their parameters."""
+"""The table of parameters: its rows for the models of both families; it names exactly their parameters."""
 
 from __future__ import annotations
 

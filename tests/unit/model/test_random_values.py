@@ -45,7 +45,7 @@ def in_numpy(request: pytest.FixtureRequest) -> bool:
 
 
 def philox(counter: list[int], key: list[int]) -> list[int]:
-    """Philox4x64-10 as its paper has it (Salmon et al., 2011), in whole numbers."""
+    """Philox4x64-10 as in its paper (Salmon et al., 2011), in Python integers."""
     mask, c, k = (1 << 64) - 1, list(counter), list(key)
     for _ in range(10):
         a, b = c[0] * 0xD2E7470EE14C6C93, c[2] * 0xCA5A826395121157
@@ -55,7 +55,7 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
 
 
 def test_our_philox_gives_the_published_answers() -> None:
-    """The known answers of Random123, the authors' own library."""
+    """Known answers of Random123, the authors' own library."""
     ones = (1 << 64) - 1
     assert philox([0] * 4, [0] * 2) == [
         0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B,
@@ -66,7 +66,7 @@ def test_our_philox_gives_the_published_answers() -> None:
 
 
 def test_words_are_those_of_philox() -> None:
-    """Word i is one of the four of counter i // 4 + 1: numpy counts before it computes."""
+    """Word i is one of the four of counter i // 4 + 1: numpy increments the counter before it computes."""
     digest = hashlib.sha256(b"7:layers.0.mlp.weight").digest()
     key = [int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:16], "little")]
     runs = [(0, 9), (9, 1), (10, 3), (14, 2), (4 * 10**12 + 3, 9), (6, 4), (8, 0), (8, 3), (12, 1)]
@@ -96,7 +96,7 @@ def test_uniform_values_are_the_halves_of_the_words() -> None:
 
 
 def furthest_from(values: torch.Tensor, distribution: torch.Tensor) -> float:
-    """Kolmogorov and Smirnov's distance, times the root of the number of values: above 1.95 in one case of 1000."""
+    """Kolmogorov-Smirnov distance times the root of the number of values; above 1.95 in one case of 1000."""
     steps = torch.arange(len(values) + 1, dtype=torch.float64) / len(values)
     apart = torch.maximum(steps[1:] - distribution, distribution - steps[:-1])
     return apart.max().item() * math.sqrt(len(values))
@@ -127,14 +127,14 @@ def test_the_distance_sees_what_is_not_normal() -> None:
 
 
 def random_runs(draw: random.Random) -> list[tuple[int, int]]:
-    """Odd starts, empty runs, runs within a counter and across many, far from the beginning."""
+    """Odd starts, empty runs, runs within a counter and across many, far offsets."""
     far = draw.choice([0, draw.randrange(1 << 20), draw.randrange(1 << 48)])
     lengths = [draw.choice([0, 1, 2, 3, 7, 8, 9, draw.randrange(2000), draw.randrange(70_000)]) for _ in range(12)]
     return [(far + draw.randrange(100_000), length) for length in lengths[: draw.randrange(13)]]
 
 
 def differences(seed: int, cases: int) -> Iterator[str]:
-    """Cases in which the compiled function and numpy differ in a bit."""
+    """Cases in which a bit of the compiled function and of numpy differs."""
     draw = random.Random(seed)
     for case in range(cases):
         values: Values = draw.choice([normal_values, uniform_values])
@@ -187,12 +187,12 @@ def digest_of(values: Values, *, in_numpy: bool) -> str:
 
 @pytest.mark.parametrize("values", GOLDEN)
 def test_the_bits_never_change(values: Values, in_numpy: bool) -> None:
-    """Golden, to the last bit of a million: on every processor, with every numpy and torch."""
+    """Golden to the last bit of a million values: on every processor, with every numpy and torch."""
     assert digest_of(values, in_numpy=in_numpy) == GOLDEN[values]
 
 
 def test_a_processor_with_fewer_instructions_draws_the_same_bits() -> None:
-    """numpy chooses by processor: without wide vectors and fused multiply-add, too."""
+    """numpy dispatches by processor; includes one without wide vectors and fused multiply-add."""
     dispatched = [name for name in umath.__cpu_dispatch__ if umath.__cpu_features__.get(name)]
     if not dispatched:
         pytest.skip("numpy has no instructions to choose from on this processor")
@@ -210,7 +210,7 @@ def test_a_processor_with_fewer_instructions_draws_the_same_bits() -> None:
 
 
 def test_the_compiled_function_fuses_nothing() -> None:
-    """A fused multiply-add changes a value of fp32 once in about 10^9, too rarely for a comparison of values."""
+    """A fused multiply-add changes one fp32 value in about 10^9, too rarely for a comparison of values."""
     recipe, objects = as_built(emulated=False)
     disassembler = shutil.which("objdump")
     if disassembler is None:

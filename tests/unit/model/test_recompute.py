@@ -59,7 +59,7 @@ def test_what_is_recomputed(plan: dict[str, Any], expected: int, monkeypatch: py
 
 
 def kept_bytes(model: GPT) -> int:
-    """What a forward pass keeps for the backward pass, apart from the weights."""
+    """Bytes that a forward pass keeps for the backward pass, without the weights."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 

@@ -1,4 +1,4 @@
-"""The queue of weight gradients: passes in their order, gradients added up, nothing computed before its time."""
+"""The queue of weight gradients keeps the order of passes, adds gradients up and computes nothing early."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def weight() -> nn.Parameter:
 
 
 def filled(queue: WgradQueue, parameter: nn.Parameter) -> None:
-    """Two passes with two gradients each: 1 and 2, then 10 and 20."""
+    """Queues two passes with two gradients each: 1 and 2, then 10 and 20."""
     for values in ((1.0, 2.0), (10.0, 20.0)):
         for value in values:
             queue.put(parameter, torch.full((1, 1), value), torch.ones(1, 2))
@@ -21,7 +21,7 @@ def filled(queue: WgradQueue, parameter: nn.Parameter) -> None:
 
 
 class Notes:
-    """Takes the products instead of the parameter."""
+    """Receives the products instead of the parameter."""
 
     def __init__(self) -> None:
         self.taken: list[float] = []

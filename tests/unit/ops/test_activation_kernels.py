@@ -1,4 +1,4 @@
-"""The scalar functions of csrc/activation/math.h over their whole range, through the kernels, against fp64."""
+"""The scalar functions of csrc/activation/math.h over their whole range, run by the kernels, against fp64."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def every_bf16() -> Tensor:
 
 
 def dense_fp32() -> Tensor:
-    """Every 997th finite fp32 number, subnormal ones included, and a dense grid where the functions bend."""
+    """Every 997th finite fp32 number, subnormals included, and a dense grid where the functions bend."""
     bits = torch.arange(0, 0x7F800000, 997, dtype=torch.int64)
     positive = bits.to(torch.int32).view(torch.float32)
     return torch.cat([positive, -positive, torch.linspace(-110.0, 110.0, 2_000_000), torch.linspace(-6, 6, 2_000_000)])
 
 
 def exact_gelu(x: Tensor, tanh: bool) -> Tensor:
-    """In fp64, without the difference of nearly equal numbers that the usual formula has far below zero."""
+    """GELU in fp64. Avoids the cancellation far below zero of the usual formula."""
     if tanh:
         return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
     return x * 0.5 * torch.special.erfc(-x * math.sqrt(0.5))
@@ -62,7 +62,7 @@ def value_and_slope(function: object, x: Tensor) -> tuple[Tensor, Tensor]:
     return value.detach().double(), slope.double()
 
 
-# Slopes cross zero: there the error is held against the size of what is summed.
+# Slopes cross zero, where the error is compared with the size of the summands.
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_dense_fp32_within_a_millionth(name: str) -> None:
     ours, exact = FUNCTIONS[name]
@@ -75,7 +75,7 @@ def test_dense_fp32_within_a_millionth(name: str) -> None:
 
 
 def test_far_below_zero_the_relative_accuracy_stays() -> None:
-    """Where 1 + erf and 1 + tanh have lost every digit, down to where exp(-87) is cut off."""
+    """Tests where 1 + erf and 1 + tanh have no digits left, down to where exp(-87) is cut off."""
     ops = backend("cpu").ops
     for name, lowest, limit in (("gelu_erf", -13.0, 2e-6), ("gelu_tanh", -9.9, 2e-5), ("silu", -87.0, 2e-5)):
         x = torch.linspace(lowest, -1.0, 1_000_000)
@@ -87,7 +87,7 @@ def test_far_below_zero_the_relative_accuracy_stays() -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_bf16(name: str) -> None:
-    """All 65536 of them, rounded once; NaN stays NaN, an infinite result is infinite, 0 stays 0."""
+    """All 65536 values, rounded once; NaN stays NaN, an infinite result is infinite, 0 stays 0."""
     ours, exact = FUNCTIONS[name]
     x = every_bf16()
     got, want = ours(backend("cpu").ops, x), exact(x.double())

@@ -1,4 +1,4 @@
-"""NVIDIA's apex where it is installed: stand-ins of its interface, for it needs a GPU."""
+"""NVIDIA's apex, which needs a GPU, as stand-ins with its interface."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """An apex that notes what is called."""
+    """Installs an apex that records its calls."""
     called: list[str] = []
 
     def layer(x: Tensor, weight: Tensor, bias: Tensor, shape: tuple[int, ...], eps: float) -> Tensor:
@@ -79,7 +79,7 @@ def test_its_norms_are_called_with_what_they_can_take(calls: list[str]) -> None:
         ):
             assert torch.equal(ours, theirs)
     half = x.bfloat16()
-    for given in (x, half):  # nor of another type than its parameters
+    for given in (x, half):  # nor inputs whose dtype differs from the parameters'
         assert torch.equal(kernels.rms_norm(given, weight, 1e-5), plain.rms_norm(given, weight, 1e-5))
     assert calls == ["layer", "layer", "rms"]
 
@@ -106,7 +106,7 @@ def capturable_adam(
     decay: float,
     inverse_scale: Tensor,
 ) -> None:
-    """apex's function of that name, with torch's Adam."""
+    """Implements apex's function of that name with torch's Adam."""
     assert left_out.dtype == step.dtype == torch.int32 and corrected == 1 and chunk > 0
     if left_out.item():
         return
@@ -146,7 +146,7 @@ def test_its_adam_is_the_update_where_ours_is_not_built(
 
 
 def test_pieces_without_elements_are_not_handed_to_apex(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ZeRO a rank may have nothing of a parameter. Behind such a one apex would leave the others as they are."""
+    """ZeRO may give a rank no element of a parameter. apex would skip the parameters after such an empty one."""
     monkeypatch.setattr(sys.modules["amp_C"], "multi_tensor_adam_capturable", capturable_adam, raising=False)
     rule = Adam(0.9, 0.999, 1e-8, AsWeights(), by_apex)
     weights = [torch.ones(3), torch.ones(0)]

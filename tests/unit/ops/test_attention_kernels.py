@@ -1,4 +1,4 @@
-"""Attention of csrc/ on a CPU beyond the common comparison: what is chosen, dropout, refusals, planted bugs."""
+"""Attention of csrc/ on a CPU beyond the common comparison: selection, dropout, rejections, planted bugs."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def other_layouts(draw: Draw) -> Iterator[Call]:
 
 
 def proof_bounds(args: Sequence[Any], upstreams: Sequence[Tensor]) -> tuple[list[Near], dict[int, Near]]:
-    """With bf16 instructions weights and the gradients of scores are rounded before they are multiplied; the mean
-    gradient of a row is taken from the rounded output, as flash attention does everywhere."""
+    """Weights and the gradients of scores are rounded before bf16 instructions multiply them. The mean gradient of a
+    row comes from the rounded output, as in every flash attention."""
     query, *key_and_value, mask, causal = args
     dtype, short = query.dtype, query.dtype.itemsize == 2
     repeat = query.shape[1] // key_and_value[0].shape[1] if key_and_value[0].shape[1] else 1
@@ -199,7 +199,7 @@ def test_cuda_has_no_such_kernel() -> None:
 
 
 def test_gradients_of_a_fused_projection_are_thirds_of_its_gradient() -> None:
-    """No copy: what the split hands on is what attention wrote."""
+    """The result needs no copy: the split passes on the tensor that attention wrote."""
     attention, qkv = native(), torch.randn(2, 70, 3, 3, 8, requires_grad=True)
     query, key, value = (part.transpose(1, 2) for part in split_qkv(qkv))
     grads = torch.autograd.grad(attention(query, key, value, **CAUSAL).sum(), (query, key, value), retain_graph=True)
@@ -209,7 +209,7 @@ def test_gradients_of_a_fused_projection_are_thirds_of_its_gradient() -> None:
 
 
 def kept_keys(attention: Callable[..., Tensor], seq: int, dropout_p: float) -> Tensor:
-    """[batch, heads, queries, keys]: the weights after dropout, times the number of keys; all scores are equal."""
+    """[batch, heads, queries, keys]: weights after dropout, times the number of keys; all scores are equal."""
     query = torch.zeros(2, 3, seq, seq)
     value = torch.eye(seq).expand(2, 3, seq, seq)
     return attention(query, query, value, mask=None, causal=False, scale=1.0, dropout_p=dropout_p) * seq
@@ -257,7 +257,7 @@ def test_a_recomputed_layer_drops_the_same_again() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_backward_drops_what_forward_dropped(dtype: torch.dtype) -> None:
-    """Against the formula with what was dropped: the weights tell, for values that are the unit matrix."""
+    """Compares with the formula. With the unit matrix as values, the output shows which weights were dropped."""
     attention, seq = native(), 70
     query, key = (torch.randn(1, 2, seq, seq).div(3).to(dtype).requires_grad_() for _ in range(2))
     unit = torch.eye(seq).to(dtype).expand(1, 2, seq, seq)
@@ -311,12 +311,12 @@ def _without_memory(batch: int) -> str:
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are Linux's")
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_lack_of_memory_is_an_error_in_threads_too(batch: int) -> None:
-    """Not a result that nobody has written: in a loop of several threads an exception would end at torch's door."""
+    """An exception cannot leave a loop of several threads; without the error, the result would be unwritten memory."""
     assert re.search("alloc|Memory", in_fresh_process(_without_memory, batch))
 
 
 def test_long_sequences_keep_no_scores() -> None:
-    """What is kept for the backward pass grows with the sequence, not with its square."""
+    """Memory for the backward pass grows with the sequence, not with its square."""
     kept = {}
     for seq in (256, 512):
         tensors, sizes = three(seq), []
@@ -356,7 +356,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_it_is_the_function_of_the_other_ways() -> None:
-    """In blocks of torch's products, and as the plain formula: in one dtype, one function."""
+    """Equals attention in blocks of torch's products and the plain formula, in one dtype."""
     tensors = three(130)
     ours = native()(*tensors, **CAUSAL)
     for other in (blocked_attention, attention.attention):

@@ -1,4 +1,4 @@
-"""csrc/build.py and setup.py with compilers that only pretend: what is built, said, locked, kept and cleaned up."""
+"""csrc/build.py and setup.py with fake compilers: what they build, print, lock, keep and clean up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from tests.policy.rules import ROOT
 
-# Writes the file it is asked for and notes what it was given; fails, or takes its time, for the files it is told to.
+# Writes the requested file and records its arguments; fails or waits for the configured files.
 COMPILER = """
 import pathlib, sys, time
 here, arguments = pathlib.Path(__file__).parent, sys.argv[1:]
@@ -38,7 +38,7 @@ pathlib.Path(arguments[arguments.index("-o") + 1]).write_text(" ".join(arguments
 
 
 class Sandbox:
-    """A checkout of what building needs, with a C++ compiler and an nvcc that pretend."""
+    """A checkout with the files that building needs, a fake C++ compiler and a fake nvcc."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.tools = folder / "checkout", folder / "tools"
@@ -69,11 +69,11 @@ class Sandbox:
         return process.communicate(timeout=120)[0]
 
     def outcome(self, *command: str, **environment: str) -> str:
-        """The last line that was said."""
+        """Last line of the output."""
         return self.run(*command, **environment).splitlines()[-1]
 
     def compiled(self) -> list[str]:
-        """The files compiled since this was last asked for."""
+        """Files compiled since the last call."""
         logs = [self.tools / "log", self.tools / "cuda" / "bin" / "log"]
         names = [name for log in logs if log.exists() for name in log.read_text().split()]
         for log in logs:
@@ -275,7 +275,7 @@ BUILT = {"megatron/ops/_kernels.so", "megatron/ops/_kernels.json"}
 
 @pytest.mark.parametrize("hook", ["build_wheel", "build_editable"])
 def test_what_pip_installs(sandbox: Sandbox, hook: str) -> None:
-    """pip calls these hooks; an editable installation finds the files where they were built."""
+    """Calls pip's hooks; an editable installation finds the files where they were built."""
     said = sandbox.run("-c", f"from setuptools import build_meta; build_meta.{hook}('out')")
     (wheel,) = (sandbox.folder / "out").glob("*.whl")
     if hook == "build_editable":

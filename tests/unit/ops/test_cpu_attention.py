@@ -16,7 +16,7 @@ from megatron.ops.blocked_attention import blocked_attention
 def inputs(seq: int, heads: int, groups: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     torch.manual_seed(seq)
     shapes = [(2, seq, heads, 8), (2, seq, groups, 8), (2, seq, groups, 8)]
-    # Not contiguous, as they come out of the fused projection.
+    # Not contiguous, like outputs of the fused projection.
     return [torch.randn(shape, dtype=torch.float64).to(dtype).transpose(1, 2).requires_grad_() for shape in shapes]
 
 

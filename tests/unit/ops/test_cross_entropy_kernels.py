@@ -1,4 +1,4 @@
-"""Cross-entropy of csrc/ beyond the common comparison: labels that do not exist, far offsets, planted bugs."""
+"""Cross-entropy of csrc/ beyond the common comparison: invalid labels, far offsets, planted bugs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_rank_that_holds_no_label_and_perhaps_no_column(columns: int) -> None:
 
 
 def test_rows_that_lie_beyond_32_bits() -> None:
-    """Two rows, 2^31 numbers apart: their memory is reserved but never touched."""
+    """Two rows, 2^31 numbers apart, in memory that is reserved but never touched."""
     storage = torch.empty((1 << 31) + 8, dtype=torch.bfloat16)
     logits = storage.as_strided((2, 8), (1 << 31, 1))
     logits.copy_(torch.arange(16).view(2, 8) * 0.5)

@@ -1,5 +1,5 @@
-"""A kernel runs on the device and the stream of its tensor, whichever device is current in torch's CUDA runtime and in
-the one that our kernels are linked with. Both runtimes are stand-ins; csrc/common is as it is."""
+"""A kernel runs on the device and stream of its tensor, whichever device is current in torch's CUDA runtime and in the
+one linked with our kernels. Both runtimes are stand-ins; csrc/common is the real one."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def where_kernels_run(folder: Path, checkout: Path) -> list[str]:
     command = [*cxx, "-std=c++20", "-O0", f"-DTORCH_TARGET_VERSION={builder().TORCH_TARGET}", "-isystem", str(headers)]
     command += ["-I", str(folder), "-I", str(common.parent), "-x", "c++", str(folder / "program.cpp")]
     command += [str(common / "device.cu"), str(common / "stream.cpp"), "-o", str(folder / "program"), "-ldl"]
-    builder().run([*command, "-Wl,--unresolved-symbols=ignore-all"])  # of torch, whatever is never called
+    builder().run([*command, "-Wl,--unresolved-symbols=ignore-all"])  # functions of torch that are never called
     return subprocess.run([str(folder / "program"), str(library)], capture_output=True, text=True).stdout.splitlines()
 
 

@@ -1,7 +1,7 @@
-"""The emulator itself: what a GPU does it does, what a GPU leaves undefined it poisons, what hangs it names.
+"""The emulator itself: it computes what a GPU does, poisons what a GPU leaves undefined, and names what would hang.
 
-And planted mistakes: copies of our kernels with a wrong constant, an index off by one, a missing barrier or a pack that
-is not aligned must fail the same comparison that the real ones pass.
+Planted bugs in copies of our kernels (a wrong constant, an index off by one, a missing barrier, an unaligned pack) must
+fail the comparison that the real kernels pass.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ namespace {
 
 
 def program(folder: Path, kernel: str, grid: str, block: str, root: Path = ROOT) -> ctypes.CDLL:
-    """run(x, out, n) launches `kernel`; it gives back what went wrong, or nothing."""
+    """run(x, out, n) launches `kernel` and returns the fault, or nothing."""
     source = folder / "kernel.cpp"
     source.write_text(f"""{HEADERS}{kernel}}}
 extern "C" const char* run(const float* x, float* out, int n) {{
@@ -199,7 +199,7 @@ __global__ void planted(const float* x, float* out, int n) {
 
 
 def test_what_a_gpu_leaves_undefined_is_a_fault_in_every_order(tmp_path: Path) -> None:
-    """Whether or not the order of the fibers makes a result wrong."""
+    """The fault is reported whether or not the order of the fibers makes a result wrong."""
     library = program(tmp_path, DOES, "1", "64")
     for case, (what, fault) in enumerate(UNDEFINED.items(), start=1):
         for order in ORDERS.values():

@@ -1,5 +1,4 @@
-"""The product of a few rows beyond the common comparison: rows that do not depend on each other, where it is taken,
-planted bugs."""
+"""Products of a few rows beyond the common comparison: independent rows, where it is selected, planted bugs."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ CPU_PROOFS = {"few_rows": proof_of("few_rows", proof_calls, proof_bounds)}
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_does_not_depend_on_those_beside_it(dtype: torch.dtype) -> None:
-    """So that several tokens of a text may be read at once and give the bits of one after another."""
+    """Reading several tokens of a text at once must give the same bits as reading one after another."""
     product, draw = kernel("few_rows", backend("cpu").ops), Draw(dtype, torch.Generator().manual_seed(1))
     x, weight, bias = draw(11, 300), draw(50, 300), draw(50)
     together = product(x, weight, bias)

@@ -1,4 +1,4 @@
-"""Thirds of one tensor, where a plain split would copy."""
+"""Thirds of one tensor stay views where a plain split would copy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_what_is_not_thirds_is_not_taken_for_them() -> None:
 
 @pytest.mark.parametrize("together", [True, False])
 def test_the_gradient_of_a_split(together: bool) -> None:
-    """Of thirds of one tensor it is that tensor, not a copy."""
+    """The gradient of thirds of one tensor is that tensor, not a copy."""
     qkv = torch.randn(2, 5, 3, 3, 4, dtype=torch.float64, requires_grad=True)
     grads = empty_thirds(torch.empty(2, 5, 3, 4, dtype=torch.float64))
     for grad in grads:

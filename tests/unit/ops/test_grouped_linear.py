@@ -1,4 +1,4 @@
-"""The experts' products: against each expert's own product in fp64, whatever the experts' shares; planted bugs."""
+"""The experts' products against each expert's own product in fp64, for any shares of the experts; planted bugs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def given(counts: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, list[nn.Pa
 
 
 def expert_by_expert(counts: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-    """[y, dx, dweights...] by their definition, in fp64 on what the operation is given."""
+    """[y, dx, dweights...] by definition, in fp64 on the operation's inputs."""
     x, weights, dy = (value.detach().double() if isinstance(value, Tensor) else value for value in given(counts, dtype))
     y, dx, gradients, start = torch.zeros_like(dy), torch.zeros_like(x), [], 0
     for weight, count in zip(weights, counts, strict=True):
@@ -57,13 +57,13 @@ def computed(op: Callable[..., Tensor], counts: Sequence[int], dtype: torch.dtyp
 
 
 def difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """Relative to the largest entry of each."""
+    """Largest difference, relative to the largest entry of each tensor."""
     pairs = [(a.double(), b) for a, b in zip(found, wanted, strict=True) if b.numel()]
     return max((((a - b).abs().max() / b.abs().max().clamp_min(1.0)).item() for a, b in pairs), default=0.0)
 
 
 def grouped(x: Tensor, counts: Sequence[int], weights: Sequence[nn.Parameter]) -> Tensor:
-    """The way of a CUDA device, by the same function of PyTorch on this one."""
+    """The CUDA device's implementation, by PyTorch's same function on this device."""
     return grouped_linear._grouped_linear(Grouped, x, counts, weights, None)
 
 
@@ -75,7 +75,7 @@ def test_every_expert_has_its_own_product(counts: list[int]) -> None:
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("counts", SHARES.values(), ids=SHARES)
 def test_the_grouped_product_is_the_same(counts: list[int], dtype: torch.dtype, allowed: float) -> None:
-    """Allowed is the rounding of the dtype; a row of a wrong expert would be off by a hundred times of it."""
+    """The tolerance is the dtype's rounding; a row of a wrong expert would exceed it a hundredfold."""
     wanted = expert_by_expert(counts, dtype)
     assert difference(computed(grouped, counts, dtype), wanted) < allowed
     assert difference(computed(by_loop, counts, dtype), wanted) < allowed
@@ -98,7 +98,7 @@ def test_a_rank_whose_experts_nobody_chose_asks_for_no_grouped_product(rows: int
 
 
 def test_gradients_that_wait_in_a_queue() -> None:
-    """None before its turn, all after it, and two passes add up."""
+    """Gradients appear only when the queue runs, and two passes add up."""
     counts, queue = [2, 0, 5], WgradQueue()
     x, weights, dy = given(counts, torch.float64)
     for _ in range(2):
@@ -132,7 +132,7 @@ def test_it_is_a_row_of_the_table() -> None:
 
 
 def shifted(counts: Sequence[int]) -> list[int]:
-    """As if a row of the largest group were the next one's."""
+    """Planted bug: counts a row of the largest group as the next one's."""
     wrong = list(counts)
     largest = wrong.index(max(wrong))
     wrong[largest] -= 1
@@ -155,7 +155,7 @@ def test_a_row_of_the_next_group_is_seen(which: str, monkeypatch: pytest.MonkeyP
 
 
 def test_a_gradient_nobody_wrote_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that leaves the gradients of experts without rows as memory was."""
+    """Planted bug: leaves the gradients of experts without rows unwritten."""
     right = F.grouped_mm
 
     def unwritten(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A library that is missing, damaged, stale or made for something else: one line and PyTorch's own, never a crash."""
+"""A missing, damaged, stale or mismatched library gives one line and PyTorch's own operations, never a crash."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 def bless(path: Path) -> None:
-    """Makes the record say that this is what was built."""
+    """Makes the record accept the library as built."""
     record = path.with_suffix(".json")
     record.write_text(json.dumps(json.loads(record.read_text()) | {"sha256": module._digest(path)}))
 
@@ -112,7 +112,7 @@ def test_what_cannot_be_read_is_one_line(copy: Path, unreadable: str, monkeypatc
 
 
 def compiled(source: str, path: Path) -> None:
-    """A shared object of a few lines of C++ in the place of the kernels."""
+    """Compiles a few lines of C++ into a shared object in place of the kernels."""
     cxx = builder().compiler()
     command = [*cxx, "-shared", "-fPIC", "-Wl,-z,now", "-x", "c++", "-", "-o", str(path)]
     subprocess.run(command, input=source, text=True, check=True)
@@ -143,7 +143,7 @@ def test_older_than_its_sources(copy: Path, tmp_path: Path) -> None:
 
 
 def test_a_good_copy_loads(copy: Path) -> None:
-    """In a process of its own: operations are registered once."""
+    """Runs in a new process, because operations can be registered only once."""
     code = f"from pathlib import Path; from megatron.ops.library import load; print(load(Path({str(copy)!r})))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout.startswith("Library(missing=None"), done.stderr

@@ -1,4 +1,4 @@
-"""A linear layer's product with its bias: the same bits as torch's own, whichever operation adds the bias."""
+"""A linear layer's product with its bias has the same bits as torch's, whichever operation adds the bias."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kernel of csrc/ on every backend that this machine has, against fp64; and how torch sees the operations."""
+"""Every kernel of csrc/ on every backend of this machine against fp64; and the operations as torch sees them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_order_of_threads_and_blocks_does_not_matter(op: str, order: str) ->
 
 
 def test_a_sum_of_squares_of_more_parts_than_a_block_has_threads() -> None:
-    """Of 2^16 numbers each: too slow for the table of proofs."""
+    """Each part has 2^16 numbers, too slow for the table of proofs."""
     flat = torch.zeros(258 * 2**16 + 3, dtype=torch.bfloat16)
     flat[:: 2**16] = 1.0
     assert backend("emulated").ops.square_sum(flat) == 259
@@ -79,7 +79,7 @@ def test_two_threads_give_what_one_gives(op: str) -> None:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the first call of every operation of a namespace, and all their results."""
+    """Records the first call of every operation of a namespace, and all results."""
 
     def __init__(self, namespace: str) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def differentiable(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def refuses_a_derivative(op: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """As derivatives themselves do, and what only our own gradients call; that others have one, the proofs show."""
+    """True if it refuses a derivative, like derivatives and internal operations. The proofs cover the others."""
     if op._schema.is_mutable:  # torch registers no derivative of these, and opcheck knows how to call them
         return False
     leaves = differentiable(args)
@@ -169,7 +169,7 @@ REFUSED = declared("REFUSED")
 
 
 def test_every_operation_refuses_something() -> None:
-    """But the optimizer's, which are given nothing but its own flat buffers."""
+    """Excludes the optimizer's kernels, which only get its own flat buffers."""
     assert set(REFUSED) == {
         name for name, row in OPERATIONS.items() if row.native is not None and row.native.folder != "optim"
     }
@@ -187,7 +187,7 @@ def test_strict_names_the_operation_the_shape_and_what_would_do(op: str, args: t
 
 
 def test_the_fallback_runs_and_is_said_once() -> None:
-    """Not once for every operation: in fp64 it holds for all of them."""
+    """Prints one line for all operations, because in fp64 it holds for all."""
     backend("cpu")
     said: list[str] = []
     kernels = resolve("auto", "cpu", warn=said.append)

@@ -1,4 +1,4 @@
-"""What the table of proofs does not say about norms: determinism across threads, the order of rounding, the model."""
+"""Properties of norms that the table of proofs lacks: determinism across threads, the order of rounding, the model."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_gradients_of_weights_are_summed_in_fp32() -> None:
 
 
 def test_rms_norm_rounds_before_the_gain() -> None:
-    """Bit for bit what the plain formula gives, which a kernel that rounds once would not: a few numbers may differ
-    where the statistics differ in their last bit."""
+    """Bits equal the plain formula's, unlike a kernel that rounds once. A few numbers may differ where the statistics
+    differ in their last bit."""
     torch.manual_seed(0)
     x, weight = torch.randn(64, 512).bfloat16(), (torch.randn(512) + 1).bfloat16()
     ours, plain = kernel("rms_norm")(x, weight, 1e-5), rms_norm(x, weight, 1e-5)

@@ -1,4 +1,4 @@
-"""What nvcc makes of every .cu file, without a GPU: no spills, no stack, 16 bytes an access where packs are used."""
+"""nvcc's output for every .cu file, without a GPU: no spills, no stack, 16 bytes per access where packs are used."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cuda() -> Any:
 
 
 def ptx_of(source: Path, folder: Path) -> str:
-    """The PTX of a CUDA file for the oldest of the GPUs that it is built for, and then for the newest."""
+    """PTX of a CUDA file for the oldest, then the newest GPU that it is built for."""
     found, texts = cuda(), []
     for gpu in (min(builder().gpus(found)), max(builder().gpus(found))):
         out = folder / f"{gpu}.ptx"
@@ -51,7 +51,7 @@ def ptx_of(source: Path, folder: Path) -> str:
 
 
 def said_of(source: Path) -> str:
-    """What the assembler said when the kernels were built."""
+    """Assembler output when the kernels were built."""
     recipe, objects = as_built(False)
     ((_, compiled),) = [pair for pair in zip(recipe.units, objects) if pair[0].source == source]
     return compiled.with_suffix(".txt").read_text()
@@ -59,7 +59,7 @@ def said_of(source: Path) -> str:
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, Future[str]]]:
-    """Of every source, the slowest begun first: on several cores they are compiled at once."""
+    """PTX of every source; slow ones start first, in parallel on several cores."""
     cuda()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         slowest_first = sorted(SOURCES, key=lambda source: -source.stat().st_size)
@@ -81,7 +81,7 @@ def usage_problems(said: str) -> list[str]:
 
 
 def narrow_kernels(ptx: str, kind: str) -> list[str]:
-    """Kernels made for packs without one 16-byte load or store."""
+    """Kernels instantiated for packs, but without a 16-byte load or store."""
     entries = [(found.group(1), found.group()) for found in ENTRY.finditer(ptx)]
     packed = [(name, body) for name, body in entries if PACKED.findall(name)[:1] == ["1"]]
     return [name for name, body in packed if not wide(body, kind)]
@@ -93,7 +93,7 @@ def wide(body: str, kind: str) -> bool:
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.parent.name)
 def test_no_kernel_spills_or_uses_the_stack(source: Path) -> None:
-    """On any of the GPUs that machine code is made for."""
+    """Covers all GPUs that machine code is made for."""
     cuda()
     said = said_of(source)
     assert set(re.findall(r"Compiling entry function '\w+' for 'sm_(\d+)'", said)) == {"80", "90", "100", "120"}
@@ -101,7 +101,7 @@ def test_no_kernel_spills_or_uses_the_stack(source: Path) -> None:
 
 
 def test_compute_sanitizer_is_told_of_every_kernel(output: tuple[Path, str]) -> None:
-    """It chooses by a part of the name in machine code, and calls what it was not told of clean."""
+    """Compute Sanitizer selects kernels by a part of their mangled name, and reports all others as clean."""
     key, part = gpu_ops.OUR_KERNELS.split("=")
     kernels = ENTRIES.findall(output[1])
     assert key == "kns" and kernels
@@ -127,7 +127,7 @@ def test_halves_are_converted_by_the_gpu(output: tuple[Path, str]) -> None:
 
 
 def test_a_spill_and_a_narrow_access_are_seen(tmp_path: Path) -> None:
-    """Planted: an array indexed at run time lives on the stack, and members are stored one by one."""
+    """Planted bug: an array indexed at run time lives on the stack, and members are stored one by one."""
     source = tmp_path / "planted.cu"
     source.write_text("""
 template <bool kPacked>

@@ -1,6 +1,6 @@
-"""The kernels as they are not built for use: with AddressSanitizer, and for a lower instruction set than ours.
+"""Builds of the kernels for tests only: with AddressSanitizer, and for a lower instruction set.
 
-AddressSanitizer sees a read or write beyond a tensor, or beyond shared memory, which leaves every result right.
+AddressSanitizer finds a read or write beyond a tensor or beyond shared memory, even if every result stays right.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ print("right")
 """
 MOST = {"cpu": 100_000, "emulated": 250}
 NAMESPACE = {"cpu": "megatron_native", "emulated": "megatron_emulated"}
-# The emulator's fibers have stacks of their own, and what is undefined is seen in every other test of it.
+# The emulator's fibers have their own stacks; every other emulator test checks undefined behaviour.
 ASAN = ("-O0", "-g1", "-fno-sanitize=undefined", "-fsanitize=address", "--param", "asan-stack=0")
 
 
@@ -94,7 +94,7 @@ def test_a_planted_step_beyond_the_end_is_seen(
     assert done.returncode and "heap-buffer-overflow" in done.stderr, done.stderr[-3000:]
 
 
-# Of which tier it takes the place, what is compiled, and how.
+# name -> (tier that it replaces, kernels that are compiled, flags)
 LOWER = {
     "AVX2": ("v4", "*", ("-march=x86-64-v3", "-mno-avx512f", "-mprefer-vector-width=256")),
     "AVX-512 without bf16": ("v4_bf16", "attention", ("-mno-avx512bf16",)),
@@ -103,7 +103,7 @@ LOWER = {
 
 @pytest.mark.parametrize("name", LOWER)
 def test_lower_instruction_sets_are_right_too(tmp_path: Path, name: str) -> None:
-    """A machine with AVX-512 never runs what most others do."""
+    """A machine with AVX-512 never executes the code that most others use."""
     at_least, folder, flags = LOWER[name]
     if best_tier() < TIERS.index(at_least):
         pytest.skip("this machine runs the lower instruction set itself")

@@ -1,4 +1,4 @@
-"""Products with a weight laid out beforehand: the sums of torch's own, and only where they pay."""
+"""Products with a prepacked weight: torch's sums, and only where they are faster."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_products_err_no_more_than_torchs_own(rows: int, inputs: int, outputs: i
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("packs", [True, False])
 def test_only_where_it_pays(kept: bool, packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In memory that is kept, and with products that are right; the table of kernels says so."""
+    """Requires that freed memory is kept and that the products are right; the table of kernels has the reason."""
     monkeypatch.setattr(packed, "packs", lambda: packs)
     monkeypatch.setattr(packed, "memory_is_kept", lambda: kept)
     assert packed.selected() is (packed.times_where_it_pays if kept and packs else torch.matmul)
@@ -57,7 +57,7 @@ def test_only_where_it_pays(kept: bool, packs: bool, monkeypatch: pytest.MonkeyP
 
 
 def test_only_products_that_are_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is multiplied: without instructions for bf16 a product of this size takes a minute."""
+    """Fake tensors: without bf16 instructions a product of this size takes a minute."""
     asked: list[tuple[int, ...]] = []
     monkeypatch.setattr(packed, "times", lambda x, weight: asked.append(tuple(x.shape)) or x @ weight)
     on_meta = torch.zeros(2048, 2048, dtype=torch.bfloat16, device="meta")
@@ -82,7 +82,7 @@ def test_operations_that_multiply_wrongly_or_are_missing_are_not_used(monkeypatc
 @pytest.mark.skipif(not packed.packs(), reason="this processor or this torch has no bf16 products through oneDNN")
 @pytest.mark.parametrize("vocab", [997, 1003])
 def test_the_head_is_the_same_function(vocab: int) -> None:
-    """Loss and gradients as near to fp64 as by torch's products; rows of padding get no gradient."""
+    """Loss and gradients are as near to fp64 as with torch's products; padding rows get no gradient."""
     hidden, weight, labels = half(70, 48), half(1003, 48, seed=1), torch.arange(70) % vocab
 
     def run(dtype: torch.dtype, product: packed.Product = torch.matmul) -> list[torch.Tensor]:
@@ -112,13 +112,13 @@ print(memory_is_kept())
 
 @pytest.mark.parametrize("choice, kept", [("keep", "True"), ("system", "False")])
 def test_whether_memory_is_kept(choice: str, kept: str) -> None:
-    """In a process of its own: the setting is the whole process's."""
+    """Runs in a new process, because the setting is process-wide."""
     command = [sys.executable, "-c", KEPT, choice]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == kept
 
 
 def test_the_heap_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not in every forward pass, although the native operation and a split vocabulary ask each time."""
+    """Later forward passes do not look again, although the native operation and a split vocabulary ask each time."""
     reads: list[str] = []
 
     class Maps:

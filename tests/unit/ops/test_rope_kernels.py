@@ -1,4 +1,4 @@
-"""What the table of proofs does not say about the rotary embedding: that views are read where they lie."""
+"""Property of the rotary embedding that the table of proofs lacks: views are read in place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def angles(seq: int, half: int) -> tuple[Tensor, Tensor]:
 
 
 class Names(TorchDispatchMode):
-    """The names of all operations that ran."""
+    """Names of all operations that ran."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Bounds of what rounding may do to a kernel's numbers: they hold in real fp32 arithmetic, and they are tight."""
+"""Rounding bounds for kernels: they hold in real fp32 arithmetic, and they are tight."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_half_a_unit_is_what_rounding_may_do(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", all_proofs())
 def test_what_is_bounded_is_what_the_oracle_computes(name: str) -> None:
-    """A bound of another formula would be no bound."""
+    """A bound for another formula would prove nothing."""
     proof = all_proofs()[name]
     for call in small_calls(proof, proof.dtypes[0]):
         upstreams = _upstreams(proof, call)
@@ -79,7 +79,7 @@ def test_what_is_bounded_is_what_the_oracle_computes(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_fresh_seeds_give_the_same_verdict(dtype: torch.dtype) -> None:
-    """In bf16 one of 5x7 had an error of 4.01e-3 where 4.00e-3 were allowed."""
+    """A bf16 call of 5x7 once had an error of 4.01e-3 where 4.00e-3 were allowed."""
     proof, ops = PROOFS["add_rms_norm"], backend("cpu").ops
     for seed in range(1000, 1040):
         call = next(call for call in proof.calls(draw(dtype, seed)) if call.name == "5x7")
@@ -89,7 +89,7 @@ def test_fresh_seeds_give_the_same_verdict(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["swiglu", "gelu", "squared_relu", "rope", "softmax", "layer_norm"])
 def test_a_number_that_is_two_units_off_is_found(name: str, dtype: torch.dtype) -> None:
-    """Wherever it is, and however large the numbers beside it are."""
+    """Finds it anywhere, however large its neighbours are."""
     proof, ops = PROOFS[name], backend("cpu").ops
 
     def moved(ops: Any) -> Callable[..., Tensor]:

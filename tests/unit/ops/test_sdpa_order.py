@@ -1,4 +1,4 @@
-"""The order of PyTorch's attention kernels, as far as it can be seen without a GPU."""
+"""Order of PyTorch's attention kernels, as far as it shows without a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def order() -> list[SDPBackend]:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Call it with a cuDNN version and a GPU's capability to be on such a machine."""
+    """Simulates a machine with the given cuDNN version and GPU capability."""
 
     def be(version: int | None, capability: tuple[int, int]) -> None:
         module.trusts_cudnn.cache_clear()
@@ -63,7 +63,7 @@ def test_a_cudnn_that_is_known_to_be_wrong_is_left_out(
 
 
 def test_flash_that_was_asked_for_comes_first(machine: Any) -> None:
-    """And with `fused`, cuDNN: it is what NVIDIA's fused attention is."""
+    """cuDNN comes first with `fused`, because it is NVIDIA's fused attention."""
     machine(91501, HOPPER)
     seen, reasons = {}, {}
     for name in ("auto", "flash", "fused"):
@@ -77,7 +77,7 @@ def test_flash_that_was_asked_for_comes_first(machine: Any) -> None:
 
 
 def first_of_a_call(attention: Any) -> SDPBackend:
-    """What is tried first in the call of a CUDA tensor, made on a CPU."""
+    """First kernel in the order of a CUDA tensor's call, made on a CPU."""
     seen: list[SDPBackend] = []
     call = F.scaled_dot_product_attention
 
@@ -94,7 +94,7 @@ def first_of_a_call(attention: Any) -> SDPBackend:
 
 
 def test_a_compiled_layer_takes_the_same_kernel() -> None:
-    """The compiler reads the order while it traces, without a break: it would take cuDNN on a Hopper by itself."""
+    """The compiler reads the order while tracing, without a graph break; on a Hopper it would otherwise use cuDNN."""
     priorities: list[tuple[list[str], bool]] = []
 
     def look(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -129,7 +129,7 @@ KEYS_OF = {
 
 @pytest.mark.parametrize(("dtype", "masked", "heads"), KEYS_OF.values(), ids=KEYS_OF)
 def test_shared_keys_go_only_to_kernels_that_take_them(dtype: torch.dtype, masked: bool, heads: int) -> None:
-    """Flash does. Where it cannot run, the next would be the plain formula, with all scores in memory."""
+    """Flash takes them. Where it cannot run, the fallback would be the plain formula, with all scores in memory."""
     with fake_cuda() as device, pytest.MonkeyPatch.context() as patch:
         query = torch.empty(2, 8, 32, 16, dtype=dtype, device=device)
         key = torch.empty(2, 2, 32, 16, dtype=dtype, device=device)

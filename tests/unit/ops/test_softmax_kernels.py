@@ -1,4 +1,4 @@
-"""Softmax of csrc/ beyond the common comparison: layouts of masks that it refuses, memory, planted bugs."""
+"""Softmax of csrc/ beyond the common comparison: rejected mask layouts, memory, planted bugs."""
 
 from __future__ import annotations
 

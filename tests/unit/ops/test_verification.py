@@ -1,5 +1,5 @@
-"""CUDA kernels are verified at first use. The CPU stands for the GPU: what is verified, what is kept and what is
-believed does not depend on the device; that a GPU computes what its kernels say is tools/gpu_check.py's to show."""
+"""CUDA kernels are verified at first use. The CPU stands in for the GPU, because verification, caching and verdicts do
+not depend on the device. tools/gpu_check.py tests the kernels on a real GPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NATIVE = Library(unverified=dict.fromkeys(KERNELS, UNVERIFIED), cuda_sources=FOL
 
 @dataclass
 class StandIn:
-    """A judge that notes what it was asked."""
+    """A judge that records what it was asked."""
 
     outcomes: Mapping[str, RejectedKernels] = field(default_factory=dict)
     seconds: float = 0.0
@@ -86,7 +86,7 @@ def test_what_is_wrong_is_not_used_and_every_start_says_so(tmp_path: Path) -> No
 
 
 def test_a_verdict_is_that_of_an_operation_in_one_dtype(tmp_path: Path) -> None:
-    """Four forms that were wrong in fp32 switched off those in bf16, which were right."""
+    """Failures of four forms in fp32 once disabled the right ones in bf16."""
     wrong = {"swiglu float32": "swiglu float32: inf and nan", "gelu float32": "gelu float32: inf and nan"}
     native, (line,) = check(tmp_path, StandIn({"activation": RejectedKernels(wrong)}))
     assert "gelu float32 found wrong and not used (swiglu float32: inf and nan)" in line and "rope verified" in line
@@ -213,7 +213,7 @@ def test_a_lock_that_is_never_given_back_costs_time_only(tmp_path: Path, monkeyp
 
 
 def test_ranks_that_disagree_all_fall_back(tmp_path: Path) -> None:
-    """Two machines, each with a cache of its own: what is wrong on one is used on none."""
+    """Two machines, each with its own cache: a kernel that fails on one is used on neither."""
 
     def rank(number: int) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, str]]]:
         judge = StandIn({"rope": RejectedKernels({"rope float32": "rope float32: wrong here"})} if number else {})
@@ -256,7 +256,7 @@ def test_only_auto_on_a_gpu_verifies(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_every_name_of_a_gpu_is_taken(
     device: str, index: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's own `set_device` and `get_device_properties`, on a CUDA runtime that computes nothing."""
+    """Runs torch's `set_device` and `get_device_properties` on a CUDA runtime that computes nothing."""
     became: list[int] = []
     monkeypatch.setattr(torch._C, "_cuda_setDevice", became.append, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -292,7 +292,7 @@ def test_a_run_takes_every_name_of_a_gpu(device: str, expected: int, monkeypatch
 
 
 def test_the_kernels_of_this_machine_are_right() -> None:
-    """By the processes that a first start on a GPU begins."""
+    """Judges in the processes that a first start on a GPU starts."""
     backend("cpu")
     assert judged_apart(["rope", "nowhere"], CPU) == {"rope": RejectedKernels(), "nowhere": RejectedKernels({}, False)}
 

@@ -1,4 +1,4 @@
-"""AdamW over flat buffers: against torch's own, against the update it stands in for, and what a checkpoint sees."""
+"""AdamW over flat buffers compared with torch's, and with the update that it replaces; its checkpoints."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_the_optimizer_takes_the_same_steps_as_with_torchs(
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_two_learning_rates(kernels: Kernels, dtype: torch.dtype) -> None:
-    """The embedding has --decoupled-lr: as with torch's update, and as torch's AdamW with groups of two rates."""
+    """The embedding has --decoupled-lr. Results equal torch's update, and torch's AdamW with groups of two rates."""
 
     def group(name: str, parameter: nn.Parameter) -> GroupRule:
         return replace(megatron_rule(name, parameter), decoupled=name == "0.weight")
@@ -176,7 +176,7 @@ def test_two_learning_rates(kernels: Kernels, dtype: torch.dtype) -> None:
 
 
 def test_one_step_from_the_same_gradients(kernels: Kernels) -> None:
-    """Of bf16 models only the first gradients are the same, bit for bit."""
+    """Only the first gradients of bf16 models are equal bit for bit."""
     ours, theirs = make_model(BF16), make_model(BF16)
     flat, plain = make(ours, kernels), make(theirs, None)
     train(ours, flat, range(1)), train(theirs, plain, range(1))
@@ -188,7 +188,7 @@ def test_one_step_from_the_same_gradients(kernels: Kernels) -> None:
 @pytest.mark.parametrize("remainders", [False, True])
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 def test_resume_is_bit_equal(kernels: Kernels, dtype: torch.dtype, remainders: bool, in_place: bool) -> None:
-    """`in_place`: remainders are of masters that are nowhere in memory."""
+    """`in_place`: loads remainders although no full masters are in memory."""
     settings: dict[str, Any] = {"store_param_remainders": remainders}
     if dtype == FP16:
         settings |= {"fp16": True, "initial_loss_scale": 2.0**18}
@@ -210,7 +210,7 @@ def test_resume_is_bit_equal(kernels: Kernels, dtype: torch.dtype, remainders: b
 
 
 def test_a_checkpoint_of_one_update_is_one_of_the_other(kernels: Kernels) -> None:
-    """The same names, shapes and types, so a run may change --kernels; and the masters decide over the weights."""
+    """Names, shapes and dtypes are equal, so a run may change --kernels. Masters override the weights."""
     models = [make_model(BF16) for _ in range(3)]
     flat, plain = make(models[0], kernels), make(models[1], None)
     packed = make(models[2], kernels, store_param_remainders=True)
@@ -225,7 +225,7 @@ def test_a_checkpoint_of_one_update_is_one_of_the_other(kernels: Kernels) -> Non
 
 
 def test_remainders_train_what_masters_do(kernels: Kernels) -> None:
-    """Bit for bit, as long as no weight lies halfway between two bf16 numbers."""
+    """Results are equal bit for bit as long as no weight lies halfway between two bf16 numbers."""
     models = [make_model(BF16), make_model(BF16)]
     optimizers = [make(models[0], kernels), make(models[1], kernels, store_param_remainders=True)]
     assert train(models[0], optimizers[0]) == train(models[1], optimizers[1])
@@ -253,7 +253,7 @@ def test_remainders_are_refused_where_nothing_can_keep_them() -> None:
 
 
 def test_remainders_in_a_run(kernels: Kernels, tmp_path: Path) -> None:
-    """The same losses but for weights that were halfway, an exact resume, and masters from its checkpoint."""
+    """Losses are equal except for halfway weights, a resume is exact, and its checkpoint has masters."""
 
     def losses(**settings: Any) -> list[float]:
         path = tmp_path / "metrics.jsonl"
@@ -291,7 +291,7 @@ def test_a_bad_gradient_moves_nothing(kernels: Kernels, dtype: torch.dtype, asyn
 
 
 def test_parameters_of_several_types_share_a_bucket(kernels: Kernels) -> None:
-    """The fp32 parts of a bf16 model have no masters; each run of one type is a launch of its own."""
+    """The fp32 parts of a bf16 model have no masters; each run of one dtype is a separate launch."""
     ours, theirs = make_model(BF16), make_model(BF16)
     for model in (ours, theirs):
         model[3].float()
@@ -320,7 +320,7 @@ def test_neighbours_become_one_and_the_sum_is_right(kernels: Kernels) -> None:
 
 
 def test_addresses_do_not_decide_the_order_of_a_sum() -> None:
-    """Two equal runs have their buffers at other addresses, and log the same last bits."""
+    """Two equal runs have their buffers at different addresses, but log the same last bits."""
     first, second, third = buffers = [torch.empty(1 << 16) for _ in range(3)]
     for order in ((third, first, second), (second, third, first), (first, second, third)):
         for flat, buffer in zip(side_by_side(order), order, strict=True):
@@ -358,7 +358,7 @@ def test_planted_bugs_are_seen(kernels: Kernels, plant: Callable[..., None]) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_state_in_another_order_in_memory_is_that_of_the_tensor(dtype: torch.dtype) -> None:
-    """A weight in channels_last lies in that order in the flat tensor; its state goes to other rules by its shape."""
+    """The flat tensor has a channels_last weight in memory order; other rules get its state by its shape."""
 
     def make(flat: bool) -> tuple[nn.Module, Optimizer]:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""AdamW whose state is on the host or in a file: the same update, and every copy at its time."""
+"""AdamW with its state on the host or in a file: the same update, with every copy at its time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEPS = 4
 
 
 class FarLink:
-    """A device whose memory is another one: copies happen when they are waited for, or when the device goes on."""
+    """A device with its own memory: copies happen when they are waited for, or when the device continues."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -82,7 +82,7 @@ Make = Callable[[BucketStore, OptimizerConfig, dict[str, Any]], Any]
 def make(
     model: nn.Module, update: Make | None, rule: Callable[..., GroupRule] = megatron_rule, **settings: Any
 ) -> Optimizer:
-    """An optimizer with this update in place of its own."""
+    """Makes an optimizer with this update instead of its own."""
     grads = BucketStore(model.named_parameters(), Axis.single("dp"), flat=True, bucket_size=100)
     config = OptimizerConfig(adam_beta2=BETAS[1], weight_decay=0.1, **settings)
     fp16 = next(model.parameters()).dtype == torch.float16
@@ -144,7 +144,7 @@ def test_the_update_is_the_same_bit_for_bit(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_twin_is_torchs_update(dtype: torch.dtype) -> None:
-    """In fp64, and within rounding below it."""
+    """The match is exact in fp64, and within rounding below it."""
     plain, ours = make_model(dtype), make_model(dtype)
     train(plain, make(plain, None))
     train(ours, make(ours, twin))
@@ -154,7 +154,7 @@ def test_the_twin_is_torchs_update(dtype: torch.dtype) -> None:
 
 
 def test_rates_are_as_precise_as_the_weights() -> None:
-    """Of groups with factors of their own, and of the decoupled learning rate, none of which fp32 has exactly."""
+    """Groups have their own factors, and one has the decoupled learning rate; fp32 can represent none of them."""
     models = plain, ours = make_model(torch.float64), make_model(torch.float64)
     for model, update in ((plain, None), (ours, twin)):
         optimizer = make(model, update, rule=lambda name, _: GroupRule(0.7, 0.3, decoupled=name.startswith("1.")))
@@ -189,8 +189,8 @@ def test_the_native_kernel_updates_on_the_host(tmp_path: Path, dtype: torch.dtyp
 
 
 def test_every_copy_has_its_time() -> None:
-    """All gradients set out before the first is waited for, weights go back buffer by buffer, and the device goes on
-    after the last."""
+    """All gradient copies start before the first is waited for. Weights return buffer by buffer, and the device
+    continues after the last."""
     model, link = make_model(torch.bfloat16), FarLink()
     optimizer = make(model, far(link, None))
     train(model, optimizer, [0])
@@ -223,7 +223,7 @@ def test_a_skipped_step_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_a_resumed_run_is_the_same(tmp_path: Path, dtype: torch.dtype, on_disk: bool) -> None:
-    """Also from one without offloading: the state is the same by name."""
+    """The other run may be without offloading: the state has the same names."""
     directory = tmp_path if on_disk else None
     whole = make_model(dtype)
     train(whole, make(whole, far(FarLink(), directory)))
@@ -276,7 +276,7 @@ def test_a_share_is_offloaded(monkeypatch: pytest.MonkeyPatch, fraction: float) 
 
 
 def test_a_run_with_its_state_in_a_file_is_the_same_run(tmp_path: Path) -> None:
-    """Also one that goes on from a checkpoint of the other kind, in either direction."""
+    """A checkpoint of either kind resumes with the other."""
     place = {"optimizer_offload_directory": tmp_path / "scratch"}
     kinds: tuple[dict[str, Any], ...] = ({}, place)
     whole = train_here(flags(bf16=True, optimizer="adam"))

@@ -1,4 +1,4 @@
-"""DeepSpeed's schedules against its published formulas, evaluated here as its scheduler does: after each update."""
+"""DeepSpeed's schedules against its published formulas, evaluated after each update as in its scheduler."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_rates_are_deepspeeds(name: str) -> None:
 
 
 def test_written_out_by_hand() -> None:
-    """WarmupLR from 0 to 1 over 4 steps, by the logarithm to the base 4; then WarmupDecayLR from 1 to 0 over 4 more."""
+    """WarmupLR from 0 to 1 over 4 steps, by the logarithm to base 4; then WarmupDecayLR from 1 to 0 over 4 more."""
     settings = {"warmup_max_lr": 1.0, "warmup_num_steps": 4}
     rising = [0.0, 0.0, 0.5, math.log(3) / math.log(4), 1.0]
     assert rates(build({"lr_schedule": "WarmupLR", **settings}))[:7] == pytest.approx([*rising, 1.0, 1.0])
@@ -193,7 +193,7 @@ def test_another_schedule_is_refused_on_resume() -> None:
 
 
 def test_planted_bug_the_formula_of_the_update_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One step early: last_batch_iteration is taken for the update's own number."""
+    """Planted bug: uses last_batch_iteration as the update's own number, one step early."""
     of_update = module.DeepSpeedCurve.of_update
     monkeypatch.setattr(module.DeepSpeedCurve, "of_update", lambda self, update: of_update(self, update + 1))
     for name in ("log", "decay", "cosine", "cycle", "range"):

@@ -1,4 +1,4 @@
-"""The loss scale against sequences worked out by hand from Megatron's rules."""
+"""The loss scale, compared with sequences worked out by hand from Megatron's rules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_only_a_doubling_refills_the_hysteresis() -> None:
 
 
 def test_consecutive_overflows_alone_use_up_the_hysteresis() -> None:
-    """DeepSpeed's `consecutive_hysteresis`: a good step refills it."""
+    """Tests DeepSpeed's `consecutive_hysteresis`: a good step refills it."""
     scaler = DynamicLossScaler(scale=16, window=1000, hysteresis=2, consecutive_hysteresis=True)
     assert scales(scaler, [BAD, GOOD, BAD, GOOD, BAD, BAD, BAD, GOOD, BAD]) == [16, 16, 16, 16, 16, 8, 4, 4, 4]
 

@@ -1,4 +1,4 @@
-"""The curves against closed forms written independently in numpy, and the rules of a resumed run."""
+"""The curves against independent closed forms in numpy, and the rules of a resumed run."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_another_decoupled_rate_is_refused_on_resume() -> None:
 
 
 def test_planted_bug_an_anneal_that_misses_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the way down where all of it is meant."""
+    """Planted bug: goes only half of the way down."""
     for style, wrong in {
         "exponential": lambda ratio: 0.5**ratio,
         "minus_sqrt": lambda ratio: 1 - 0.9 * math.sqrt(ratio),

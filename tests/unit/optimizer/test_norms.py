@@ -1,4 +1,4 @@
-"""Norms and counts, against double precision."""
+"""Norms and counts compared with double precision."""
 
 from __future__ import annotations
 

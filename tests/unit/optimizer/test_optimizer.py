@@ -1,4 +1,4 @@
-"""Steps against torch's own optimizers and clipping, exact resume, and what happens to bad numbers."""
+"""Steps compared with torch's own optimizers and clipping, exact resume, and the handling of bad numbers."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_equals_torch(name: str, dtype: torch.dtype, gate: float) -> None:
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_half_parameters_have_exact_masters(dtype: torch.dtype) -> None:
-    """The masters do what torch's AdamW does in fp32 on the same gradients, and the model is their rounding."""
+    """The masters follow torch's AdamW in fp32 on the same gradients; the model is their rounding."""
     model = make_model(dtype)
     optimizer = make(model, OptimizerConfig(clip_grad=0.0))
     reference = make_model(dtype).float()
@@ -177,7 +177,7 @@ def test_a_bad_gradient_is_named_and_nothing_moves(bad: float, dtype: torch.dtyp
 
 @pytest.mark.parametrize("scale", [3.0, 0.25])
 def test_grad_scale_is_taken_out(scale: float) -> None:
-    """The trainer's correction of the expected token count, and the loss scale, are one factor."""
+    """The trainer's correction of the expected token count and the loss scale are one factor."""
     plain, scaled = make_model(torch.float64), make_model(torch.float64)
     one, two = make(plain), make(scaled)
     for step in range(3):
@@ -280,7 +280,7 @@ def test_multipliers_of_a_users_own_groups() -> None:
 
 
 def test_norms_of_queries_and_keys_decay_where_they_are_asked_to() -> None:
-    """Without a rate for the gradient's part all that moves a weight is its decay: all of the model, over one step."""
+    """Decay alone moves a weight if the gradient's rate is 0: compares the whole model over one step."""
     before_after = {}
     for decays in (None, True):
         made = {"qk_layernorm": True, "apply_wd_to_qk_layernorm": decays, "weight_decay": 0.5, "optimizer": "sgd"}

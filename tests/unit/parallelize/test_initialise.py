@@ -1,4 +1,4 @@
-"""Initial values are a function of (seed, name): the draw over the logical view, whatever the memory looks like."""
+"""Initial values are a function of (seed, name): a draw over the logical view, whatever the memory layout."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_runs_are_where_the_slice_is(spec: Shard) -> None:
 
 
 def test_a_resumed_run_draws_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even where its checkpoint comes from another layout: all weights are loaded."""
+    """A checkpoint of another layout does not change that: all weights are loaded."""
     folder = {"save": tmp_path / "run", "load": tmp_path / "run", "save_interval": 2}
     whole = train_here(flags(train_iters=4))
     first = train_here(flags(train_iters=4, exit_interval=2, **folder))
@@ -97,7 +97,7 @@ def test_weights_that_nobody_loads_are_not_numbers() -> None:
 
 
 def test_depth_vocabulary_padding_and_family_do_not_move_other_draws() -> None:
-    """A name decides; the number of draws before it does not."""
+    """A draw depends on its parameter's name, not on the number of draws before."""
 
     def weights(layers: int, padded: int) -> dict[str, torch.Tensor]:
         config = parse_args(flags(num_layers=layers)).model

@@ -1,4 +1,4 @@
-"""parallelize(): what it takes as it is, what it makes anew, and what it refuses rather than lose."""
+"""parallelize() keeps some modules, rebuilds others, and rejects what would be lost."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_divided_one_is_made_in_memory_from_its_description() -> None:
 
 
 def test_every_part_is_given_the_same_settings() -> None:
-    """A layout must not compute another function: what the plain factory was told, the parallel one is told."""
+    """A layout must not compute another function: the parallel factory gets all settings of the plain one."""
     model = plain(num_experts=4, disable_bias_linear=True)
     make = built(model, **TP2, num_experts=4, disable_bias_linear=True).model.make
     assert isinstance(make, ModuleFactory) and make is not model.make
@@ -154,7 +154,7 @@ def test_changes_after_construction_are_refused_where_they_would_be_lost(change:
 
 
 def test_what_may_change() -> None:
-    """Dtype, device, the training flag and what is frozen: the last is carried over."""
+    """Dtype, device, training flag and frozen parameters may change; the last carry over."""
     model = plain().to(torch.bfloat16).eval()
     model.embedding.requires_grad_(False)
     for settings in (TP2, {"pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}):
@@ -175,7 +175,7 @@ def test_without_a_layout_a_changed_model_is_trained_as_it_is() -> None:
 
 
 def test_subclasses() -> None:
-    """Their constructor must take what GPT's does, and change nothing afterwards."""
+    """Constructors must take GPT's arguments and change nothing after GPT's own."""
     assert isinstance(built(plain(PassesOn), **TP2).model, PassesOn)
     assert isinstance(built(plain(OwnForward), pipeline_model_parallel_size=2).model, OwnForward)
     with pytest.raises(ConfigError, match="was changed after it was made"):

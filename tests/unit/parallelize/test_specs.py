@@ -1,4 +1,4 @@
-"""Which part of each parameter a rank holds: it fits every model of both families, and says so loudly if not."""
+"""Shards of each parameter fit every model of both families; a mismatch raises."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_every_parameter_has_a_view_of_its_own_memory(name: str) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_ranks_hold_every_parameter_once(name: str, ranks: int) -> None:
-    """Nothing is missing, copies apart nothing is there twice, and the stored shape holds the part."""
+    """The shards cover every element, once except for copies, and fit into the stored shape."""
     model, _ = build(name)
     parts = [specs_of(model, Axis("tp", rank, ranks, tuple(range(ranks)))) for rank in range(ranks)]
     for parameter_name, parameter in model.table().items():

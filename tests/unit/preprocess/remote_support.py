@@ -17,7 +17,7 @@ Fault = Literal["none", "cut", "reset", "gone", "short", "once"]
 
 @dataclass
 class WebServer:
-    """Serves so many requests for bytes, then injects a fault."""
+    """Serves that many byte-range requests, then injects a fault."""
 
     files: dict[str, bytes]
     fault: Fault = "none"

@@ -20,7 +20,7 @@ TOOL = ROOT / "tools" / "preprocess_data.py"
 
 @dataclass(frozen=True)
 class Workshop:
-    """A folder with a tokenizer, where the tool is run."""
+    """A folder with a tokenizer, in which the tool runs."""
 
     folder: Path
 
@@ -65,7 +65,7 @@ def sample_documents(count: int) -> list[dict[str, Any]]:
 
 
 def expected_files(documents: Sequence[Sequence[Sequence[int]]], code: int = 8) -> tuple[bytes, bytes]:
-    """.bin and .idx as the format's description has them; a document is a list of sequences of ids."""
+    """.bin and .idx by the format's description; a document is a list of sequences of ids."""
     kind, width = {8: ("H", 2), 4: ("i", 4)}[code]
     sequences = [sequence for document in documents for sequence in document]
     tokens = b"".join(struct.pack(f"<{len(sequence)}{kind}", *sequence) for sequence in sequences)

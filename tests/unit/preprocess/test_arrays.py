@@ -21,7 +21,7 @@ from megatron.preprocess.input.segments import plan_segments, read_batches
 
 
 def split(chunks: Any, limit: int) -> list[bytes]:
-    """splitlines would cut at \\r as well."""
+    """Splits at \n only; splitlines would also cut at \r."""
     return b"".join(array_lines(chunks, limit)).split(b"\n")[:-1]
 
 

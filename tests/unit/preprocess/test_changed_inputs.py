@@ -1,4 +1,4 @@
-"""Input that changes while it is read: everything read must be of the planned file, or the run ends."""
+"""Input that changes during reading: either all data is of the planned file, or the run ends."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ records = st.fixed_dictionaries(
 def test_the_fast_parser_is_never_noticed_on_broken_lines(
     drawn: list[tuple[dict[str, Any], bool, random.Random]], ending: bytes, keys: list[str]
 ) -> None:
-    """Valid lines with a few bytes changed, inserted or taken away: most are broken, some are not."""
+    """Valid lines with a few bytes changed, inserted or removed: most are broken, some are not."""
     block = b""
     for record, ascii_only, chance in drawn:
         line = bytearray(json.dumps(record, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass"))
@@ -171,7 +171,7 @@ def test_the_fast_parser_is_never_noticed_on_garbage(noise: bytes, text: str) ->
 def test_a_parser_that_differs_would_be_seen() -> None:
     with pytest.raises(AssertionError):  # the first of two equal keys instead of the last
         compare(b'{"text": "a", "text": "b"}', ["text"], lambda line: json.loads(line, object_pairs_hook=first_wins))
-    with pytest.raises(AssertionError):  # takes what is no JSON
+    with pytest.raises(AssertionError):  # accepts what is not JSON
         compare(b'{"text": "a",}', ["text"], lambda line: orjson.loads(line.replace(b",}", b"}")))
     with pytest.raises(AssertionError):  # another text
         compare(b'{"text": "a"}', ["text"], lambda line: orjson.loads(line.replace(b"a", b"A")))
@@ -182,7 +182,7 @@ def first_wins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def test_texts_are_those_of_the_standard_library() -> None:
-    """The oracle is json.loads, not our own slow path."""
+    """The oracle is json.loads, not the project's slow path."""
     random_texts = random.Random(5)
     texts = [
         "".join(chr(random_texts.choice([65, 233, 0x4E2D, 0x1F600, 10, 34, 92, 0])) for _ in range(50))

@@ -1,4 +1,4 @@
-"""Partitions merge to the files of a single run, or are refused."""
+"""Partitions merge to the files of a single run, or are rejected."""
 
 from __future__ import annotations
 

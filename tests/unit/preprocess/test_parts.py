@@ -1,4 +1,4 @@
-"""Reader, encoder and pool by themselves."""
+"""Reader, encoder and pool, each tested separately."""
 
 from __future__ import annotations
 

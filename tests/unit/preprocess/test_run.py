@@ -52,7 +52,7 @@ def settings(folder: Path, prefix: str = "out", *, inputs: Sequence[str] = ("in.
 
 
 def lines(count: int, start: int = 0) -> list[dict[str, Any]]:
-    """Of one sequence, of several with empty ones between, and of none."""
+    """Documents of one sequence, of several with empty ones between, and of none."""
     kinds: list[Any] = ["1 2 3", ["4", "", "5 6"], "", [], ["", ""], "7"]
     return [{"text": kinds[i % len(kinds)], "meta": {"text": f"{i % 900}"}} for i in range(start, start + count)]
 
@@ -316,7 +316,7 @@ def peaks_of_a_worker(folder: Path, cache_bytes: int) -> list[int]:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc tells the memory of a process")
 @pytest.mark.parametrize("bounded", [True, False])
 def test_new_words_without_end_do_not_fill_a_worker(tmp_path: Path, bounded: bool) -> None:
-    """The fast encoder caches every word; in this input every word is new."""
+    """The fast encoder caches every word; this input has only new words."""
     pytest.importorskip("gigatoken")
     write_small_bpe(tmp_path)
     chance = random.Random(1)

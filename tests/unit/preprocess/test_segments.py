@@ -48,7 +48,7 @@ def source_of(path: Path) -> InputFile:
 
 
 def texts_of(planned: Iterator[Segment], keys: tuple[str, ...] = ("text",)) -> list[Any]:
-    """Texts in order, with the batches' own numbers checked on the way."""
+    """Texts in order; checks the batches' own numbers."""
     texts: list[Any] = []
     for segment in planned:
         line = 0
@@ -81,7 +81,7 @@ lines = st.lists(st.binary(max_size=30).map(lambda line: line.replace(b"\n", b""
 
 
 def read_raw(planned: Iterator[Segment], monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The lines themselves, through a parser that keeps them."""
+    """Raw lines, through a parser that returns them unchanged."""
     found: list[bytes] = []
 
     def keep(block: bytes, keys: object, first: int = 0) -> segments.Batch:
@@ -178,7 +178,7 @@ def test_a_line_over_the_limit_is_a_bad_line(
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.gz", "a.zst", "b.json", "b.json.gz"])
 def test_a_long_line_and_a_bomb_cost_no_memory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of megabytes without a line end, under a limit of one."""
+    """Hundreds of megabytes without a line end, with a limit of one."""
     monkeypatch.setattr(streams, "_ZSTD_READ_BYTES", 64)  # zstd has its own minimum
     monkeypatch.setattr(streams, "MAX_LINE_BYTES", 1 << 20)
     size = 150 << 20

@@ -144,7 +144,7 @@ def test_blank_text_has_no_sentence(text: str, keep: bool) -> None:
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("unit", ["a", ".", "a.", "!", '"', ". ", "a b. ", ' ".', "\n", "a.\n", "-", ".)"])
 def test_long_texts_take_linear_time(unit: str, keep: bool) -> None:
-    """Quadratic time would be many minutes."""
+    """Quadratic time would take many minutes."""
     text = unit * (400_000 // len(unit))
     pieces = SentenceSplitter(some_parameters(0), keep_newlines=keep).split(text)
     assert not lost(text, pieces)
@@ -181,7 +181,7 @@ def test_other_processes_split_equally(method: str) -> None:
 
 @pytest.fixture
 def no_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """NLTK looks into one empty folder only."""
+    """Restricts NLTK to one empty folder."""
     folder = tmp_path / "nltk_data"
     folder.mkdir()
     monkeypatch.setattr(nltk.data, "path", [str(folder)])

@@ -128,7 +128,7 @@ def test_a_file_given_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_permissions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests may run as root, whom no permission stops: the refusal is played."""
+    """Simulates the refusal: tests may run as root, whom no permission stops."""
 
     def deny(file: object, path: str, size: int) -> None:
         raise PermissionError(13, "Permission denied", path)
@@ -171,7 +171,7 @@ def test_standard_input_stands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_named_pipe_is_a_stream_of_unknown_size(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    [source] = expand_inputs([str(tmp_path / "pipe")])  # nobody writes: it must not be opened here
+    [source] = expand_inputs([str(tmp_path / "pipe")])  # has no writer: it must not be opened here
     assert (source.kind, source.size) == ("stdin", 0)
     assert input_bytes([source, InputFile("a", "lines", 7, "")]) == 0
     assert input_bytes([InputFile("b", "gzip", 3, ""), InputFile("a", "lines", 7, "")]) == 10

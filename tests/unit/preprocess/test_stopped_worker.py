@@ -1,4 +1,4 @@
-"""A worker that somebody has stopped is named, and its work goes on when it does."""
+"""A stopped worker is named, and its work continues when the worker does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def answer(task: int, note: Callable[[Any], None]) -> int:
 
 
 class LetGoOn(logging.Handler):
-    """Reads what is told, and does it."""
+    """Reads the log line and executes its command."""
 
     def __init__(self) -> None:
         super().__init__()

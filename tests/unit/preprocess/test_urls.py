@@ -37,7 +37,7 @@ def workshop(tmp_path: Path) -> Workshop:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Seen with Amazon's own library."""
+    """A bucket, accessed with Amazon's own library."""
 
     client: Any
 
@@ -73,7 +73,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
 
 
 def every_format(workshop: Workshop) -> list[Path]:
-    """The same 200 documents in four files."""
+    """Writes the same 200 documents to four files."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

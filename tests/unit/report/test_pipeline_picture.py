@@ -1,4 +1,4 @@
-"""tools/draw_pipeline.py draws a simulated schedule and a recorded step, and refuses what it cannot draw."""
+"""tools/draw_pipeline.py draws a simulated schedule and a recorded step, and rejects what it cannot draw."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ def test_zero_bubble_stands_beside_its_own_theory(tmp_path: Path, capsys: pytest
 
 
 def texts_of(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """All that is written into the picture."""
     written, write = [], ImageDraw.ImageDraw.text
 
     def spy(pen: ImageDraw.ImageDraw, place: tuple[float, float], text: str, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""The table of results: numbers are the run's own, and others' are marked."""
+"""The table of results has the run's own numbers; other runs' are marked."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_row_is_the_median_speed_and_the_last_validation(tmp_path: Path) -> No
 
 
 def test_a_run_that_began_anew_has_no_number_of_the_one_before(tmp_path: Path) -> None:
-    """The file is appended to. A resumed run goes on in it; one from the start would show the other's perplexity."""
+    """A run from the start must not show the earlier run's perplexity; both append to one file."""
     before = [trained(10, 5.0), trained(20, 5.0), evaluated(20, 11.0)]
     resumed = row(tmp_path / "m", *before, trained(30, 8.0), evaluated(30, 10.0))
     assert (resumed.samples_per_second, resumed.perplexity, resumed.steps) == (6.5, 10.0, 30)

@@ -1,4 +1,4 @@
-"""What a rank counts in a norm (Shard, Buffer): over all ranks every element once, and no padding."""
+"""Elements that a rank counts in a norm (Shard, Buffer): all ranks together count each once, and no padding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PARTS = {
 
 
 def held_by_ranks(case: str, zero: int) -> Iterator[tuple[Shard, Tensor]]:
-    """Of each rank its Shard and its tensor: the element's number, and NaN where there is only padding."""
+    """Shard and tensor of each rank: elements hold their number, padding holds NaN."""
     rows, parts = PARTS[case]
     whole = torch.arange(1.0, rows * WIDTH + 1).view(rows, WIDTH)
     for ranges, copies, stored in parts:
@@ -76,7 +76,7 @@ def test_planted_bug_padding_rows_counted(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def padding_in_runs(ranks: int) -> bool:
-    """Whether what ranks update of a divided buffer has more than the elements of its parameters."""
+    """Returns whether the parts that ranks update of a sharded buffer exceed its parameters' elements."""
     elements = 0
     for rank in range(ranks):
         dp = Axis("dp", rank, ranks, tuple(range(ranks)))

@@ -1,4 +1,4 @@
-"""Splitting, joining and moving to another split, for the layouts that our weights have."""
+"""Splits, joins and moves to another split the layouts of our weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def split(name: str, parts: int) -> list[Shard]:
 
 
 def stored_parts(name: str, full: torch.Tensor, parts: int) -> list[tuple[Shard, torch.Tensor]]:
-    """The parts as a run would hold them: contiguous, 2-D or 1-D."""
+    """Parts as a run would hold them: contiguous, 2-D or 1-D."""
     result = []
     for spec in split(name, parts):
         local = spec.take(full).contiguous()
@@ -69,7 +69,7 @@ def test_moving_between_splits_never_builds_the_whole(name: str, before: int, af
 
 
 def test_gate_and_up_are_split_inside_each_half() -> None:
-    """What Megatron's ranks hold: [gate_r ; up_r], not the r-th rows of [gate ; up]."""
+    """Megatron's ranks hold [gate_r ; up_r], not the r-th rows of [gate ; up]."""
     full = numbered("gated")
     gate, up = full[:FFN], full[FFN:]
     for rank, spec in enumerate(split("gated", 2)):
@@ -188,7 +188,7 @@ def test_any_two_splits_agree_with_indexing(data: st.DataObject) -> None:
 
 
 def test_planted_bug_dim_of_the_gated_split_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Splitting [gate ; up] by plain rows still reassembles, but gives rank 0 all of the gate: the meaning differs."""
+    """Splitting [gate ; up] by plain rows still reassembles, but rank 0 would hold the whole gate."""
     monkeypatch.setitem(LAYOUTS, "gated", ((2 * FFN, HIDDEN), 0, (2 * FFN, HIDDEN)))
     with pytest.raises(AssertionError):
         test_gate_and_up_are_split_inside_each_half()

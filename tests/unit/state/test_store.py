@@ -1,4 +1,4 @@
-"""Store: a divided buffer's parts are every element once, run by run, as each Division says."""
+"""Store: the parts of a sharded buffer cover every element once, run by run, as each Division says."""
 
 from __future__ import annotations
 

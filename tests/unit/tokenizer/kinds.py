@@ -1,4 +1,4 @@
-"""Folders of every kind of tokenizer that a run can have and that an export holds, small ones."""
+"""Small folders of every kind of tokenizer that a run can have and an export holds."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def word_level(folder: Path) -> None:
 
 
 def contradictions(folder: Path) -> None:
-    """The small files name tokens that tokenizer.json lacks, and describe others in another way."""
+    """The small files name tokens that tokenizer.json lacks, and describe others differently."""
     rust = byte_level(LLAMA3, [AddedToken("<eos>", special=False), AddedToken("<x>", special=False, lstrip=True)])
     rust.enable_padding(pad_token="<nowhere>", pad_id=7000)
     rust.enable_truncation(4)

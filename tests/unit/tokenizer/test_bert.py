@@ -1,4 +1,4 @@
-"""BERT's WordPiece against `transformers`, with a vocabulary trained here."""
+"""BERT's WordPiece compared with `transformers`, with a vocabulary trained here."""
 
 from __future__ import annotations
 

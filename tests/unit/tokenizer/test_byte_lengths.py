@@ -1,4 +1,4 @@
-"""The bytes of ids are those of the text that they stand for, whatever the tokenizer."""
+"""The bytes of ids equal those of their text, for every tokenizer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hugging_face(folder: Path) -> Tokenizer:
 
 @pytest.mark.parametrize("make", [gpt2, hugging_face])
 def test_of_bytes_they_are_exact(make: object, tmp_path: Path) -> None:
-    """Also of a token that is a part of a character."""
+    """Includes a token that is a part of a character."""
     tokenizer = make(tmp_path)  # type: ignore[operator]
     for text in (*SAMPLES, *NASTY):
         assert counted(tokenizer, text) == len(text.encode()), text
@@ -43,7 +43,7 @@ def test_of_bytes_they_are_exact(make: object, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"])
 def test_of_pieces_a_text_has_one_space_more(kind: str, tmp_path: Path) -> None:
-    """That which SentencePiece puts before it, and which decoding takes away again."""
+    """SentencePiece adds it in front, and decoding removes it."""
     model = str(train_pieces(tmp_path / "sp.model", normalization_rule_name="identity", remove_extra_whitespaces=False))
     tokenizer = build_tokenizer(TokenizerSettings(tokenizer_type=kind, tokenizer_model=model))
     for text in filter(None, (*SAMPLES, *NASTY)):
@@ -52,7 +52,7 @@ def test_of_pieces_a_text_has_one_space_more(kind: str, tmp_path: Path) -> None:
 
 
 def test_of_a_tokenizer_json_with_pieces(tmp_path: Path) -> None:
-    """Marks of words, single bytes, a word that is an added token, and special tokens, which are no text."""
+    """Covers word marks, single bytes, a word that is an added token, and special tokens, which count as zero bytes."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}}
     for piece in ("\u2581", "a", "b", "\u2581ab", "ab"):
         vocab[piece] = len(vocab)

@@ -1,4 +1,4 @@
-"""The ids of a conversation and which of them are answers: those of `transformers`, or of prefixes by hand."""
+"""Ids of a conversation, and which belong to answers: those of `transformers`, or of prefixes by hand."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_tools_and_keys_of_messages_reach_the_template(tmp_path: Path) -> None:
 
 
 def test_without_marks_an_answer_is_what_comes_after_its_prompt(tmp_path: Path) -> None:
-    """ChatML says the same with and without marks: the answer and the token that ends the turn, not the line break."""
+    """ChatML counts the same with and without marks: answer and end-of-turn token, but not the line break."""
     marked = encoder(tmp_path / "marked", MARKED)
     made = encoder(tmp_path / "chatml")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "chatml")
@@ -92,7 +92,7 @@ def test_a_prompt_is_that_of_transformers(template: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("form", ["identity", "nemotron-h-aligned", "nemotron-nano-v2"])
 def test_a_prompt_in_the_formats_of_megatron_is_what_its_answer_follows(form: str, tmp_path: Path) -> None:
-    """No end of document between them."""
+    """The prompt does not end with an end of document."""
     made, messages = encoder(tmp_path, form=form), chat("who?", "I", "and", "you", system="s")
     ids, counted = answered(made, messages)
     assert made.prompt(messages[:-1])[1] == ids[: max(i for i in range(len(ids)) if not counted[i]) + 1]
@@ -100,7 +100,7 @@ def test_a_prompt_in_the_formats_of_megatron_is_what_its_answer_follows(form: st
 
 @pytest.mark.parametrize("beside", ["eos_token", "added_tokens_decoder"])
 def test_a_token_that_only_the_files_beside_name_is_one(beside: str, tmp_path: Path) -> None:
-    """transformers adds it when it opens the folder."""
+    """transformers adds such a token when it opens the folder."""
     write_chat_tokenizer(tmp_path, "{% for m in messages %}{{ bos_token + m.content + eos_token }}{% endfor %}")
     described = json.loads((tmp_path / "tokenizer.json").read_text())
     token = described["added_tokens"].pop(0)
@@ -118,7 +118,7 @@ def test_a_token_that_only_the_files_beside_name_is_one(beside: str, tmp_path: P
 
 
 def rewritten(folder: Path, **changes: Any) -> ChatEncoder:
-    """The tokenizer with other values in tokenizer.json; `tokens` are those of each added token."""
+    """The tokenizer with changes in tokenizer.json; `tokens` change each added token."""
     described = json.loads((folder / "tokenizer.json").read_text())
     described["added_tokens"] = [{**token, **changes.get("tokens", {})} for token in described["added_tokens"]]
     changes.pop("tokens", None)
@@ -138,7 +138,7 @@ TOOLS: list[Any] = [
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_special_token_in_a_tool(tool: Any, tmp_path: Path) -> None:
-    """Templates write tools as JSON, whose text would end a turn, too."""
+    """Templates write tools as JSON, whose text could also end a turn."""
     made, plain = encoder(tmp_path, "{{ tools | tojson }}" + CHATML), {"name": "<f>"}
     for call in (partial(encoded, made), made.prompt):
         with pytest.raises(ChatError, match=f"^tool 2 holds the text {END}, which is a special token: it would end"):
@@ -161,7 +161,7 @@ NORMALIZERS = {
 
 @pytest.mark.parametrize("name", NORMALIZERS)
 def test_a_special_token_that_the_normalizer_makes(name: str, tmp_path: Path) -> None:
-    """The tokenizer looks for `normalized` tokens in what its normalizer makes of the text."""
+    """The tokenizer looks for `normalized` tokens in normalized text."""
     normalizer, text = NORMALIZERS[name]
     write_chat_tokenizer(tmp_path, "{{ messages[0].content }}")
     made = rewritten(tmp_path, normalizer=normalizer, tokens={"normalized": True})
@@ -182,20 +182,20 @@ def test_half_a_character_under_a_normalizer_is_one_line(tmp_path: Path) -> None
 
 
 def test_an_eos_listed_as_an_ordinary_token_is_special(tmp_path: Path) -> None:
-    """Its text becomes the end of document all the same."""
+    """The token's text would still become the end of document."""
     write_chat_tokenizer(tmp_path)
     with pytest.raises(ChatError, match=r"message 1 holds the text '<\|endoftext\|>', which is a special token"):
         rewritten(tmp_path, tokens={"special": False}).prompt(chat("a<|endoftext|>"))
 
 
 def test_a_character_of_several_tokens_at_the_end_of_an_answer_counts_whole(tmp_path: Path) -> None:
-    """`transformers` counts the first of them only."""
+    """`transformers` counts only the first of them."""
     made = encoder(tmp_path, "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}.{% endfor %}")
     assert answered(made, chat("a🙂"))[1] == [0, 1, 1, 1, 1, 0]
 
 
 def test_the_formats_of_megatron(tmp_path: Path) -> None:
-    """Answers and the end of document, which Megatron-LM adds; its `default` counts every token, ours answers."""
+    """Counts answers and the end of document that Megatron-LM adds; its `default` counts every token."""
     theirs = build_tokenizer(TokenizerConfig(tokenizer_type="SFTTokenizer", tokenizer_model=folder_of(tmp_path)))
     messages = chat(" who? /think", " I ", "and", "you", system="s")
     nano = "<SPECIAL_10>System\ns\n<SPECIAL_11>User\nwho?\n<SPECIAL_11>Assistant\n[I\n<SPECIAL_12>\n]<SPECIAL_11>User\n"
@@ -249,7 +249,7 @@ def test_a_single_answer_of_a_template_that_forgets_is_known(tmp_path: Path) -> 
 
 
 def test_an_answer_that_is_forgotten_later_is_trained_as_it_was_given(tmp_path: Path) -> None:
-    """Up to each answer, what the model reads when it gives it; all that is read alike is one text."""
+    """Each answer is trained after the text that the model had read when it gave it; equal prefixes are one text."""
     made = encoder(tmp_path, FORGETS)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     said = chat("a", "b", "c", "d", "e")

@@ -1,4 +1,4 @@
-"""Which tokenizer.json files are encoded fast, and that their ids equal those of `tokenizers`."""
+"""Selects the tokenizer.json files that are encoded fast; their ids equal those of `tokenizers`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def save(made: RustTokenizer, directory: Path, change: Callable[[dict[str, Any]]
 
 
 def random_texts(seed: int, count: int) -> list[str]:
-    """Characters of every category, young and combining ones, white space, token text and runs."""
+    """Characters of every category, new and combining ones, white space, token text and runs."""
     chance = random.Random(seed)
     codes = [code for code in range(0x30000) if not 0xD800 <= code < 0xE000]
     marks = [chr(code) for code in codes[:0x20000] if unicodedata.combining(chr(code))]
@@ -163,7 +163,7 @@ def test_other_models_patterns_and_added_tokens_are_refused(tmp_path: Path) -> N
 
 
 def test_the_possessive_pattern_would_have_been_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it were accepted, the probe texts would show the difference."""
+    """Accepting the pattern would show in the probe texts."""
     monkeypatch.setattr(fast_kinds, "KNOWN_SPLITS", (POSSESSIVE,))
     assert "it differs on this vocabulary, as at" in refusal(save(rust(POSSESSIVE), tmp_path))
 

@@ -50,7 +50,7 @@ def prose(seed: int, words: int) -> str:
 
 
 class Wrong(FastEngine):
-    """An engine whose last id is wrong for texts with the bad word."""
+    """An engine with a wrong last id for texts with the bad word."""
 
     def __init__(self, exact: GPT2BPETokenizer, bad: str) -> None:
         self._exact, self._bad = exact, bad
@@ -99,7 +99,7 @@ def test_the_first_texts_are_all_compared(exact: GPT2BPETokenizer) -> None:
 
 
 def sampled(texts: list[str], batch: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The pieces that are compared, when the texts come in batches of this size."""
+    """Pieces that are compared when the texts come in batches of this size."""
     monkeypatch.setattr(guard, "LONGEST_UNSAMPLED", 1 << 60)
     monkeypatch.setattr(guard, "WARM_UP", 0)
     pieces: list[str] = []
@@ -150,7 +150,7 @@ def test_some_text_is_compared_however_the_choice_falls(
 def test_the_ids_of_a_long_text_are_searched_once(
     exact: GPT2BPETokenizer, monkeypatch: pytest.MonkeyPatch, repeated: bool
 ) -> None:
-    """Else the work grows with the square of a document's length."""
+    """Repeated searches would make the work quadratic in the document's length."""
     searched = 0
     find = guard.find_ids
 
@@ -218,10 +218,10 @@ def test_young_characters_take_the_exact_encoder(files: tuple[Path, Path], exact
 
 
 def test_the_library_really_differs_on_young_characters(files: tuple[Path, Path], exact: GPT2BPETokenizer) -> None:
-    """If this fails, the two libraries share a Unicode table, and this check may be relaxed."""
+    """A failure means that the two libraries share a Unicode table, and the check may be relaxed."""
     guarded_encoder = fast_tokenizer(files)._fast
     assert guarded_encoder is not None
-    text = f"{YOUNG}'t {YOUNG}'re {YOUNG}'ll {YOUNG}'ve"  # after a letter a contraction is a word of its own
+    text = f"{YOUNG}'t {YOUNG}'re {YOUNG}'ll {YOUNG}'ve"  # after a letter a contraction is a separate word
     assert guarded_encoder._engine.encode(text.encode()).tolist() != exact.tokenize(text)
 
 

@@ -1,4 +1,4 @@
-"""Templates that loop, fill the memory or write without end: each is one line, and the process that renders is bare.
+"""Templates that loop, fill the memory or write without end give one line each; a bare process renders them.
 
 The first table runs with small limits; `test_the_limits_of_a_run` has those of a run.
 """
@@ -27,7 +27,7 @@ from megatron.utils.process import signals_held
 from tests.helpers.chats import CHATML, chat, encoded, write_chat_tokenizer, write_chats
 
 MIB = 1 << 20
-SMALL = Limits(memory_bytes=256 * MIB, cpu_seconds=0, output_bytes=MIB)  # 0: what is left of a second
+SMALL = Limits(memory_bytes=256 * MIB, cpu_seconds=0, output_bytes=MIB)  # 0: the rest of a second
 SAID = chat("hello", "you")
 CPU, MEMORY, OUTPUT, REFUSED = "of CPU time", "more memory than 256 MiB", "writes more than 1 MiB", "refuses it"
 ENDLESS = "does not end"
@@ -116,14 +116,14 @@ def test_a_hostile_template_is_found_at_the_start(name: str) -> None:
 
 
 def test_an_address_in_the_text_of_a_message_is_text() -> None:
-    """People paste what Python prints."""
+    """People paste addresses that Python prints."""
     printed = "<function f at 0x7f0a1b2c>"
     (found,) = rendered(made("{{ messages[0].content }} <x at 0x1>"), [{"role": "user", "content": printed}])
     assert found.text == f"{printed} <x at 0x1>"
 
 
 def test_the_limits_of_a_run() -> None:
-    """Those that the page states. CPU time, not time: a machine with other work must not make a template fail."""
+    """Limits of the page. They count CPU time, so that other work on the machine does not fail a template."""
     assert Limits() == Limits(memory_bytes=1 << 30, cpu_seconds=5, output_bytes=64 * MIB)
     writes = "{% for i in range(messages | length) %}{{ 'a' * 1048576 }}{% endfor %}"
     template = made(writes, Limits())
@@ -135,7 +135,7 @@ def test_the_limits_of_a_run() -> None:
 
 
 def test_cpu_time_counts_anew_for_each_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system counts the process's life: many conversations may take longer than the limit of one."""
+    """The system counts a process's whole life, but the limit applies per conversation."""
     given: list[Any] = []
     monkeypatch.setattr(renderer.resource, "getrlimit", lambda kind: (7, renderer.resource.RLIM_INFINITY))
     monkeypatch.setattr(renderer.resource, "setrlimit", lambda kind, limits: given.append((kind, limits)))
@@ -179,7 +179,7 @@ def test_a_process_renders_until_it_is_closed_or_killed() -> None:
     assert found == [messages[0]["content"] for messages in said] and process_of(template) == first
     for each in template.render(map(request, said)):
         assert isinstance(each, tuple) and each[0].text == said[0][0]["content"]
-        break  # what was not read is no answer to the next request
+        break  # the unread answers must not answer the next request
     assert [each.text for each in rendered(template)] == ["hello"]
     second = process_of(template)
     os.kill(second, signal.SIGKILL)
@@ -209,7 +209,7 @@ def test_a_process_renders_until_it_is_closed_or_killed() -> None:
     ],
 )
 def test_a_process_that_answers_anything_else(program: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Should a template leave its sandbox, what it sends is still a stranger's."""
+    """A template that leaves its sandbox can still send only untrusted data."""
     template = made(CHATML)
     template.check()
     process = template._process
@@ -236,7 +236,7 @@ def test_a_process_that_begins_with_anything_else(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="reads /proc")
 def test_a_stopped_process_is_named_until_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than what a pipe holds: the request waits for the process, too."""
+    """The request exceeds a pipe's buffer, so it waits for the process, too."""
     monkeypatch.setattr(chat_template, "_STOPPED_AFTER", 0.1)
     lines: list[str] = []
 
@@ -271,7 +271,7 @@ def test_the_limit_of_time_holds_where_its_signal_is_blocked() -> None:
 
 
 def test_a_line_and_the_template_are_named(tmp_path: Path) -> None:
-    """What fails for one conversation is counted; a limit ends the file at once, whoever comes later."""
+    """Failures of one conversation are counted; a limit ends the file at once, whatever follows."""
     write_chat_tokenizer(
         tmp_path, "{% if messages | length > 2 %}{{ 'a' * 10 ** 10 }}{% else %}" + CHATML + "{% endif %}"
     )
@@ -286,7 +286,7 @@ def test_a_line_and_the_template_are_named(tmp_path: Path) -> None:
 def test_a_system_without_a_limit_of_memory_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """Such as macOS, where setting it fails."""
+    """Setting the limit fails on macOS, for example."""
     failing = "def setrlimit(*_):\n    raise ValueError\nresource.setrlimit = setrlimit\n"
     source = Path(renderer.__file__).read_text(encoding="utf-8").replace("if __name__", failing + "if __name__")
     (tmp_path / "renderer.py").write_text(source, encoding="utf-8")
@@ -311,7 +311,7 @@ MARKS_MANY = "{% for i in range(300) %}{% for j in range(1000) %}" + MANY + "{% 
 
 
 def test_many_answers_take_no_more_than_their_text(tmp_path: Path) -> None:
-    """What comes from the process is read without a limit of time, and comparing each with all took minutes."""
+    """Reading the process's output has no time limit, and comparing each mark with all took minutes."""
     write_chat_tokenizer(tmp_path, MARKS_MANY)
     ((ids, counts),) = encoded(ChatEncoder(tmp_path, "default", 0), SAID)
     assert len(ids) == 600_000 and counts.sum() == 299_999

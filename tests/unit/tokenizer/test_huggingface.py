@@ -1,4 +1,4 @@
-"""tokenizer.json folders: ours exported and opened by `transformers`, theirs opened by us."""
+"""tokenizer.json folders: ours opened by `transformers`, theirs opened by us."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_one_huge_id_is_refused_in_both_formats(exported: Path, tmp_path: Path) 
 
 
 class PanicException(BaseException):
-    """As the libraries in Rust raise it."""
+    """Imitates the exception of Rust libraries."""
 
 
 def test_a_panic_of_the_library_is_one_line(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +286,7 @@ def test_a_vocabulary_without_its_unknown_token_is_one_line(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("dropout", [0.1, 1.0])
 def test_dropout_in_the_file_is_refused(dropout: float, exported: Path, tmp_path: Path) -> None:
-    """The library leaves merges out at random, also where nothing is trained."""
+    """The library would drop merges at random, even without training."""
     folder = Path(shutil.copytree(exported, tmp_path / "copy"))
     edit_json(folder / "tokenizer.json", lambda content: content["model"].update(dropout=dropout))
     rust = RustTokenizer.from_file(str(folder / "tokenizer.json"))
@@ -307,7 +307,7 @@ def test_dropout_in_the_file_is_refused(dropout: float, exported: Path, tmp_path
 
 
 def added_pair(folder: Path, *, normalized: bool) -> Path:
-    """Two added tokens, which the normalizer makes one text of."""
+    """Two added tokens that the normalizer maps to one text."""
     tokens = [AddedToken("<A>", normalized=True), AddedToken("<a>", normalized=normalized)]
     word_level(folder, None, added=tokens)
     edit_json(folder / "tokenizer.json", lambda content: content.update(normalizer={"type": "Lowercase"}))
@@ -315,7 +315,7 @@ def added_pair(folder: Path, *, normalized: bool) -> Path:
 
 
 def test_two_added_tokens_with_one_text_are_refused(tmp_path: Path) -> None:
-    """The library takes one or the other, another one each time it opens the file."""
+    """The library picks one of them, a different one each time it opens the file."""
     folder = added_pair(tmp_path / "a", normalized=True)
     opened = (RustTokenizer.from_file(str(folder / "tokenizer.json")) for _ in range(60))
     assert len({tuple(rust.encode("<a>", add_special_tokens=False).ids) for rust in opened}) == 2

@@ -33,7 +33,7 @@ PREPEND = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"
 
 
 def bpe() -> dict[str, Any]:
-    """As a file of Llama 3 or Qwen2: a pattern of its own, NFC, and an added token that is none of the special ones."""
+    """A file like Llama 3's or Qwen2's: its own pattern, NFC, and an added token that is not special."""
     letters = [*byte_alphabet(), "he", "ll", "hell", "Ġt"]
     return {
         "version": "1.0",
@@ -150,7 +150,7 @@ def test_the_same_tokenizer_written_otherwise(name: str, tmp_path: Path) -> None
 
 
 def test_a_unigram_model_written_otherwise(tmp_path: Path) -> None:
-    """The library's reader of JSON changes the last bit of -3.7314250918653786."""
+    """The library's JSON reader changes the last bit of -3.7314250918653786."""
     pieces = [*unigram()["model"]["vocab"][:-1], ["▁hell", -3.7314250918653786]]
     one = opened(tmp_path / "a", edited(unigram(), "model", vocab=pieces))
     one._rust.save(str(tmp_path / "saved.json"))
@@ -166,7 +166,7 @@ def test_a_unigram_model_written_otherwise(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("score", [-3.7314250918653786, -1e-5, -123456.78901234567, 1e22])
 def test_the_last_bit_of_a_score_is_as_the_library_reads_it(score: float, tmp_path: Path) -> None:
-    """What it has read and writes anew it reads alike; whoever computes in double precision sees a smaller change."""
+    """The library rereads its own output identically; a computation in double precision sees a smaller change."""
     rng = np.random.default_rng(5)
     scores = [score, *(score * rng.uniform(0.1, 1, 2000)).tolist()]
     pieces = [["<unk>", 0], ["▁", -2], *([f"p{number}", each] for number, each in enumerate(scores))]
@@ -180,7 +180,7 @@ def test_the_last_bit_of_a_score_is_as_the_library_reads_it(score: float, tmp_pa
 
 
 def test_a_score_below_single_precision_decides_ids(tmp_path: Path) -> None:
-    """Two ways to split a word whose scores differ by less than single precision has digits for."""
+    """Two ways to split a word have scores that differ by less than single precision resolves."""
     made = []
     for number, score in enumerate((-6 * (1 - 1e-10), -6 * (1 + 1e-10))):
         pieces = [["<unk>", 0], ["▁", -2.0], ["a", -3.0], ["b", -3.0], ["ab", score]]
@@ -221,7 +221,7 @@ def test_a_unigram_model_without_a_type(tmp_path: Path) -> None:
 
 
 def test_the_pass_of_the_end_of_document_is_ours(tmp_path: Path) -> None:
-    """Whatever the file says, the run looks for it in the text as it is."""
+    """The run always looks for it in the raw text, whatever the file says."""
     end = {"special": True, "normalized": True}
     one = opened(tmp_path / "a", added((260, "<|im", {}), LAST))
     other = opened(tmp_path / "b", added((260, "<|im", {}), (262, LAST[1], end)))
@@ -229,7 +229,7 @@ def test_the_pass_of_the_end_of_document_is_ours(tmp_path: Path) -> None:
 
 
 def test_the_type_that_the_file_of_gpt2_leaves_out(tmp_path: Path) -> None:
-    """It is the same tokenizer with a type, and GPT2BPETokenizer; data of earlier releases has another hash."""
+    """The type does not matter: both equal GPT2BPETokenizer. Data of earlier releases has another hash."""
     plain = {**bpe(), "added_tokens": [], "normalizer": None, "pre_tokenizer": {**BYTES, "use_regex": True}}
     bare, model = without(plain, "type"), plain["model"]
     typed, untyped = opened(tmp_path / "a", plain, eos_token=None), opened(tmp_path / "b", bare, eos_token=None)
@@ -245,7 +245,7 @@ def test_another_tokenizer(name: str, tmp_path: Path) -> None:
 
 
 def check(tokenizer: HuggingFaceTokenizer, recorded: str) -> None:
-    """As training checks data with this record."""
+    """Checks data with this record, as training does."""
     record = DataRecord(
         tokenizer_fingerprint=recorded, vocab_size=262, eod_id=261, dtype="uint16", documents=1, sequences=1, tokens=1,
         max_id=5, index_fingerprint="", source=(),

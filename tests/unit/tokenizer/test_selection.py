@@ -1,4 +1,4 @@
-"""Settings to tokenizer: every type is built or refused by name. NullTokenizer and training."""
+"""Settings to tokenizer: every type is built, or rejected with its name. Covers NullTokenizer and training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_hugging_face_by_either_name(tmp_path: Path, name: str) -> None:
 
 
 def test_special_tokens_named_by_flag_are_the_tokenizers_own(tmp_path: Path) -> None:
-    """As in Megatron-LM those that are there change nothing; others would get ids that no file knows."""
+    """Existing tokens change nothing, as in Megatron-LM; others would get ids that no file has."""
     vocab, merges = write_small_bpe(tmp_path)
     GPT2BPETokenizer(vocab, merges).save_pretrained(tmp_path)
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"]))
@@ -118,7 +118,7 @@ def test_a_vocabulary_size_that_is_not_the_tokenizers_is_refused(tmp_path: Path)
 
 
 def test_a_new_type_needs_its_class_and_its_row_alone(tmp_path: Path) -> None:
-    """What CONTRIBUTING.md says: the flag, the checks of a run, and the tools take it from the row."""
+    """CONTRIBUTING.md promises it: the flag, the checks of a run and the tools read the row."""
     (tmp_path / "letters.py").write_text(
         "from megatron.tokenizer.null import NullTokenizer\n"
         "class LetterTokenizer(NullTokenizer):\n"

@@ -1,4 +1,4 @@
-"""SentencePiece models, trained here, against the package itself; Megatron's rules for what is added."""
+"""SentencePiece models, trained here, against the package itself; Megatron's rules for added tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tokenize_special`: in a prompt, text that spells a special token is that token if the user asks for it."""
+"""`tokenize_special`: text of a prompt that spells a special token becomes that token if the user asks for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vocabularies from a stranger: each is taken, or refused in one line, and no text ends in a panic of a library."""
+"""Untrusted vocabularies are accepted or rejected in one line, and no text makes a library panic."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def use(tokenizer: Tokenizer) -> None:
 
 
 def damaged_lines(lines: list[str], count: int, seed: int) -> Iterator[str]:
-    """Texts in which lines are missing, doubled, swapped or something else."""
+    """Texts in which lines are missing, doubled, swapped or replaced."""
     choose = random.Random(seed)
     odd = ("", " ", "a b c", "\x00", "\ufeff", "é" * 300, "##", "-1", "x" * 10**6, "IQ== 99999999999999999999")
     for _ in range(count):
@@ -97,7 +97,7 @@ def test_a_vocabulary_without_tokens_is_one_line(tmp_path: Path, model: dict[str
 
 
 class PanicException(BaseException):
-    """As Rust's libraries raise it: no Exception."""
+    """Imitates the exception of Rust libraries, which does not derive from Exception."""
 
 
 def panics(*given: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""TikTokenizer against tiktoken itself, from both kinds of file."""
+"""TikTokenizer compared with tiktoken itself, from both kinds of file."""
 
 from __future__ import annotations
 

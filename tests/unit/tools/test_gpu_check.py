@@ -1,4 +1,4 @@
-"""tools/gpu_check.py without a GPU: its functions on the CPU kernels, and on the CUDA kernels in the emulator."""
+"""tools/gpu_check.py without a GPU: its functions run on the CPU kernels, and on the CUDA kernels in the emulator."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tool() -> ModuleType:
 
 
 def test_every_operation_is_judged_on_fresh_inputs() -> None:
-    """As on a GPU, where `where` is the same library on another device."""
+    """A GPU run is the same with the library on another device as `where`."""
     emulated, cpu, said = backend("emulated"), backend("cpu"), []
     verdicts = gpu_ops.judge_all(7, (emulated.ops, "cpu"), cpu.ops, said.append, largest=gpu_ops.SMALL)
     assert [verdict.wrong for verdict in verdicts if verdict.wrong] == []
@@ -68,7 +68,7 @@ def test_what_is_wrong_is_left_out_of_the_record() -> None:
 
 
 def test_an_operation_is_verified_if_all_of_its_proofs_are_right() -> None:
-    """The head's loss runs on kernels that have proofs of their own."""
+    """The head's loss runs on kernels that have their own proofs."""
     verdicts = [
         gpu_ops.OperationReport(
             proof.name, proof.folder, "bfloat16", 1, 0.5, 0.5, ("off",) * (proof.name == "xent_split")
@@ -131,7 +131,7 @@ def read(path: Path) -> bytes:
 
 
 def test_what_a_sanitizer_looks_at_has_no_memory_behind_it(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the allocations that torch cuts tensors from, it would know the end of the whole alone."""
+    """A sanitizer would see only the end of the blocks that torch cuts tensors from, so each tensor gets its own."""
     did: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "init", lambda: did.append("CUDA is there"))
@@ -147,7 +147,7 @@ def test_what_a_sanitizer_looks_at_has_no_memory_behind_it(tool: ModuleType, mon
 
 
 def test_the_sanitizers_look_at_all_our_kernels() -> None:
-    """The part of their mangled names by which they are chosen is mk::cuda."""
+    """They select kernels by mk::cuda, a part of our mangled names."""
     substring = gpu_ops.OUR_KERNELS.removeprefix("kns=")
     assert f"_ZN{substring}11some_kernelEv".startswith("_ZN2mk4cuda")
     for source in (ROOT / "csrc").glob("*/cuda*.cu"):
@@ -267,7 +267,7 @@ def test_every_cuda_source_has_something_that_checks_it() -> None:
 
 
 def test_the_record_is_the_one_that_is_read(tool: ModuleType) -> None:
-    """The tool answers --help without torch, so it has the name of the file again."""
+    """The tool answers --help without torch, so it repeats the file's name."""
     assert tool.RECORD == library_module.VERIFIED
 
 

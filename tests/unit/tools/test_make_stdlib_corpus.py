@@ -1,4 +1,4 @@
-"""The corpus of the quickstart: real code, one object a line, the same every time."""
+"""The corpus of the quickstart: real code, one object per line, the same every time."""
 
 from __future__ import annotations
 

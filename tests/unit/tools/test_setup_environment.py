@@ -1,4 +1,4 @@
-"""The environment set-up, with fake torch packages on the path: no download, and the real one is never touched."""
+"""The set-up with fake torch packages on the path: nothing is downloaded, and the real one is not touched."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def setup_module() -> ModuleType:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """What the set-up reads of a checkout; without csrc it has nothing to build."""
+    """Files that the set-up reads of a checkout; without csrc it has nothing to build."""
     root = tmp_path / "checkout"
     for name in (*SCRIPTS, "requirements.txt", "constraints.txt", "constraints.lock"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -96,8 +96,8 @@ def test_beside_a_found_torch_nothing_that_is_there_is_pinned(setup_module: Modu
 
 
 def test_pip_is_told_the_version_that_it_knows(setup_module: ModuleType, tmp_path: Path) -> None:
-    """Wheels of the public index: `torch.__version__` names the CUDA build, the wheel does not. Without metadata (a
-    build on PYTHONPATH) what torch says counts, and not that of another torch further along the path."""
+    """The public index's wheels lack the CUDA build that `torch.__version__` names. Without metadata (a build on
+    PYTHONPATH) the imported torch counts, not another one further along the path."""
     torch = setup_module.Torch("2.14.1+cu130", str(fake_torch(tmp_path, "2.14.1+cu130") / "torch"))
     assert "torch==2.14.1+cu130" in setup_module.pip_inputs([], torch)[1]
     metadata = tmp_path / "torch-2.14.1.dist-info" / "METADATA"
@@ -131,7 +131,7 @@ def test_pip_leaves_a_vendors_torch_where_it_is(setup_module: ModuleType) -> Non
 
 
 class TestLock:
-    """constraints.lock and what pip is asked to install from it."""
+    """constraints.lock, and the requirements that pip installs from it."""
 
     def test_it_agrees_with_the_constraints(self, setup_module: ModuleType) -> None:
         lock = setup_module.read_lock((ROOT / "constraints.lock").read_text())
@@ -184,7 +184,7 @@ torch==2.13.0 --hash=sha256:{"c" * 64}
 
 
 def wheel(folder: Path, body: str) -> str:
-    """Writes a wheel of a package of one module, and returns its checksum."""
+    """Writes a wheel of a package with one module, and returns its checksum."""
     folder.mkdir(exist_ok=True)
     path, info = folder / "megatron_anywhere_tiny-1.0-py3-none-any.whl", "megatron_anywhere_tiny-1.0.dist-info"
     with zipfile.ZipFile(path, "w") as archive:
@@ -254,7 +254,7 @@ def test_the_tests_also_have_the_oldest_supported_transformers(
 
 
 def test_a_vendor_torch_is_used_and_the_second_run_does_nothing(checkout: Path, tmp_path: Path) -> None:
-    """The interpreter that runs the tests has everything but this torch: pip finds nothing to download."""
+    """The tests' interpreter has everything but this torch, so pip has nothing to download."""
     vendor = fake_torch(tmp_path / "vendor", VENDOR)
     first = set_up(checkout, python_path=vendor)
     assert first.returncode == 0, first.stdout + first.stderr
@@ -302,7 +302,7 @@ time.sleep(60)
 def test_kernels_are_compiled_beside_the_installation(
     setup_module: ModuleType, checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While pip is at work, a build runs; it ends with an installation that fails."""
+    """A build runs while pip does; a failing installation ends it."""
     (checkout / "csrc").mkdir()
     (checkout / "csrc" / "build.py").write_text(BUILD)
     started, stopped = checkout / "csrc" / "started", checkout / "csrc" / "stopped"

@@ -1,5 +1,5 @@
-"""Files of other programs that torch.save wrote: a byte that was damaged in any of their tensors is found by the CRC-32
-of the zip format, which torch.load does not look at."""
+"""Files that other programs wrote with torch.save: the zip format's CRC-32, which torch.load ignores, reveals a damaged
+byte in any tensor."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DAMAGED = r"is damaged \(CRC-32 [0-9a-f]{8}, when it was written [0-9a-f]{8}\); 
 
 @dataclass(frozen=True)
 class Storage:
-    """The bytes of a tensor's storage in a file."""
+    """Bytes of a tensor's storage in a file."""
 
     path: Path
     name: str
@@ -46,7 +46,7 @@ class Storage:
 
     @contextmanager
     def damaged(self) -> Iterator[None]:
-        """One bit is another, in the middle."""
+        """Flips one bit in the middle."""
         self._flip()
         yield
         self._flip()
@@ -59,7 +59,7 @@ class Storage:
 
 
 def storages(path: Path, start: int = 0, length: int | None = None) -> Iterator[Storage]:
-    """Of a zip file, or of one within a file."""
+    """Storages of a zip file, or of one inside a file."""
     data = path.read_bytes()[start:][:length]
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         for member in archive.infolist():
@@ -70,7 +70,7 @@ def storages(path: Path, start: int = 0, length: int | None = None) -> Iterator[
 
 
 def items(folder: Path) -> Iterator[tuple[str, Storage]]:
-    """The storages of a distributed directory with the keys of their tensors, by torch's own classes."""
+    """Storages of a distributed directory with the keys of their tensors, by torch's own classes."""
     for index, info in pickle.loads((folder / ".metadata").read_bytes()).storage_data.items():
         if index.offset is not None:
             for storage in storages(folder / info.relative_path, info.offset, info.length):
@@ -78,7 +78,7 @@ def items(folder: Path) -> Iterator[tuple[str, Storage]]:
 
 
 def loaded(folder: Path, **options: Any) -> dict[str, Tensor]:
-    """The weights and the optimizer that a run loads."""
+    """Weights and optimizer that a run loads."""
     lines: list[str] = options.pop("lines", [])
     params = params_of(LLAMA)
     found = find_checkpoint(folder, parallel=one_process(), log=lines.append, check_hashes=options.pop("check", True))
@@ -130,7 +130,7 @@ def test_every_item_of_a_distributed_directory(tmp_path: Path) -> None:
 
 
 def as_bin(folder: Path) -> Path:
-    """The model of a Hugging Face folder with weights that differ, in a file as older programs write it."""
+    """A Hugging Face folder's model with distinct weights, in a file as older programs write it."""
     from safetensors.torch import load_file
 
     shapes = {name: tensor.shape for name, tensor in load_file(folder / "model.safetensors").items()}
@@ -204,7 +204,7 @@ def test_a_file_without_checksums_is_taken_with_a_line(
 
 
 def test_storages_that_were_filled_later_have_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """torch.serialization.skip_data leaves their bytes out, for whoever fills them in."""
+    """torch.serialization.skip_data leaves their bytes out, to be filled in later."""
     path = as_bin(hugging_face_folder(tmp_path))
     content = torch.load(path, weights_only=True)
     with torch.serialization.skip_data():
@@ -226,7 +226,7 @@ def test_files_from_before_zip_are_taken_with_a_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_description_is_compared_too(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A digit of a number in it is not a damage that a parser sees."""
+    """A changed digit in it is valid for a parser."""
     path = FORMS[form](tmp_path / "theirs").path
     if form == "directory":
         path = path.parent / "common.pt"
@@ -238,7 +238,7 @@ def test_the_description_is_compared_too(form: str, tmp_path: Path, capsys: pyte
 
 
 def test_skip_hash_loads_what_is_damaged(tmp_path: Path) -> None:
-    """What a planted fault, no comparison, would let through."""
+    """Planted bug: skips the comparison."""
     write(tmp_path, make(LLAMA), Layout())
     sound = loaded(tmp_path, finetune=True)
     storage = max(storages(next(tmp_path.glob("*/*/*.pt"))), key=lambda each: each.length)
@@ -287,7 +287,7 @@ def test_pieces_have_the_checksum_of_the_whole(length: int) -> None:
 
 
 def test_ranks_share_the_comparison(tmp_path: Path) -> None:
-    """Of a folder that all see: whichever tensor is damaged, one of them finds it."""
+    """All ranks see the folder: exactly one finds the damage, whichever tensor has it."""
     path = as_bin(hugging_face_folder(tmp_path))
     for storage in storages(path):
         with storage.damaged():

@@ -32,7 +32,7 @@ def get(n: int) -> bytes:
 
 
 def doubled(levels: int, leaf: bytes, make: Callable[[bytes], bytes]) -> bytes:
-    """`levels` values, each of which holds the one before twice."""
+    """Nests `levels` values, each of which holds the previous one twice."""
     code = leaf + put(0)
     for level in range(levels):
         code += make(get(level) * 2) + put(level + 1)
@@ -116,7 +116,7 @@ def test_what_checkpoints_hold_is_read(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_repeats_its_elements_is_refused(tmp_path: Path) -> None:
-    """Four bytes would be a tensor of any size to whoever copies it."""
+    """Copying four such bytes could make a tensor of any size."""
     with pytest.raises(CheckpointError, match="holds a tensor that repeats its elements"):
         roundtrip(torch.zeros(1).expand(10**12), tmp_path / "x.pt")
     assert torch.equal(roundtrip(torch.arange(4)[::2], tmp_path / "y.pt"), torch.tensor([0, 2]))
@@ -145,7 +145,7 @@ def test_damaged_pickles_are_read_or_refused_in_bounded_time(tmp_path: Path) -> 
 
 
 def test_every_instruction_of_pickle_is_followed_or_refused() -> None:
-    """A pickle of protocol 4 or 5 is not what torch writes; it is refused, not misread."""
+    """torch does not write pickles of protocol 4 or 5; they are rejected, not misread."""
     for protocol in (0, 1, 3, 4, 5):
         with pytest.raises(PickleRefused):
             scan(pickle.dumps({"a": [1, (2, b"x")], "b": {3}}, protocol), ())
@@ -154,7 +154,7 @@ def test_every_instruction_of_pickle_is_followed_or_refused() -> None:
 
 @pytest.mark.parametrize("protocol", range(6))
 def test_instructions_are_those_of_pickletools(protocol: int) -> None:
-    """Of whole pickles, of pickles that end too early and of damaged ones: both end in an error, or neither."""
+    """Covers whole, truncated and damaged pickles: both scanners fail, or neither."""
     draw = random.Random(protocol)
     content = {"a": [1, 300, 70_000, -1, 2**70, 1.5, None, True, "text \udc80", b"bytes"], ("b",): {"c": "x" * 300}}
     whole = pickle.dumps([content, content, list(range(600)), OrderedDict(), str(draw.random())], protocol)

@@ -1,4 +1,4 @@
-"""Files of torch whose tensors are described by a stranger: every value is read, or refused in one line."""
+"""torch files with untrusted tensor descriptions: every value is read, or rejected in one line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ODD: tuple[Any, ...] = (
 
 
 class Described:
-    """A tensor by the arguments that torch's loader would be called with."""
+    """A tensor, described by the arguments of torch's loader."""
 
     def __init__(self, call: Any, arguments: tuple[Any, ...]) -> None:
         self.call, self.arguments = call, arguments

@@ -1,4 +1,4 @@
-"""What can be seen of a run: losses and weights in all digits, what it prints and writes, which modules it calls."""
+"""Observable behaviour of a run: losses and weights in all digits, output, files, called modules."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Look(Hook):
-    """Notes what is there while the run is on."""
+    """Records state during the run."""
 
     def __init__(self, seen: list[str]) -> None:
         self.seen, self.calls = seen, Counter[str]()
@@ -80,7 +80,7 @@ class Look(Hook):
 
 
 def train(words: list[str]) -> list[str]:
-    """A training in this process, or its refusal, and what it wrote."""
+    """Trains in this process; returns the output and files, or the rejection."""
     shutil.rmtree(OUT, ignore_errors=True)
     return [*_seen(words), *_written()]
 
@@ -125,7 +125,7 @@ def _without_times(line: str) -> str:
 
 
 def _written() -> Iterator[str]:
-    """Names of files, and what does not depend on times."""
+    """Names of files, and contents that do not depend on time."""
     for path in sorted(OUT.rglob("*")):
         name = re.sub(r"\d{6,}", "#", str(path))
         if not path.is_file() or path.name in (".lock", "exit_reason.json"):
@@ -146,7 +146,7 @@ def _written() -> Iterator[str]:
 
 
 def on_ranks(words: list[str]) -> list[str]:
-    """A training on two gloo ranks; what they wrote is read when both have ended."""
+    """Trains on two gloo ranks; reads what they wrote when both have ended."""
     shutil.rmtree(OUT, ignore_errors=True)
 
     def body(rank: int) -> list[str]:
@@ -157,7 +157,7 @@ def on_ranks(words: list[str]) -> list[str]:
 
 
 def plan(words: list[str]) -> list[str]:
-    """--dry-run and what it has done to the process, which is a child: some settings stay in force."""
+    """Runs --dry-run and records its effects on the process, a child, because some settings persist."""
     ours, theirs = multiprocessing.Pipe()
 
     def body() -> None:
@@ -175,7 +175,7 @@ def plan(words: list[str]) -> list[str]:
 
 
 class Writer:
-    """In place of TensorBoard's."""
+    """Stand-in for TensorBoard's writer."""
 
     def __init__(self, **options: Any) -> None:
         print(f"tensorboard {options}")
@@ -208,7 +208,7 @@ def wandb_module() -> types.ModuleType:
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The working folder of the runs: what they write is recorded, and nothing is sent over a network."""
+    """Working folder of the runs: records what they write; nothing is sent over a network."""
     import torch.utils.tensorboard
 
     from megatron.data import source_datasets, sources
@@ -228,7 +228,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setitem(sys.modules, "wandb", wandb_module())
         torch.set_num_threads(1)
         gc.collect()
-        gc.freeze()  # collections of --manual-gc then look at their run alone
+        gc.freeze()  # collections of --manual-gc then scan only their run
         yield folder
     gc.unfreeze()
     torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""For every setting: a value, flags in which it has an effect, and flags in which it has none."""
+"""Maps every setting to a value, flags with which it has an effect, and flags with which it has none."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ BASE = """
     --micro-batch-size 1 --global-batch-size 2 --train-iters 3 --lr 1e-2 --vocab-size 32 --mock-data --num-workers 0
     --log-interval 1 --eval-iters 1 --eval-interval 2 --make-vocab-size-divisible-by 8 --device cpu
 """
-"""A word -flag below takes --flag out of these."""
+"""Default flags; a word -flag in the table below removes --flag."""
 
 
 @dataclass(frozen=True)
 class Case:
     given: str
     where: str = ""  # has an effect there
-    idle: str | None = None  # has none there, which is told or refused; None: it always has one
+    idle: str | None = None  # has none there: a notice or a rejection; None: it always has one
     seen_by: Callable[[list[str]], list[str]] = train
 
 
@@ -300,7 +300,7 @@ ROOM = {
     "recompute_num_layers": Case("--recompute-num-layers 2", FULL.replace("uniform", "block"), ""),
     "cpu_offloading_num_layers": planned("--cpu-offloading-num-layers 1"),
     "kernels": planned("--kernels ref", TABLE),
-    "compile": Case("--compile", "--num-experts 4 --disable-bias-linear"),  # refused there, as it is read
+    "compile": Case("--compile", "--num-experts 4 --disable-bias-linear"),  # rejected there when it is read
     "masked_softmax_fusion": planned("--no-masked-softmax-fusion", TABLE),
     "bias_swiglu_fusion": planned("--no-bias-swiglu-fusion", f"{TABLE} {DENSE}", ""),
     "bias_dropout_fusion": planned("--no-bias-dropout-fusion", TABLE),
@@ -481,4 +481,4 @@ ELSEWHERE = {
     "deepspeed_config": "fills other settings; tests/unit/compat/deepspeed_file/test_source.py",
     "local_rank": "of a launcher; tests/distributed/test_launchers.py",
 }
-"""Settings whose effect cannot be seen in a small run -> the test file that shows it."""
+"""Settings whose effect a small run does not show -> the test file that shows it."""

@@ -1,4 +1,4 @@
-"""What a run sets before anything is allocated or multiplied on its accelerator; without one."""
+"""Settings that a run makes before it uses its accelerator, tested without one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CUDA = torch.device("cuda", 1)
 def prepared(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, *, grows: bool, **settings: bool
 ) -> tuple[str, list]:
-    """What was said, and what was called in which order."""
+    """(output, calls in order)."""
     calls: list[object] = []
     monkeypatch.setattr(module, "activate", calls.append)
     monkeypatch.setattr(module, "grow_segments", lambda given: calls.append("grow") or grows)
@@ -98,7 +98,7 @@ def test_a_torch_without_growing_segments(monkeypatch: pytest.MonkeyPatch, refus
 def test_what_the_user_has_set_of_the_allocator_stays(
     monkeypatch: pytest.MonkeyPatch, variable: str, given: str, asked: list[str]
 ) -> None:
-    """torch takes each call's settings for all that there are, and forgets some of those before."""
+    """torch applies each call to all allocators, and forgets some earlier settings."""
     found: list[str] = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append, raising=False)
     monkeypatch.setattr(module, "activate", lambda device: None)

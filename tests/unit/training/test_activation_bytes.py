@@ -1,4 +1,4 @@
-"""The predicted activations are what autograd keeps of a layer: never more, and not much less with native kernels."""
+"""Predicted activations equal what autograd keeps of a layer: never more, and little less with native kernels."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def kept_bytes(settings: dict[str, Any], layers: int, kernels: Kernels) -> int:
-    """What a forward pass saves, apart from weights: each storage once."""
+    """Bytes that a forward pass saves, without weights; each storage counts once."""
     config = build({**SHAPE, **settings, "num_layers": layers})
     model = GPT(config.model, vocab_size=VOCABULARY, kernels=kernels, moe=config.moe, recompute=config.recompute).to(
         torch.bfloat16 if settings.get("bf16") else torch.float32
@@ -83,7 +83,7 @@ def predicted(settings: dict[str, Any], layers: int, kernels: Kernels) -> float:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("native", "least"), [(True, 0.96), (False, 0.65)], ids=["native", "torch"])
 def test_a_layer_keeps_what_is_predicted(name: str, native: bool, least: float) -> None:
-    """Of two layers more, so that what the model keeps once is left out."""
+    """Compares two more layers, so that the model's constant part cancels."""
     if native and library().missing is not None:
         pytest.skip("the native kernels are not built")
     kernels = resolve("auto", "cpu", native=None if native else Library(missing="left out"))
@@ -94,7 +94,7 @@ def test_a_layer_keeps_what_is_predicted(name: str, native: bool, least: float) 
 
 
 def in_flight(stage: int, micro_batches: int, **layout: Any) -> float:
-    """In micro-batches of a whole stage."""
+    """Activations in flight, in micro-batches of a whole stage."""
     settings = {**SHAPE, "num_layers": 8, "seq_length": SEQ, "micro_batch_size": 1, **layout}
     kernels = resolve("ref", "cpu")
 

@@ -27,7 +27,7 @@ def test_the_compiled_run_is_the_same_run() -> None:
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_layer_is_one_graph(bf16: bool) -> None:
-    """Where the compiler meets what it cannot look into, it leaves the layer as it is, and says so to nobody."""
+    """The compiler silently leaves a layer uncompiled where it cannot trace."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     train_here(flags(train_iters=1, compile=True, bf16=bf16))

@@ -1,4 +1,4 @@
-"""What a run sets for its CPU, and what it leaves alone."""
+"""Settings that a run makes for its CPU, and those that it leaves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RUN = f"{MODEL} --micro-batch-size 1 --mock-data --vocab-size 16 --train-iters 1
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What the process was asked to set; nothing is set."""
+    """Records the settings that a run asks for, without making them."""
     calls: list[str] = []
     for name in ("set_allocator", "set_fp32_products", "set_scheduling"):
         monkeypatch.setattr(devices, name, lambda choice, *_, name=name: calls.append(f"{name} {choice}") or name)

@@ -1,4 +1,4 @@
-"""Which samples a run sees: a ledger over resumes, batch sizes, ranks and lengths. None skipped, none twice."""
+"""Samples that a run sees over resumes, batch sizes, ranks and lengths: none is skipped, none comes twice."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def corpus(tmp_path: Path) -> dict[str, Any]:
 
 
 def tokens_seen(rank: int, size: int, argv: list[str]) -> list[bytes]:
-    """Train, and return the text of each sample of this rank in order."""
+    """Trains, and returns the text of each sample of this rank in order."""
     _, parts = make_parts(argv, rank=rank, world_size=size)
     seen: list[bytes] = []
 
@@ -66,7 +66,7 @@ SAMPLES: dict[str, Any] = {"train_iters": None, "train_samples": 96, "lr_decay_s
 def test_another_batch_size_or_number_of_ranks_on_resume_reads_on(
     tmp_path: Path, corpus: dict[str, Any], ranks: int, changes: dict[str, Any]
 ) -> None:
-    """Over more than two epochs, so that the shuffle depends on the number of samples asked for."""
+    """Runs more than two epochs, so that the shuffle depends on the number of samples asked for."""
     whole = tokens_seen(0, 1, flags(**corpus, **SAMPLES))
     assert len(whole) == 96
     first = tokens_seen(0, 1, flags(**corpus, **SAMPLES, save=tmp_path, save_interval=100, exit_interval=3))
@@ -76,7 +76,7 @@ def test_another_batch_size_or_number_of_ranks_on_resume_reads_on(
 
 
 def test_a_run_in_samples_goes_on_to_its_last_sample(tmp_path: Path) -> None:
-    """Its iterations are counted anew from where it stands, and the log says so."""
+    """The remaining iterations are counted from the present one, and the log says so."""
     make = {**SAMPLES, "global_batch_size": 8}
     tokens_seen(0, 1, flags(**make, save=tmp_path, save_interval=100, exit_interval=8))
     _, parts = make_parts(flags(**{**make, "global_batch_size": 16}, load=tmp_path))
@@ -152,7 +152,7 @@ def test_data_whose_content_changed_is_refused(tmp_path: Path, corpus: dict[str,
 
 @pytest.mark.parametrize("iters", [6, 4])
 def test_resuming_at_or_past_the_end_does_nothing(tmp_path: Path, iters: int) -> None:
-    """With data workers, an evaluation at the end, and nothing written but the reason."""
+    """Runs with data workers and a final evaluation; only the exit reason is written."""
     settings = {"lr_decay_style": "constant", "num_workers": 1, "save": tmp_path, "save_interval": 6, "eval_iters": 1}
     assert pretrain_here(flags(**settings)) == 0
     written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}

@@ -1,4 +1,4 @@
-"""Settings of the data as a run meets them: what is refused early, what is said, what reaches the batches."""
+"""Settings of the data: early rejections, log lines, and their effect on batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def corpus(tmp_path: Path) -> dict[str, Any]:
 
 
 def with_ends(prefix: Path, end: int = 96) -> str:
-    """Documents of 7 tokens, the last of which is the end of a document."""
+    """Documents of 7 tokens, ending with the end of document."""
     random = np.random.RandomState(3)
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for _ in range(60):
@@ -68,7 +68,7 @@ def test_unchanged_data_has_nothing_to_accept(
 
 
 def test_one_changed_byte_of_the_index_or_the_record(tmp_path: Path, corpus: dict[str, Any]) -> None:
-    """The order of two documents of the .idx exchanged, and a record that was not there."""
+    """Swaps two documents of the .idx, and adds a record where none was."""
     from megatron.data.indexed.record import make_record, write_record
 
     saved, prefix = tmp_path / "ckpt", corpus["data_path"]
@@ -181,7 +181,7 @@ def test_borders_that_nothing_marks_are_refused(
 
 
 def test_one_permutation_for_all_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--no-data-sharding: the samples of each step do not hang on the number of ranks; with sharding they do."""
+    """--no-data-sharding: a step's samples do not depend on the number of ranks; with sharding they do."""
     from megatron.data.sampler import BlockShape, cyclic_batches
 
     def steps(ranks: int, sharding: bool) -> list[list[int]]:
@@ -215,7 +215,7 @@ def test_sharding_is_part_of_the_order(tmp_path: Path) -> None:
 
 @pytest.fixture
 def text_corpus(tmp_path: Path) -> dict[str, Any]:
-    """Documents of a small byte-level BPE whose vocabulary has the tokens of fill in the middle."""
+    """Documents of a small byte-level BPE with the tokens of fill in the middle."""
     from megatron.tokenizer.gpt2 import GPT2BPETokenizer
     from tests.unit.tokenizer.support import SAMPLES, write_small_bpe
 

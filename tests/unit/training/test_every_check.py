@@ -1,4 +1,4 @@
-"""What a launch refuses, --print-config and --dry-run refuse with the same lines."""
+"""Rejections of a launch are the same lines with --print-config and --dry-run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAYS = ([], ["--print-config"], ["--dry-run"])
 
 
 def refused(command: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The lines of the three ways, which are the same."""
+    """Lines of the three ways; asserts that they are equal."""
     capsys.readouterr()
     told = []
     for way in WAYS:
@@ -161,7 +161,7 @@ TOGETHER = {
 
 
 def test_what_is_found_out_later_is_told_together(places: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    """What ranks, device, kernels, tokenizer and checkpoint refuse, of one launch; nothing that only follows."""
+    """Reports mistakes of ranks, device, kernels, tokenizer and checkpoint together; none that only follows."""
     lines = refused([*flags(), *with_places(" ".join(TOGETHER), places)], capsys)
     assert len(lines) == len(TOGETHER), lines
     for part in TOGETHER.values():
@@ -169,7 +169,7 @@ def test_what_is_found_out_later_is_told_together(places: dict[str, Path], capsy
 
 
 def test_a_name_of_the_hub_is_told_with_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    """As a newcomer types it: without the shape, which would be the model's."""
+    """A newcomer omits the shape, which would come from the model."""
     lines = refused(shlex.split("--load Owner/model-7b --finetune --mock-data --micro-batch-size 1"), capsys)
     assert "if Owner/model-7b is a model on the Hugging Face Hub" in lines[0], lines
     assert any("--num-layers" in line for line in lines[1:])
@@ -202,7 +202,7 @@ def test_a_command_that_is_right_is_described_once(capsys: pytest.CaptureFixture
 def test_a_plan_for_gpus_is_made_without_one(
     way: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not with --device cpu, which contradicts nccl on every machine (LATER), and no run."""
+    """Neither --device cpu, which contradicts NCCL on every machine (LATER), nor a real run is accepted."""
     monkeypatch.setattr("megatron.distributed.device.accelerator_type", lambda: None)
     command = flags(device=None, distributed_backend="nccl")
     assert pretrain_here([*command, way]) == 0

@@ -1,4 +1,4 @@
-"""Every setting has an effect where it declares one, and is told or refused where it declares none."""
+"""Every setting has an effect where it declares one; elsewhere it gives a notice or is rejected."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ SEERS = {"train": train, "plan": plan, "on_ranks": on_ranks}
 
 
 def effect(case: Case, flags: str) -> tuple[list[str], list[str]]:
-    """What is seen without the setting and not with it, and the reverse."""
+    """Observations only without the setting, and only with it."""
     old, new = before(case.seen_by.__name__, flags), case.seen_by(command(flags, case.given))
     return [line for line in old if line not in new], [line for line in new if line not in old]
 
@@ -107,7 +107,7 @@ def test_a_setting_has_its_effect(places: Path, name: str) -> None:
 
 
 def said_to_be_idle(setting: Setting, given: str, flags: str) -> bool:
-    """Whether a line says so, or a refusal that was not there without it."""
+    """Returns whether a notice or a rejection says that the setting has no effect."""
     try:
         lines = read_settings(command(flags, given)).notices
     except ConfigError as refusal:
@@ -136,7 +136,7 @@ PLANTED = "num_layers moe_z_loss_coeff clip_grad manual_gc save_optim tensorboar
 
 @pytest.mark.parametrize("name", PLANTED.split())
 def test_a_setting_that_is_never_read_is_found(places: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plant the bug: the value is parsed and checked, and the program goes on with the one it would have without."""
+    """Planted bug: the value is parsed and checked, but the program uses the value of a run without the setting."""
     case, setting = CASES[name], settings_by_name()[name]
     assert any(effect(case, case.where))
     without_it = read_settings(command(case.where)).value(setting)

@@ -1,4 +1,4 @@
-"""The edge of the process: which errors become one line."""
+"""Exit of the process: errors that become one line."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ exit.run_as_program(body)
 
 
 def test_an_error_of_all_ranks_is_printed_once_without_torchrun() -> None:
-    """Two ranks started by hand, one of them late; another error is printed too."""
+    """Two ranks started by hand, one of them late. Other errors are printed by each rank."""
     program = f"""
 import sys, time; sys.path.insert(0, {str(REPOSITORY)!r})
 from megatron.errors import ConfigError

@@ -1,4 +1,4 @@
-"""A user's own hooks: each moment comes when it should, on every rank, and a hook may talk to the other ranks."""
+"""User hooks: each moment comes at its time on every rank, and a hook may communicate with other ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.engine.test_asynchronous import asynchronous
 
 
 class Diary(Hook):
-    """Notes every moment."""
+    """Records every moment."""
 
     def __init__(self) -> None:
         self.moments: list[str] = []
@@ -74,7 +74,7 @@ def test_every_moment_comes_in_its_place() -> None:
 
 
 def test_a_step_is_told_of_when_its_outcome_is_known() -> None:
-    """On an accelerator during the next iteration, or before something reads the state of the run."""
+    """An accelerator reports it during the next iteration, or when something reads the state of the run."""
     diary = Diary()
     with asynchronous(), make_parts(flags(**SETTINGS), hooks=[diary])[1] as parts:
         parts.trainer.fit()
@@ -87,7 +87,7 @@ end""")
 
 
 def test_the_records_of_all_steps_are_those_of_a_run_that_logs_all(tmp_path: Path) -> None:
-    """Whatever --log-interval is; the norm of the parameters is made only where it is logged."""
+    """Independent of --log-interval; the norm of the parameters is computed only where it is logged."""
     found = []
     for interval in (1, 3):
         diary = Diary()
@@ -135,7 +135,7 @@ def test_a_hook_can_end_the_run_by_an_error_of_ours(capsys: pytest.CaptureFixtur
 
 
 class Agreed(Hook):
-    """What a hook of a user may do on every rank: ask the others, and write on one."""
+    """A user hook that communicates on every rank and writes on one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""What ranks compare when they meet: every setting but paths, the code, the tokenizer, torch; then the data."""
+"""Ranks compare settings except paths, code, tokenizer and torch when they meet; then the data."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_setting_shows_and_a_path_does_not(tmp_path: Path) -> None:
 
 
 def test_checkpoints_show_and_their_places_do_not(tmp_path: Path) -> None:
-    """A rank that loads or saves enters collectives that a rank without --load or --save never enters."""
+    """A rank with --load or --save enters collectives that a rank without them never enters."""
     here, there = tmp_path / "here", tmp_path / "there"
     for folder in (here, there):
         folder.mkdir()
@@ -105,7 +105,7 @@ def test_another_tokenizer_shows() -> None:
 
 
 class Ranks:
-    """Those of a run as threads, and what becomes of each when it meets the others with its data."""
+    """Ranks of a run as threads, with the result of each after it compared its data with the others."""
 
     def __init__(self, *data: Datasets, late: float = 0.0) -> None:
         self.became: list[Exception | None] = [None] * len(data)

@@ -1,4 +1,4 @@
-"""A launch that the prover knows to hang is refused before any process group exists."""
+"""A launch that the prover knows to hang is rejected before any process group exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the loop stops, what it skips, and what it refuses to go on with."""
+"""Training loop: when it stops, what it skips, and states from which it does not continue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.runs import Recorder, flags, make_parts, pretrain_here, train
 
 
 def poison(parts: Any, at: int, value: float) -> None:
-    """The loss of iteration `at` becomes `value`."""
+    """Replaces the loss of iteration `at` by `value`."""
     engine, forward = parts.engine, parts.engine.passes.forward_step
     calls = iter(range(1000))
 
@@ -82,7 +82,7 @@ def test_a_signal_ends_the_run_at_a_step_boundary_and_saves(tmp_path: Path) -> N
 
 
 def test_ctrl_c_is_heard_twice_and_one_that_is_ignored_never() -> None:
-    """A script ignores it for what it starts in its background."""
+    """Shells ignore SIGINT in background jobs."""
     before = signal.getsignal(signal.SIGINT)
     flag = SignalFlag((signal.SIGINT,))
     os.kill(os.getpid(), signal.SIGINT)
@@ -106,7 +106,7 @@ def test_saves_at_the_interval_and_at_the_end(tmp_path: Path) -> None:
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int]]:
-    """When which file was written, of all that belongs to checkpoints."""
+    """(modification time, inode) of every checkpoint file."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name not in (".lock", "exit_reason.json")]
     return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.stat().st_ino) for path in files}
 
@@ -168,7 +168,7 @@ def test_a_run_that_skipped_its_steps_says_so_at_its_end(
 
 
 def counted(skipped: SkippedSteps, pattern: str, interval: int = 20) -> list[bool]:
-    """One letter a step, x for a skipped one. Returns whether each log line had a warning."""
+    """One letter per step, x for a skipped one. Returns whether each log line had a warning."""
     told = []
     for number, letter in enumerate(pattern, 1):
         skipped.count(letter == "x", loss_scale=2.0)
@@ -182,7 +182,7 @@ def counted(skipped: SkippedSteps, pattern: str, interval: int = 20) -> list[boo
     [
         ("x" * 32 + "." * 368, [False] * 20, False),  # the search for the first scale, 8 % of the steps
         ("x" * 32 + "." * 200, [False] * 11, True),  # 14 %
-        ("." * 60 + "x" * 40, [False] * 3 + [True, False], True),  # said once for a streak
+        ("." * 60 + "x" * 40, [False] * 3 + [True, False], True),  # one line per streak
         ("." * 60 + "x.." * 20 + "." * 40 + "x" * 20, [False] * 3 + [True, False, False, False, False, True], True),
         (("." * 19 + "x") * 10, [False] * 10, False),  # 5 %: doublings that were too much
         ("x" * 60, [False, False, True], True),
@@ -226,7 +226,7 @@ def test_skipped_iterations_consume_their_data() -> None:
     kept = {r["iteration"]: r["lm_loss"] for r in skipping["records"]}
     assert set(kept) == {1, 4, 5, 6}
     assert skipping["parts"].progress.consumed_train_samples == 48
-    # With a learning rate of 0 the loss depends on the samples alone (dropout off would make it equal).
+    # With a learning rate of 0 the loss depends only on the samples and on dropout's random numbers.
     assert kept[1] == whole[0]["lm_loss"]
 
 

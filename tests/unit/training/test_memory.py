@@ -1,4 +1,4 @@
-"""A training that cannot fit into the memory of its machine is rejected before a weight is drawn."""
+"""A training that cannot fit into its machine's memory is rejected before a weight is drawn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.runs import flags, make_run, pretrain_gpt, pretrain_here
 
 
 def needed(ranks: int = 1, **settings: Any) -> list[float]:
-    """The bytes of each of the ranks, planned by one process."""
+    """Bytes of each rank, planned by one process."""
     config = parse_args(flags(**settings))
     run = make_run(replace(config, parallel=ParallelConfig()))
     run = replace(run, config=config, launch=LaunchInfo(world_size=ranks, local_world_size=ranks))

@@ -1,4 +1,4 @@
-"""--override-ckpt-iteration: a run goes on from loaded weights as if it stood at another iteration."""
+"""--override-ckpt-iteration relabels the loaded state as another iteration."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def settings_of(batches: str, corpus: str) -> dict[str, Any]:
 def test_data_and_rates_are_those_of_that_iteration(
     tmp_path: Path, corpus: str, batches: str, saved: int, moved: int
 ) -> None:
-    """Weights do not move at a rate of almost 0, so a loss shows which samples it was computed from."""
+    """A rate of almost 0 keeps the weights, so a loss shows the samples that gave it."""
     settings = {**settings_of(batches, corpus), "lr": 1e-30, "min_lr": 1e-31}
     whole = {r["iteration"]: same_numbers(r) for r in train_here(flags(**settings))["records"]}
     train_here(flags(**settings, save=tmp_path / "a", exit_interval=saved))
@@ -54,7 +54,7 @@ def test_data_and_rates_are_those_of_that_iteration(
 
 
 def test_weights_moments_and_random_states_are_the_saved_ones(tmp_path: Path) -> None:
-    """At its own iteration nothing changes; at another, the same samples give the same updates."""
+    """Relabelling with its own iteration changes nothing."""
     train_here(flags(save=tmp_path / "a", exit_interval=3))
     plain = train_here(flags(load=tmp_path / "a"))
     moved = train_here(flags(load=tmp_path / "a", override_ckpt_iteration=3))
@@ -120,7 +120,7 @@ def test_steps_of_the_other_count_are_set_aside(
 
 
 def test_a_restart_with_the_same_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Otherwise a launcher that restarts it would have it train the same samples for ever."""
+    """Otherwise a restarting launcher would train the same samples for ever."""
     folder = tmp_path / "run"
     command = {"save": folder, "load": folder, "save_interval": 1, "override_ckpt_iteration": 4, "train_iters": 8}
     train_here(flags(save=folder, exit_interval=2, train_iters=8))

@@ -73,7 +73,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def own_flags(**changes: Any) -> list[str]:
-    """No tokenizer, no vocabulary, no data path."""
+    """Flags without tokenizer, vocabulary and data path."""
     base = {"mock_data": None, "vocab_size": None, "lr_decay_style": "constant", "seq_length": 8}
     return flags(**{**base, "eval_iters": 1, "eval_interval": 2, **changes})
 

@@ -50,7 +50,7 @@ def test_one_expert_is_counted_as_all_of_them(
 def test_the_largest_value_of_a_setting_is_planned_or_rejected(
     setting: Setting, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In one line. The limit of the test is that of the suite: a plan that counts one by one would take minutes."""
+    """Rejections have one line. The suite's time limit applies: a plan that counts one by one would take minutes."""
     assert setting.largest is not None
     many = setting.flag.nargs if isinstance(setting.flag.nargs, int) else 1
     code = pretrain_here([*flags(), setting.spelling, *[str(int(setting.largest))] * many, "--dry-run"])
@@ -63,7 +63,7 @@ def test_the_largest_value_of_a_setting_is_planned_or_rejected(
 
 STRANGE = f"a\x1b[31m\nerror: forged {'b' * 100_000}"
 QUOTED = ("fim-split-sample", "fim-eod-token", "moe-layer-freq", "wandb-exp-name", "async-strategy", "cuda-graph-scope")
-"""Settings of text whose value a notice quotes as it was given."""
+"""Text settings whose value a notice quotes literally."""
 
 
 @pytest.mark.parametrize("way", ["--dry-run", "--print-config"])

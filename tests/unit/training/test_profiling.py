@@ -1,4 +1,4 @@
-"""`--profile`: the trace of a real run is summed up right, and so are traces of an accelerator made by hand."""
+"""`--profile` sums up the trace of a real run correctly, and handmade traces of an accelerator."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_waiting_for_a_collective_is_communication_and_what_runs_beside_it_is_no
 
 
 def test_a_function_of_python_waits_where_a_collective_is_under_way() -> None:
-    """A tensor-parallel layer waits inside its autograd function, a pipeline between other work, on its own thread."""
+    """A tensor-parallel layer waits inside its autograd function, a pipeline on its own thread between other work."""
     events = [
         step(0, 100),
         op("_Linear", 0, 40),
@@ -74,7 +74,7 @@ def test_a_function_of_python_waits_where_a_collective_is_under_way() -> None:
         op("aten::addmm_", 10, 20),
         op("gloo:recv", 50, 80, kind="user_annotation"),
         op("aten::mm", 45, 60),
-        op("aten::mul", 75, 90),  # ends after what is under way: not nested in it
+        op("aten::mul", 75, 90),  # ends after the operation under way, so it is not nested in it
         op("optimizer", 90, 100, kind="user_annotation"),
         op("gloo:all_reduce", 95, 99, OTHER),
     ]
@@ -85,7 +85,7 @@ def test_a_function_of_python_waits_where_a_collective_is_under_way() -> None:
 
 
 def test_attention_in_a_compiled_layer() -> None:
-    """No function names it there: its products and its kernels do."""
+    """The trace has no function names there, only products and kernels."""
     events = [
         step(0, 100),
         op("CompiledFunction", 0, 60),
@@ -138,7 +138,7 @@ def test_what_is_no_trace_is_refused_by_name(tmp_path: Path, content: bytes) -> 
 
 
 def test_traces_of_a_stranger(tmp_path: Path) -> None:
-    """Every trace gives a table, or one line."""
+    """Every untrusted trace gives a table, or one line."""
     kinds = {"op": "cpu_op", "mm": "kernel", "step 1": "user_annotation", "optimizer": "gpu_user_annotation"}
     events = [
         {"ph": "X", "name": name, "cat": kind, "ts": at, "dur": 5, "pid": 1, "tid": 1}
@@ -248,7 +248,7 @@ def test_a_folder_without_traces_is_named(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_real_run(tmp_path: Path) -> None:
-    """Memory is recorded too; most of a step is products, and all of it adds up."""
+    """Includes memory; products take most of a step, and the parts add up."""
     root = Path(__file__).resolve().parents[3]
     flags = (
         "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "

@@ -1,4 +1,4 @@
-"""Tokens per second, TFLOP/s, MFU and the time left: each against its own arithmetic."""
+"""Tokens per second, TFLOP/s, MFU and the time left, each against separate arithmetic."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_device_does_its_share_of_the_work() -> None:
 
 
 def test_an_interval_over_a_ramp_counts_the_samples_it_took() -> None:
-    """Batches of 2, 2, 4, 4, 6: the mean is of samples over seconds, not the last batch over the mean time."""
+    """Batches of 2, 2, 4, 4, 6: the mean is samples over seconds, not the last batch over the mean time."""
     argv = flags(
         train_iters=None,
         train_samples=40,

@@ -1,4 +1,4 @@
-"""What a run reports: Megatron's log line, the metrics file, TensorBoard, evaluations."""
+"""Reports of a run: Megatron's log line, the metrics file, TensorBoard, evaluations."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_compact_line_shows_what_is_not_as_it_should_be() -> None:
 
 
 def test_in_fp64_what_runs_instead_of_the_kernels_is_one_line_of_the_log(capfd: pytest.CaptureFixture[str]) -> None:
-    """Every operation has a fallback then. On other ranks nothing is said: the log is rank 0's."""
+    """Every operation has a fallback then. Only rank 0 logs the line."""
     backend("cpu")
     _, parts = make_parts(flags(train_iters=1), dtype=torch.float64)
     with parts:
@@ -165,7 +165,7 @@ def train_here_with_hooks(argv: list[str]) -> list[dict[str, Any]]:
 
 
 def test_evaluation_leaves_training_untouched() -> None:
-    """Bit for bit, although dropout is on: an evaluation draws no random number."""
+    """An evaluation draws no random number, so training stays bit-equal although dropout is on."""
     plain = train_here(flags())
     evaluated = train_here(flags(eval_iters=2, eval_interval=1))
     assert [r["lm_loss"] for r in plain["records"]] == [r["lm_loss"] for r in evaluated["records"]]
@@ -196,7 +196,7 @@ def test_evaluations_have_their_own_batch_and_beginning(tmp_path: Path) -> None:
 
 
 def test_evaluations_have_their_own_micro_batches(tmp_path: Path) -> None:
-    """The loss is the same; what changes is how many samples go through the model at once."""
+    """The loss does not depend on how many samples the model evaluates at once."""
     script, losses = pretrain_gpt(), []
     for size, expected in ((None, [2] * 8), (4, [4] * 4)):
         run = make_run(parse_args(flags(eval_iters=2, eval_interval=9, train_iters=3, eval_micro_batch_size=size)))
@@ -269,7 +269,7 @@ def train_rank(rank: int, size: int, argv: list[str]) -> list[str]:
 
 
 def test_a_norm_for_tensorboard_is_made_by_ranks_that_have_no_hooks_too(tmp_path: Path) -> None:
-    """It is a collective: a rank that left it out would make the others wait."""
+    """The norm is a collective: the others would wait for a rank that left it out."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     argv = flags(

@@ -1,4 +1,4 @@
-"""A run goes on with the tokenizer that it began with, also where its data has no record of one."""
+"""A run continues with the tokenizer that it began with, even if its data has no record of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of several machines, of which one has no kernels, are told before they train."""
+"""A run on several machines reports one without kernels before it trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of the run itself: each changes something that can be seen."""
+"""Settings of the run itself: each has a visible effect."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_tensorboard_switches_that_turn_off(tmp_path: Path) -> None:
 
 
 def test_exit_duration_counts_from_the_start_of_the_run() -> None:
-    """As for a job scheduler: loading the data is part of it."""
+    """Loading the data counts, as for a job scheduler."""
     import dataclasses
 
     from megatron.config import parse_args

@@ -1,4 +1,4 @@
-"""A loss that rises suddenly is told, once, with the samples that made it."""
+"""A sudden rise of the loss is reported once, with the samples that caused it."""
 
 from __future__ import annotations
 

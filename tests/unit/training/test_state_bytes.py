@@ -1,4 +1,4 @@
-"""The formula for what a rank keeps, against the bytes of all tensors that a run has after a step."""
+"""The formula for a rank's memory, compared with the bytes of all tensors that a run has after a step."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ DISK = {"optimizer_offload_directory": tempfile.gettempdir()}
 
 
 SCRATCH = 4 << 20
-"""Bytes in which half-precision gradients are widened, whatever the model; the batch and others are less than that."""
+"""Bytes in which half-precision gradients are widened, for any model; the batch and other tensors need less."""
 
 
 def storages() -> dict[int, torch.UntypedStorage]:
-    """Of all tensors, by address: the storages are kept, so that no later one gets the address of one of these. Other
-    tests of the process have left tensors of all kinds, also such without a storage."""
+    """Storages of all tensors by address. They are kept, so that no later storage gets the same address. Earlier tests
+    leave tensors of all kinds, even without a storage."""
     gc.collect()
     tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.device.type == "cpu"]
     dense = [one for one in tensors if one.layout is torch.strided]
@@ -36,7 +36,7 @@ def storages() -> dict[int, torch.UntypedStorage]:
 
 
 def test_tensors_without_a_storage_are_passed_over() -> None:
-    """Also those that another test has left behind."""
+    """Earlier tests may have left some."""
     dense = torch.eye(2)
     kept = dense, dense.to_sparse()
     assert dense.untyped_storage()._cdata in storages() and len(kept) == 2
@@ -110,7 +110,7 @@ def test_the_dry_run_says_what_is_elsewhere(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_one_rank_that_keeps_parameters_on_the_host_keeps_masters() -> None:
-    """It divides them with nobody, and half-precision weights are made when a layer runs."""
+    """One rank does not shard them, and half-precision weights are made when a layer runs."""
     config = read_settings(flags(**{"optimizer": "adam", **SIZE, **BF16, "zero_stage": 3, "remote_device": "cpu"}))
     kept, plain = state_bytes(config, 1000, 1, on_host=True), state_bytes(config, 1000, 1)
     assert (kept.parameters, kept.gradients, kept.optimizer) == (4000, 4000, 8000)

@@ -1,4 +1,4 @@
-"""When torch ends a collective, and when the heartbeat names who is stuck."""
+"""Time limits: when torch ends a collective, and when the heartbeat names the stuck rank."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ from tests.helpers.runs import flags
 def test_torchs_watchdog_comes_after_the_heartbeat_has_named_the_stuck_rank(
     device: str, patience: int, seconds: int
 ) -> None:
-    """On a CPU the wait itself ends at the limit, and without heartbeats nobody else would end it."""
+    """A wait on a CPU ends at the limit by itself; without heartbeats nothing else would end it."""
     config = parse_args(flags(distributed_timeout_minutes=2, heartbeat_timeout_seconds=patience))
     assert timeout_of_collectives(config, torch.device(device)) == timedelta(seconds=seconds)

@@ -1,4 +1,4 @@
-"""The heartbeat sees every wait of the host for its device: with nccl a hang shows there, and in no collective."""
+"""The heartbeat sees every host sync: with NCCL a hang shows there, not in a collective."""
 
 from __future__ import annotations
 

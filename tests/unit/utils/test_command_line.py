@@ -86,7 +86,7 @@ def test_an_older_python_is_refused_in_one_line() -> None:
 
 @pytest.mark.parametrize("tool", sorted(path.stem for path in (ROOT / "tools").glob("*.py") if path not in SETUP))
 def test_a_reader_that_has_gone_is_no_error(tool: str) -> None:
-    """As in `... | head`, which closes the pipe."""
+    """`... | head` closes the pipe like this."""
     command = [sys.executable, str(ROOT / "tools" / f"{tool}.py"), "--help"]
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     process = subprocess.Popen(command, env=buffered, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -1,4 +1,4 @@
-"""The CPU settings of a process: their effect, and when they are not changed."""
+"""CPU settings of a process: their effect, and when they stay unchanged."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ print(before - libc.sbrk(0))
 
 
 def printed(program: str, choice: str) -> int:
-    """The output of a fresh process, because the setting is process-wide."""
+    """Output of a new process, because the setting is process-wide."""
     command = [sys.executable, "-c", program, choice]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
@@ -94,7 +94,7 @@ def products() -> Iterator[None]:
 
 
 def rounding(product: Callable[..., torch.Tensor], second: bool) -> Callable[..., torch.Tensor]:
-    """Rounds one factor, as a processor with AMX would."""
+    """Planted bug: rounds one factor, as a processor with AMX would."""
 
     def narrow(x: torch.Tensor, wanted: bool) -> torch.Tensor:
         return x.bfloat16().float() if wanted else x

@@ -1,4 +1,4 @@
-"""The calls to torch.cuda, without a GPU: they exist in this torch, and come in the right order."""
+"""Calls to torch.cuda, without a GPU: they exist in this torch, and come in the right order."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Stream:
 
 
 def test_a_recording_is_made_where_it_was_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one stream, for libraries keep a workspace for each; and dropout's random numbers are left as they were."""
+    """Both run on one stream, because libraries keep a workspace per stream; dropout's random state is restored."""
     cuda = Recorder(monkeypatch)
     graph = CudaGraph(DEVICE)
     graph.warm_up(lambda: cuda.events.append(("work", cuda.streams[-1])))
@@ -100,7 +100,7 @@ def test_this_torch_has_the_calls_as_they_are_made() -> None:
     inspect.signature(torch.accelerator.current_stream).bind(device)
     inspect.signature(torch.accelerator.empty_cache).bind()
     assert issubclass(torch.OutOfMemoryError, RuntimeError)
-    # Some versions compute neither on a CPU or on the meta device; one that did not know the argument raised TypeError.
+    # Some versions compute neither on a CPU or on the meta device; a version without the argument raises TypeError.
     half, wide = torch.ones(3, 4, dtype=torch.bfloat16), torch.ones(4, 4)
     with suppress(NotImplementedError):
         torch.addmm(wide, half.t(), half, out_dtype=torch.float32, out=wide)

@@ -1,4 +1,4 @@
-"""Abilities of devices are asked for; the names of their kinds are not compared."""
+"""Code asks for abilities of devices and does not compare the names of their kinds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.utils.device_kind import KINDS, DeviceKind, kind_of
 from tests.policy.measure import ROOT, comparisons_with, sources
 
 LEFT = 5
-"""What a record of a GPU says, a capability that only CUDA has, and choices inside of a compiled graph."""
+"""Remaining comparisons: the record of a GPU, a CUDA-only capability, and choices inside a compiled graph."""
 
 
 def test_few_comparisons_with_the_name_of_a_kind_are_left() -> None:

@@ -1,4 +1,4 @@
-"""Tensors in a file: what is changed in memory is there the next time, and reading and writing go on meanwhile."""
+"""Tensors in a file: changes in memory are there the next time; reads and writes overlap with the work."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_changes_are_kept(tmp_path: Path, lengths: list[int]) -> None:
 def test_the_next_is_read_and_the_last_is_written_while_one_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each read but the first waits for the one before it to be in use, and each write for the one after it. Nothing
-    is read into memory that is still to be written."""
+    """Each read but the first waits until the previous tensor is in use, each write until the next one is. No read
+    overwrites memory that is still to be written."""
     lengths = [4] * 6
     tensors = DiskTensors(tmp_path, lengths, setting="--place")
     used, read = [Event() for _ in lengths], [Event() for _ in range(len(lengths) + 3)]
@@ -84,7 +84,7 @@ def test_parts_of_reads_and_writes_are_completed(tmp_path: Path, monkeypatch: py
 def test_a_sweep_that_was_left_before_its_end_is_written_before_the_next_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its last writes are from the memory that the next sweep reads into."""
+    """The last writes use the memory that the next sweep reads into."""
     tensors = DiskTensors(tmp_path, [4] * 6, setting="--place")
     real_write = os.pwritev
 
@@ -148,7 +148,7 @@ def test_a_file_system_without_nameless_files(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_room_is_free_when_nobody_has_the_tensors(tmp_path: Path) -> None:
-    """Two runs in one process do not need twice the room."""
+    """Two runs in one process do not need twice the space."""
     tensors = DiskTensors(tmp_path, LENGTHS, setting="--place")
     assert len(values(tensors)) == len(LENGTHS)
     file = tensors._file

@@ -1,4 +1,4 @@
-"""Tensors that torch only marks as conjugated or negated: whoever takes the bytes of one takes those of its values."""
+"""Tensors that torch only marks as conjugated or negated: taking their bytes gives those of the values."""
 
 from __future__ import annotations
 

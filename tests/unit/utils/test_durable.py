@@ -1,4 +1,4 @@
-"""Durable files under injected faults: file systems without directory sync or locks, full disks, several writers."""
+"""Durable files under fault injection: file systems without directory sync or locks, full disks, several writers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.unit.checkpoint.support import load, loaded_equals, make_params, make
 
 
 def directories_cannot_be_synced(monkeypatch: pytest.MonkeyPatch, number: int) -> list[int]:
-    """Every fsync of a directory fails; the descriptors it was tried on."""
+    """Makes every fsync of a directory fail; returns the descriptors that were tried."""
     tried: list[int] = []
     real = os.fsync
 

@@ -1,4 +1,4 @@
-"""Half precision on a processor without such products: multiplied in fp32, rounded once, other types untouched."""
+"""Half precision on a processor without such products: multiplied in fp32, rounded once, other dtypes untouched."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HALVES = [torch.float16, torch.bfloat16]
 
 @pytest.fixture(params=HALVES, ids=str)
 def half(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    """A type that is multiplied in fp32 during the test."""
+    """A dtype that is multiplied in fp32 during the test."""
     dtype: torch.dtype = request.param
     tables = half_products._tables()
     before = tables.pop(dtype, None)  # a run of another test may have entered it
@@ -57,7 +57,7 @@ PRODUCTS: dict[str, Callable[..., Tensor]] = {
 def test_every_product_is_the_exact_one_rounded_once(
     product: Callable[..., Tensor], side: int, half: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The oracle is fp64. Sums of 64 terms in fp32 are off by less than a thousandth of the last bit of a half."""
+    """The oracle is fp64. Sums of 64 terms in fp32 have an error below a thousandth of a half's last bit."""
     monkeypatch.setattr(half_products, "_SIDE", side)
     factors = [x.to(half) for x in (A, B, C)]
     got, exact = product(*factors), product(*(x.double() for x in factors))
@@ -136,7 +136,7 @@ def test_factors_that_do_not_fit_are_refused_as_before(half: torch.dtype) -> Non
 
 
 def test_operations_of_onednn_alone_are_not_taken(half: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would multiply bf16 without the processor's instructions, slowly."""
+    """oneDNN would multiply bf16 without the processor's instructions, slowly."""
     monkeypatch.setattr(linear, "adds_bias", lambda: pytest.fail("oneDNN adds the bias"))
     monkeypatch.setattr(packed, "memory_is_kept", lambda: True)
     if half == torch.bfloat16:
@@ -163,7 +163,7 @@ def test_a_torch_that_cannot_be_changed_says_that_it_is_slow(
 def test_a_run_in_bf16_without_the_instructions_trains_the_same(
     half: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within the rounding of bf16, over fused linears, attention and head, and through the kernels entered here."""
+    """Losses agree within bf16 rounding, with fused linears, attention and head, and with the kernels selected here."""
     monkeypatch.setattr(half_products, "has_bf16_products", lambda: False)
     products: list[str] = []
     tile = half_products._tile

@@ -1,4 +1,4 @@
-"""The copies between a device and the host, on a device whose streams run when they must, or as soon as they may."""
+"""Copies between a device and the host, on a device whose streams run as late or as early as possible."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from megatron.utils.device import HostLink
 
 Mark = tuple["Stream", int]
-"""A stream, and how many of its operations."""
+"""(stream, number of its operations)."""
 
 
 class Device:
-    """Streams of operations. `eager`: those that run an operation as soon as what it waits for is done; the others run
-    only what somebody waits for. Memory that is freed goes to the compute stream at once."""
+    """Streams of operations. An `eager` stream runs an operation as soon as its dependencies are done, another stream
+    only when something waits for it. Freed memory goes to the compute stream at once."""
 
     def __init__(self, *eager: str) -> None:
         self.eager = eager
@@ -32,8 +32,8 @@ class Device:
         self.compute.add(operation)
 
     def reuse(self, memory: Memory, value: int) -> None:
-        """Its owner lets go of it, and the next work on the compute stream writes there; an allocator waits for the
-        other streams that it has been told of."""
+        """Frees the memory, and overwrites it on the compute stream. The allocator first waits for the other streams
+        recorded for it."""
         for stream in memory.recorded:
             self.compute.wait_stream(stream)
         self.work(lambda: memory.set(value))
@@ -123,7 +123,7 @@ def link_to(device: Device, kind: type[HostLink] = HostLink) -> Iterator[Any]:
 
 
 def to_host(device: Device, link: Any) -> None:
-    """The value that the work before gives, whatever comes after."""
+    """The copy has the value of the work before it, whatever comes after."""
     source, into = device.allocate(0), device.allocate(-1)
     device.work(lambda: source.set(1))
     arrived = link.to_host(source, into)
@@ -136,7 +136,7 @@ def to_host(device: Device, link: Any) -> None:
 
 
 def to_device(device: Device, link: Any) -> None:
-    """Work before sees the old value, work after the new one, and the host waits for neither."""
+    """Earlier work sees the old value, later work the new one, and the host waits for neither."""
     source, into, seen = device.allocate(1), device.allocate(0), list[int]()
     device.work(lambda: seen.append(into.value))
     arrived = link.to_device(source, into)
@@ -149,7 +149,7 @@ def to_device(device: Device, link: Any) -> None:
 
 
 def a_copy_that_nobody_waits_for(device: Device, link: Any) -> None:
-    """Whoever gets its memory next keeps what he writes there."""
+    """The next owner of the memory keeps its own value."""
     source, into = device.allocate(1), device.allocate(0)
     link.to_device(source, into)
     device.reuse(into, 2)
@@ -158,7 +158,7 @@ def a_copy_that_nobody_waits_for(device: Device, link: Any) -> None:
 
 
 def joined(device: Device, link: Any) -> None:
-    """Several copies, and one wait for all of them, which is not the host's."""
+    """Several copies share one wait, on the device."""
     sources, into = [device.allocate(n) for n in (1, 2, 3)], [device.allocate(0) for _ in range(3)]
     seen: list[int] = []
     for source, target in zip(sources, into, strict=True):

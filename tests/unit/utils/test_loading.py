@@ -1,4 +1,4 @@
-"""A start looks for no garbage while it loads modules."""
+"""Garbage collection is off while a start loads modules."""
 
 from __future__ import annotations
 

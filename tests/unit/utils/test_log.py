@@ -1,4 +1,4 @@
-"""The lines of several ranks, on one terminal, stay lines."""
+"""Lines of several ranks on one terminal are not mixed."""
 
 from __future__ import annotations
 

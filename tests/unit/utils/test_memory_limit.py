@@ -1,4 +1,4 @@
-"""The memory that a machine or its control groups allow, from files as they are found on such machines."""
+"""Memory that a machine or its control groups allow, from copies of such machines' files."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_errors_of_ours_are_lines_and_others_go_on(
 def test_the_line_is_the_users_own_and_not_the_librarys(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Called back by torch, within a backward pass."""
+    """torch calls the user's code back within a backward pass."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     install.__wrapped__()
     code = """import torch

@@ -1,4 +1,4 @@
-"""What the system tells about this process: memory, CPUs, and the death of its parent."""
+"""System data about this process: memory, CPUs, and the death of its parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes done, of how many, and how long the rest takes: a bar on a terminal, lines at an interval elsewhere."""
+"""Bytes done, total and time left: a bar on a terminal, lines at an interval elsewhere."""
 
 from __future__ import annotations
 

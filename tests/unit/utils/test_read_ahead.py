@@ -69,7 +69,7 @@ def test_the_thread_ends(how: str) -> None:
 
 
 def test_the_thread_itself_may_be_who_forgets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Garbage is collected in whatever thread makes an object."""
+    """Garbage collection runs in whichever thread creates an object."""
     unraisable: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda found: unraisable.append(found.exc_value))
     only_here: list[ReadAhead[int]] = []

@@ -1,4 +1,4 @@
-"""Whether waiting threads spin or sleep: decided by what they had to wait for a core, switched in libgomp itself."""
+"""Waiting threads spin or sleep, depending on how long they had to wait for a core; libgomp itself is switched."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ team.end()
 
 @pytest.mark.skipif(sys.platform != "linux" or usable_cpus() < 2, reason="needs Linux and two CPUs")
 def test_a_sleeping_team_stops_the_spinning_of_a_run_and_its_end_allows_it() -> None:
-    """libgomp is told to spin for ever; the kernel says what its worker does."""
+    """libgomp is set to spin for ever; the kernel reports the worker's state."""
     environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "INFINITY", "OMP_NUM_THREADS": "2"}
     done = subprocess.run([sys.executable, "-c", SWITCHED], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True"] * 3
@@ -151,7 +151,7 @@ def test_threads_wait_passively_unless_the_user_chose(first: str, given: dict[st
 
 
 def test_the_library_of_threads_has_taken_it() -> None:
-    """OpenMP itself is asked."""
+    """Asks OpenMP itself."""
     environment = {name: value for name, value in os.environ.items() if name not in WAITING}
     command = [sys.executable, "-c", "from megatron.pretrain import pretrain; import torch"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The warm Python of the tests does what the real one does, and no process outlives its client."""
+"""The warm Python of the tests acts like the real one, and no process outlives its client."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ print(os.sched_getaffinity(0), signal.getsignal(signal.SIGHUP))
 
 
 def unusual() -> None:
-    """What a process inherits, none of it as it is usually."""
+    """Sets what a process inherits to unusual values."""
     os.umask(0o127)
     resource.setrlimit(resource.RLIMIT_NOFILE, (333, 444))
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
@@ -118,7 +118,7 @@ def test_signals_reach_the_process(sent: signal.Signals, code: int) -> None:
 
 
 def test_clients_that_are_killed_at_any_moment_leave_the_server_alive() -> None:
-    """Before they ask, while the process starts, and as it ends."""
+    """Kills clients before they ask, while the process starts, and as it ends."""
     for moment in range(40):
         client = subprocess.Popen([warm_python(), "-c", "pass"], stderr=subprocess.DEVNULL)
         time.sleep(moment * 0.004)

@@ -1,5 +1,5 @@
-"""The public members of DeepSpeed's engine (0.19.6; tests/golden/deepspeed_engine.txt): each works, or one line says
-what to call."""
+"""Public members of DeepSpeed's engine (0.19.6; tests/golden/deepspeed_engine.txt): each works, or one line names the
+replacement."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ ACTING = {
     *each("set_gradient_accumulation_boundary() set_train_batch_size() set_train_micro_batch_size()"),
     *each("set_lr() compile() destroy() device"),
 }
-"""Tested below and in test_any_model.py."""
+"""Members tested below and in test_any_model.py."""
 
 
 def make(model: nn.Module | None = None, **config: Any) -> ModelEngine:
@@ -165,7 +165,7 @@ def test_attributes_of_the_model_come_first_and_unknown_ones_are_attribute_error
 
 
 def plain(steps: list[list[int]], weights: list[float] | None = None) -> torch.Tensor:
-    """Torch's own loop: each step adds up these micro-batches, each with its weight (default: their mean)."""
+    """Torch's own loop: each step adds up these micro-batches with their weights (default: their mean)."""
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""The engine for any model in one process: what it takes, and the line for what it refuses."""
+"""The engine for any model in one process: what it accepts, and the message for what it rejects."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_the_configs_scheduler_starts_and_steps(tmp_path: Path) -> None:
 
 
 def test_zero_grad_of_the_optimizer_drops_nothing() -> None:
-    """Loops from elsewhere call it before every backward pass, in the middle of an accumulation too."""
+    """Foreign loops call it before every backward pass, even in the middle of an accumulation."""
     found = []
     for calls in (False, True):
         engine = make(config={"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, **ADAMW})
@@ -210,7 +210,7 @@ def test_no_sync_adds_up() -> None:
 
 
 def test_a_loss_may_pass_through_another_engine() -> None:
-    """As a generator's does through its judge, whose own update it must not move."""
+    """A GAN's generator loss passes through its judge, which must not be updated by it."""
     found = []
     for passes in (False, True):
         torch.manual_seed(0)
@@ -236,7 +236,7 @@ def test_a_loss_scale_comes_down_and_says_so(capsys: pytest.CaptureFixture[str])
 
 
 def test_state_in_host_memory_is_the_same_update() -> None:
-    """On a CPU both are host memory: what is tested is that every copy is made."""
+    """Both places are host memory on a CPU, so this tests only that every copy is made."""
     weights = []
     for on_host in (False, True):
         torch.manual_seed(0)

@@ -1,5 +1,4 @@
-"""What a program does to a model after `megatron.compat.initialize` has the effect that it has in a plain loop of
-torch, or is one line."""
+"""Changes of a program to a model after `megatron.compat.initialize` act as in a plain torch loop, or give one line."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ def replace(engine: ModelEngine, weights: dict[str, torch.Tensor]) -> None:
 def test_weights_that_are_written_later_are_what_goes_on(
     write: Callable[[ModelEngine, dict[str, torch.Tensor]], None],
 ) -> None:
-    """The masters of weights in half precision are what is trained."""
+    """Training continues from the fp32 masters of half-precision weights, so a write must reach them."""
     engine = make(config={**BATCH, **ADAMW, **HALVES})
     take_step(engine)
     weights = {name: torch.full_like(one, 3.0) for name, one in engine.module.state_dict().items()}
@@ -76,7 +75,7 @@ def test_a_part_that_is_written_leaves_the_last_bits_of_the_others() -> None:
             take_step(engine, step)
             with torch.no_grad():
                 if engine is ours:
-                    engine.module.weight.copy_(engine.module.weight.clone())  # of what is there already
+                    engine.module.weight.copy_(engine.module.weight.clone())  # writes the same values
                     bias.copy_(engine.module.bias)
     assert torch.equal(ours.module.weight, untouched.module.weight) and torch.equal(bias, untouched.module.bias)
 
@@ -114,7 +113,7 @@ def test_gradients_that_the_engine_keeps_are_no_none(
 
 
 def test_stand_ins_for_gradients_lose_none() -> None:
-    """Of accumulated micro-batches, of a loss beside the engine's, and where a program zeroes them."""
+    """Covers accumulated micro-batches, a loss beside the engine's, and programs that zero gradients."""
     found = []
     for disturbs in (False, True):
         engine = make(config={"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, **ADAMW})

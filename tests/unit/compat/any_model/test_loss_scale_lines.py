@@ -1,4 +1,4 @@
-"""The lines about a loss scale that begins too high, beside a scaler that overflows until 2^16."""
+"""Messages about a loss scale that begins too high, tested with a scaler that overflows until 2^16."""
 
 from __future__ import annotations
 

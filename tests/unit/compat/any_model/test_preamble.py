@@ -1,4 +1,4 @@
-"""What DeepSpeed's programs call before `initialize`."""
+"""Functions that DeepSpeed's programs call before `initialize`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a program that the engine opened a process group for leaves it."""
+"""Programs whose process group the engine opened leave it cleanly."""
 
 from __future__ import annotations
 

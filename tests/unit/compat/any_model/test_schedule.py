@@ -29,7 +29,7 @@ def step(engine: ModelEngine, **named: Any) -> None:
 
 
 def test_a_plateau_lowers_the_rate_as_torchs_own_loop_does() -> None:
-    """With two micro-batches an update; the metric of the first is not used."""
+    """Each update has two micro-batches; the metric of the first is ignored."""
     engine = make(lambda optimizer: Plateau(optimizer, patience=1), train_micro_batch_size_per_gpu=2)
     alone = Plateau(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), patience=1)
     for metric in (3.0, 2.0, 2.5, 2.5, 2.5, torch.tensor(2.5), 1.0):

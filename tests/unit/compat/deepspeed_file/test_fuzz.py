@@ -1,4 +1,4 @@
-"""Made-up configurations are read, or refused in single lines that name the file; there is never a traceback."""
+"""Random configurations are read, or rejected in single lines that name the file; there is never a traceback."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_damaged_file_is_read_or_refused(tmp_path: Path) -> None:
 
 
 def made_up_json(rng: random.Random) -> dict[str, Any]:
-    """One that JSON can hold."""
+    """A configuration that JSON can hold."""
     while True:
         content = made_up(rng)
         try:

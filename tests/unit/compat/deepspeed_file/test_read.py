@@ -1,4 +1,4 @@
-"""Keys that are read together, and what is wrong with a configuration: one line that names the key and the file."""
+"""Keys that are read together, and mistakes in a configuration: one line that names the key and the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--deepspeed --deepspeed_config FILE beside flags and a YAML file, and batch sizes on the ranks of a layout."""
+"""--deepspeed --deepspeed_config FILE beside flags and a YAML file; batch sizes on the ranks of a layout."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_auto_is_what_the_flags_say(tmp_path: Path) -> None:
 
 
 def auto(path: str, content: dict[str, Any]) -> dict[str, Any]:
-    """The content with "auto" for one more key."""
+    """Sets one more key of the content to "auto"."""
     name, _, rest = path.partition(".")
     inner = auto(rest, content.get(name, {})) if rest else "auto"
     return {**content, name: inner}
@@ -121,8 +121,8 @@ def test_auto_is_the_flag_or_what_deepspeed_has(
 
 
 def test_fp16_of_the_flag_alone_is_megatrons(tmp_path: Path) -> None:
-    """Where the file leaves fp16 to the flag, the rest of its block is DeepSpeed's; where it has no such block, the
-    scale begins where Megatron's does."""
+    """A file that leaves fp16 to the flag still sets the rest of its block by DeepSpeed's defaults. Without such a
+    block the scale begins at Megatron's value."""
     flags = "--train-iters 9 --lr 0.5 --micro-batch-size 4"
     assert parse(tmp_path, {}, flags, "--fp16").precision.initial_loss_scale == 2.0**32
     for left in ("auto", None):
@@ -142,7 +142,7 @@ def test_fp16_of_the_flag_alone_is_megatrons(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR"])
 def test_a_highest_rate_that_is_left_to_the_flags_is_lr(tmp_path: Path, kind: str) -> None:
-    """As transformers fills it in; a DecayLR without the key has DeepSpeed's 0.001."""
+    """transformers fills it in like this; a DecayLR without the key has DeepSpeed's 0.001."""
     lengths = {"warmup_num_steps": 2} | ({"total_num_steps": 9} if kind == "WarmupDecayLR" else {})
     content: dict[str, Any] = {"scheduler": {"type": kind, "params": lengths}}
     left = auto("scheduler.params.warmup_max_lr", content)
@@ -357,7 +357,7 @@ def test_a_block_that_a_flag_turns_on_is_used(tmp_path: Path) -> None:
 
 
 def test_what_a_class_leaves_out_goes_with_the_class(tmp_path: Path) -> None:
-    """DeepSpeed's Adam has no weight decay, and --optimizer lion replaces it."""
+    """DeepSpeed's Adam has no weight decay; --optimizer lion replaces that default as well."""
     content = {**BATCH, "optimizer": {"type": "Adam", "params": {"lr": 0.25}}}
     assert parse(tmp_path, content, "--train-iters 9").optimizer.weight_decay == 0.0
     assert parse(tmp_path, content, "--train-iters 9 --optimizer lion").optimizer.weight_decay == 0.01

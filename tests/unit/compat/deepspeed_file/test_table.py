@@ -1,4 +1,4 @@
-"""Every key of the table does what the page says. What is expected is written by hand, not read from the table."""
+"""Every key of the table does what the page says. Expected values are written by hand, not read from the table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.errors import ConfigError
 
 
 def nested(*pairs: tuple[str, Any]) -> dict[str, Any]:
-    """Keys with dots as blocks in blocks."""
+    """Converts keys with dots to nested blocks."""
     content: dict[str, Any] = {}
     for path, value in pairs:
         *blocks, name = path.split(".")
@@ -104,7 +104,7 @@ ANY = {"switch": True, "whole": 9, "number": 0.5, "text": "x", "list": [1], "blo
 
 
 def on(key: Key) -> tuple[tuple[str, Any], ...]:
-    """The switch of a key's block, switched on."""
+    """Switches on the switch of a key's block."""
     switch = f"{key.path.rpartition('.')[0]}.enabled"
     return ((switch, True),) if switch in keys_by_path() and switch != key.path else ()
 
@@ -187,7 +187,7 @@ SWITCHED = [
 
 
 def keys_in(block: str, has_rows: bool) -> dict[str, Kind]:
-    """The keys of a block; of one without rows, those in its blocks too, and `text` for a value of any type."""
+    """Keys of a block; without rows, those of inner blocks too, and `text` for a value of any type."""
     if has_rows:
         return {name: keys_by_path()[f"{block}.{name}"].kind for name in children(block)}
     found: dict[str, Kind] = {}
@@ -214,7 +214,7 @@ def test_a_block_that_is_off_names_its_keys_and_refuses_others(block: str, off: 
 
 @pytest.mark.parametrize("key", [key for key in ROWS if not key.has_rows], ids=lambda key: key.path)
 def test_no_key_alone_is_ignored_silently(key: Key) -> None:
-    """Without the switch, type or device that gives a key its meaning, it is a value, a line or an error."""
+    """A key without its switch, type or device still gives a value, a line or an error."""
     asks = ANY[key.kind] if ANY[key.kind] not in key.neutral else False
     try:
         found = read_deepspeed(nested((key.path, asks)))

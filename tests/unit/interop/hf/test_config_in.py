@@ -155,7 +155,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ],
 )
 def test_what_transformers_takes_otherwise_is_refused(family: str, given: dict[str, Any], message: str) -> None:
-    """Whatever no class of theirs names, or names twice, and computes with."""
+    """Rejects what transformers' classes do not declare but compute with, contradictions and invalid values."""
     shape = {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 32} if family == "gpt2" else SHAPE
     with pytest.raises(ConfigError) as error:
         imported(family, {**shape, **given})
@@ -171,7 +171,7 @@ def test_a_rotation_that_is_described_twice_alike_is_read() -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("name", ["type", "rope_type"])
 def test_yarn_without_its_first_length_means_the_longest_one(family: str, name: str) -> None:
-    """As versions 4 and 5 of transformers take it, in both spellings of version 4."""
+    """Versions 4 and 5 of transformers do the same, in both spellings of version 4."""
     bare = {name: "yarn", "factor": 3.0}
     config = imported(family, {**SHAPE, "max_position_embeddings": 96, "rope_theta": 1e6, "rope_scaling": bare})
     assert (config.positions, config.rotary_base, config.yarn_factor) == ("rope", 1e6, 3.0)

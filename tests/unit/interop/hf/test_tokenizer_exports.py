@@ -1,4 +1,4 @@
-"""`transformers` reads every exported tokenizer as the run did: every kind, in every family, by versions 4 and 5."""
+"""`transformers` 4 and 5 read every exported tokenizer as the run did, for every kind and family."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ assert MODELS.keys() == {family.model_type for family in FAMILIES}
 
 
 ONE_OF_EACH_CLASS = ("gpt2", "llama", "qwen2", "qwen3", "mistral")
-"""Types whose tokenizers version 5 rebuilds by default as GPT-2's, not at all, always as Qwen2's, as Qwen2's, not."""
+"""Types by how version 5 rebuilds their tokenizers: as GPT-2's, not, always as Qwen2's, as Qwen2's, not."""
 OLD = Path(sys.prefix) / "transformers-4.57"
 VERSIONS = {
     "as installed": None,
@@ -92,7 +92,7 @@ def copying(source: TokenizerFiles) -> Any:
 
 @pytest.fixture(scope="module")
 def exports(kinds: dict[str, TokenizerFiles], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Expected]:
-    """An export of every family with its weights, and each kind of tokenizer beside the config.json of each family."""
+    """An export with weights for every family, and each kind of tokenizer beside the config.json of each family."""
     place, made = tmp_path_factory.mktemp("exports"), {}
     for model_type, (shape, moe) in MODELS.items():
         source, whole = kinds["qwen2"], place / model_type
@@ -115,7 +115,7 @@ def exports(kinds: dict[str, TokenizerFiles], tmp_path_factory: pytest.TempPathF
 
 
 def ask(requests: Iterable[dict[str, Any]], version: Path | None) -> list[dict[str, Any]]:
-    """The answers of one process, of the transformers in the folder `version` or of the installed one."""
+    """Answers of one process, from the transformers in the folder `version` or the installed one."""
     python = warm_python() if version is None else sys.executable
     environment = os.environ | ({} if version is None else {"PYTHONPATH": str(version)})
     lines = "".join(json.dumps(request) + "\n" for request in requests)
@@ -144,7 +144,7 @@ def test_every_kind_in_every_family_is_read_as_the_run_reads_it(
 
 
 def test_texts_that_the_vocabulary_cannot_write_are_left_out(tmp_path: Path) -> None:
-    """A vocabulary of words without a token for unknown ones."""
+    """The word vocabulary has no token for unknown words."""
     rust = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}))
     rust.save(str(tmp_path / JSON))
     assert expected_of(TokenizerFiles.of(tmp_path), tmp_path, 2, 64, pipeline=True).request["texts"] == ["a"]
@@ -159,7 +159,7 @@ def export(run: Path, out: Path, *more: str) -> int:
 
 @pytest.fixture
 def run(kinds: dict[str, TokenizerFiles], tmp_path: Path) -> Path:
-    """Qwen2's biases beside GPT-2's tokenizer."""
+    """A model with Qwen2's biases and GPT-2's tokenizer."""
     save_model(tmp_path / "run", ModelConfig(**LLAMA, add_qkv_bias=True), copying(kinds["gpt2"]), ROWS)
     return tmp_path / "run"
 
@@ -209,7 +209,7 @@ UNREADABLE = {
 def test_values_that_transformers_cannot_read_are_left_out_by_name(
     kinds: dict[str, TokenizerFiles], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The files of a checkpoint cannot be edited, and its model is wanted all the same."""
+    """Users cannot edit a checkpoint's files but want its model."""
 
     def save(folder: Path) -> None:
         copying(kinds["qwen2"])(folder)
@@ -299,7 +299,7 @@ def test_an_export_that_is_read_differently_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The fault: files are copied as they are, with the class that version 4 wrote."""
+    """Planted bug: files are copied unchanged, with the class that version 4 wrote."""
 
     def copied(files: TokenizerFiles, rows: int) -> dict[str, bytes]:
         found = {name: (files.folder / name).read_bytes() for name in files.names}

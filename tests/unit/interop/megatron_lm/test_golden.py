@@ -1,4 +1,4 @@
-"""Files of both generations of Megatron-LM, as they were written once."""
+"""Reads stored files of both generations of Megatron-LM."""
 
 from __future__ import annotations
 

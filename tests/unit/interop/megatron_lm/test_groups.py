@@ -1,5 +1,5 @@
-"""Grouped queries in Megatron-LM's files: for each group its queries, then its key, then its value. The rows are put
-together here from the three projections, as Megatron-LM lays them out, and looked for in the Hugging Face model."""
+"""Grouped queries in Megatron-LM's files: each group's queries, then its key, then its value. This file builds the rows
+from the three projections in Megatron-LM's layout, and compares with the Hugging Face model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_rows_are_those_of_the_three_projections(tmp_path: Path, form: str, tp: 
 
 
 def test_another_order_of_rows_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: the key first, as a reader that takes a group for [key, value, queries...]."""
+    """Planted bug: the key comes first, as for a reader that expects [key, value, queries...]."""
     model, separate = with_projections()
     write(tmp_path, model, Layout())
     apart = exchange.heads_apart
@@ -70,7 +70,7 @@ def test_another_order_of_rows_is_seen(tmp_path: Path, monkeypatch: pytest.Monke
 def test_versions_before_grouped_queries_are_refused_with_them(
     tmp_path: Path, version: float | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Their row orders are of one key for each query; a file that says so by mistake would be read wrongly."""
+    """Older row orders have one key per query; a file that claims one by mistake would be read wrongly."""
     write(tmp_path, make(LLAMA), Layout())
     file = tmp_path / "iter_0000500/mp_rank_00/model_optim_rng.pt"
     content = torch.load(file, weights_only=False)

@@ -1,5 +1,5 @@
-"""What the `args` of a checkpoint of Megatron-LM say about the function of the model, beside the shapes of its tensors:
-a setting under any of its names is taken, and one that has no place here is refused."""
+"""Settings in a Megatron-LM checkpoint's `args` that define the model, beside the shapes of its tensors. A setting is
+read under any of its names, and an unsupported one is rejected."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_gains_stored_less_one_are_known_under_the_later_name(tmp_path: Path, fo
 
 @pytest.mark.parametrize("names, kept", [("classic", True), ("core", False), ("te", False), ("torch_dist", False)])
 def test_what_core_models_do_not_look_at_is_left_out(tmp_path: Path, names: str, kept: bool) -> None:
-    """Their residual connection is before the norm, and their unfused GELU is erf, whatever these args say."""
+    """Core models add the residual before the norm and use erf in unfused GELU, whatever these args say."""
     set_ = {"apply_residual_connection_post_layernorm": True, "openai_gelu": True, "bias_gelu_fusion": False}
     model = with_args(make(GPT2), set_)
     if names == "torch_dist":
@@ -119,7 +119,7 @@ def test_their_values_that_change_nothing_are_taken(tmp_path: Path, args: dict[s
     ],
 )
 def test_the_end_of_document_of_numbers_has_a_row(tmp_path: Path, form: Write, args: dict[str, Any], rows: int) -> None:
-    """NullTokenizer has one id more than its --vocab-size says."""
+    """NullTokenizer has one id more than its --vocab-size."""
     step = open_foreign(form(tmp_path, with_args(make(GPT2), args)))
     assert step is not None
     assert step.manifest.config["tokenizer"]["vocab_size"] == rows
@@ -134,7 +134,7 @@ def test_numbers_have_as_many_rows_after_a_way_there_and_back() -> None:
 
 @FORMS
 def test_a_head_that_the_args_do_not_know_is_not_dropped(tmp_path: Path, form: Write) -> None:
-    """Tied by its args, with a table of its own in the files."""
+    """The args tie the head, but the files have a separate one."""
     model = with_args(make(LLAMA), {"untie_embeddings_and_output_weights": False})
     with pytest.raises(CheckpointError, match=f"tensors that the model of its args does not have: {HEAD_TABLE}"):
         open_foreign(form(tmp_path, model))
@@ -142,7 +142,7 @@ def test_a_head_that_the_args_do_not_know_is_not_dropped(tmp_path: Path, form: W
 
 @FORMS
 def test_a_router_with_a_bias_is_refused_by_name(tmp_path: Path, form: Write) -> None:
-    """Which its later versions give it where linear layers have one."""
+    """Later versions give routers a bias if linear layers have one."""
     model = make(GPT2, MOE)
     bias = {f"layers.{n}.mlp.router.bias": torch.ones(4) for n in range(4)}
     with pytest.raises(
@@ -158,7 +158,7 @@ def test_the_copy_of_the_head_on_a_last_stage_is_known(tmp_path: Path) -> None:
 
 
 def test_another_table_than_the_first_stage_has_is_no_copy(tmp_path: Path) -> None:
-    """A last stage's own head under args that tie it would be dropped."""
+    """A last stage's own head would be dropped if the args tie it."""
     write(tmp_path, with_args(make(LLAMA), {"untie_embeddings_and_output_weights": False}), Layout(pp=2, names="core"))
     with pytest.raises(CheckpointError, match=f"its {HEAD_TABLE} is not the word table, its args say that it is"):
         open_foreign(tmp_path / "iter_0000500")
@@ -191,8 +191,8 @@ def counters(folder: Path) -> dict[str, Any]:
 def test_updates_and_the_loss_scale_are_found_wherever_they_are_kept(
     tmp_path: Path, counted: dict[str, Any], chained: bool, common: bool
 ) -> None:
-    """Of one optimizer or several in a chain, in a file of their own or in entries of the metadata. With fp16, fewer
-    updates were made than iterations."""
+    """Covers one optimizer or a chain, in a separate file or in entries of the metadata. With fp16, updates are fewer
+    than iterations."""
     one = {"optimizer": counted, "grad_scaler": SCALER}
     folder = write_dist(tmp_path, make(GPT2), common=common, state={0: one, 1: one} if chained else one)
     found = counters(folder)

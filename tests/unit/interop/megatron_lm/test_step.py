@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-LM: every version, generation of names and layout gives the same model, bit for bit."""
+"""Checkpoints of Megatron-LM of every version, generation of names and layout give the same model, bit for bit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MOE = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16, "moe_s
 
 
 def make(settings: dict[str, Any], moe: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32) -> Model:
-    """Weights of std 0.2 everywhere, so that no swap of rows or of tensors goes unseen."""
+    """Makes all weights with std 0.2, so that any swap of rows or tensors shows."""
     config = ModelConfig(num_layers=LAYERS, hidden_size=24, num_attention_heads=4, **settings)
     experts = MoEConfig(**(moe or {}))
     draw = torch.Generator().manual_seed(1)
@@ -71,7 +71,7 @@ def make(settings: dict[str, Any], moe: dict[str, Any] | None = None, dtype: tor
 def params_of(
     settings: dict[str, Any], moe: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32
 ) -> dict[str, Sharded]:
-    """Of a run with the same model, filled with something else."""
+    """Parameters of a run with the same model, filled with another value."""
     config = ModelConfig(num_layers=LAYERS, hidden_size=24, num_attention_heads=4, **settings)
     table = parameters(config, VOCABULARY, MoEConfig(**(moe or {})))
     return {
@@ -151,7 +151,7 @@ def test_the_optimizer_comes_too(tmp_path: Path, layout: Layout, optimizer: str,
 @pytest.mark.parametrize("optimizer", ["masters", "fp32", "aligned"])
 @pytest.mark.parametrize("layout", [Layout(ep=2), Layout(tp=2, pp=2, vpp=2, ep=4)])
 def test_the_optimizer_of_experts_comes_too(tmp_path: Path, layout: Layout, optimizer: str, names: str) -> None:
-    """Expert parallelism has two optimizers in a list; the vectors of the dense one are in one expert rank's file."""
+    """Expert parallelism has a list of two optimizers; one expert rank's file has the dense one's vectors."""
     dtype = torch.float32 if optimizer == "fp32" else torch.bfloat16
     model = with_moments(make(MIXTRAL, MOE, dtype))
     write(tmp_path, model, replace(layout, names=names, optimizer=optimizer))
@@ -180,7 +180,7 @@ def test_two_optimizers_of_the_same_parameters_are_refused(tmp_path: Path, optim
 
 
 def test_a_vector_of_several_buckets_is_refused_by_name(tmp_path: Path) -> None:
-    """It holds fewer elements than one bucket would: where its second one begins is not known."""
+    """The vector has fewer elements than one bucket would; the start of the second bucket is unknown."""
     write(tmp_path, with_moments(make(GPT2, dtype=torch.bfloat16)), Layout(optimizer="aligned"))
     file = tmp_path / "iter_0000500/mp_rank_00/distrib_optim.pt"
     content = torch.load(file, weights_only=False)
@@ -192,7 +192,7 @@ def test_a_vector_of_several_buckets_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_every_tensor_and_position_counts(tmp_path: Path) -> None:
-    """One changed element of one rank's file changes just that place: no part is read twice and none is left out."""
+    """Changing one element of one rank's file changes just that place: no part is read twice or left out."""
     model = make(LLAMA)
     write(tmp_path, model, Layout(tp=2, pp=2, names="te"))
     file = tmp_path / "iter_0000500/mp_rank_01_001/model_optim_rng.pt"

@@ -1,5 +1,5 @@
-"""`torch_dist` directories of Megatron-LM, written by torch's own writer: the same model, bit for bit; hostile ones are
-refused in one line, and nothing in them runs."""
+"""`torch_dist` directories of Megatron-LM, written by torch's own writer, give the same model bit for bit. Hostile ones
+are rejected in one line and execute nothing."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def hostile(text: bytes, count: int, seed: int) -> list[bytes]:
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt"])
 def test_changed_bytes_are_refused_in_one_line_or_read_the_same(tmp_path: Path, name: str) -> None:
-    """With a fixed seed. Every outcome is a step or a line; none takes long or much memory."""
+    """Random with a fixed seed. Every outcome is a step or a line, in little time and memory."""
     folder = write(tmp_path, make(GPT2), tp=2)
     whole = (folder / name).read_bytes()
     refused = 0
@@ -159,7 +159,7 @@ def test_changed_bytes_are_refused_in_one_line_or_read_the_same(tmp_path: Path, 
 
 
 def test_two_tensors_for_one_state_are_refused(tmp_path: Path) -> None:
-    """Which of them is meant is not known."""
+    """The reader cannot know which of them is meant."""
     model = with_moments(make(GPT2))
     folder = write(tmp_path, model, optimizer="model_space")
     metadata = pickle.loads((folder / ".metadata").read_bytes())

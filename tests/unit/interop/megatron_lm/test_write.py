@@ -1,5 +1,4 @@
-"""--to megatron: what is written there is, tensor by tensor, what Megatron-LM's own layout has, and comes back bit for
-bit."""
+"""--to megatron: the written tensors equal those of Megatron-LM's own layout, and come back bit for bit."""
 
 from __future__ import annotations
 
@@ -137,7 +136,7 @@ POSITIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings", POSITIONS)
 def test_positions_come_back(settings: dict[str, Any]) -> None:
-    """By all of our names, and of YaRN by what Megatron-LM reads alone."""
+    """Tests all of our names, and for YaRN also only those that Megatron-LM reads."""
     config = ModelConfig(num_layers=2, hidden_size=48, num_attention_heads=4, **settings)
     args = their_args(config, MoEConfig(), 300, tp=1, pp=1, others={})
     for names in (args, {name: value for name, value in args.items() if name not in ("yarn_factor", OURS_ALONE)}):
@@ -155,7 +154,7 @@ GPT_OSS |= {"yarn_rotary_scaling_factor": 32.0, "yarn_mscale": 2.0, "yarn_mscale
 
 @pytest.mark.parametrize("percent", [1.0, 0.5])
 def test_yarn_of_theirs_is_read(percent: float) -> None:
-    """It turns the whole head, whatever their rotary_percent says."""
+    """Their YaRN rotates the whole head, whatever rotary_percent says."""
     config = model_config(settings_from_args({**GPT_OSS, "rotary_percent": percent}, Path("args"))["model"])
     assert rope.rotated_channels(config) == config.head_dim
     assert config.yarn_factor == 32.0
@@ -213,7 +212,7 @@ def test_a_function_that_its_models_do_not_have_is_told(
 
 
 def test_yarn_for_a_part_of_the_head_is_told(tmp_path: Path) -> None:
-    """Of a model from elsewhere: theirs has none."""
+    """A foreign model may have it, but Megatron-LM does not."""
     native = to_native(make({**ROPE, "rotary_percent": 0.67}), tmp_path)
     found = find_checkpoint(native, parallel=one_process(), log=lambda text: None)
     assert found is not None
@@ -228,13 +227,13 @@ def test_yarn_for_a_part_of_the_head_is_told(tmp_path: Path) -> None:
 def test_the_bias_that_their_later_routers_have_is_told(
     tmp_path: Path, settings: dict[str, Any], told: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those of 0.16 have one where linear layers have one, those of 0.14 and ours have none."""
+    """Routers of 0.16 have a bias if linear layers have one; those of 0.14 and ours have none."""
     convert(to_native(make(settings, MOE), tmp_path), tmp_path / "out", "megatron", "--megatron-names=core")
     assert ("refuse these weights without one of zeros as mlp.router.bias" in capsys.readouterr().out) is told
 
 
 def test_core_models_know_the_tanh_form_by_the_fusion_alone(tmp_path: Path) -> None:
-    """They do not look at openai_gelu."""
+    """Core models ignore openai_gelu."""
     native = to_native(make({**GPT2, "openai_gelu": True, "bias_gelu_fusion": False}), tmp_path)
     for names, fused in (("classic", False), ("core", True)):
         convert(native, tmp_path / names, "megatron", f"--megatron-names={names}")
@@ -273,7 +272,7 @@ def test_core_makes_the_output_projection_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ours", sorted(mapped._IN_LAYER))
 def test_a_wrong_entry_of_the_map_is_seen(tmp_path: Path, ours: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: two of our modules change places in the map. The ranks' files are then not those of Megatron-LM."""
+    """Planted bug: two of our modules are swapped in the map, so the ranks' files differ from Megatron-LM's."""
     model = make(MIXTRAL, MOE)
     native = to_native(model, tmp_path)
     table = dict(mapped._IN_LAYER)

@@ -1,4 +1,4 @@
-"""Adafactor beside torch's and transformers' classes; and where a piece lies in its parameter."""
+"""Adafactor beside torch's and transformers' classes; and the place of a piece in its parameter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LR, DECAY = 2e-2, 0.1
 
 
 def start() -> list[Tensor]:
-    """Of very different sizes: some are below the smallest size that a parameter is taken to have."""
+    """Weights of very different sizes, some below the minimum size that Adafactor assumes."""
     made = torch.Generator().manual_seed(0)
     return [10.0**-i * torch.randn(shape, generator=made, dtype=torch.float64) for i, shape in enumerate(SHAPES)]
 
@@ -67,7 +67,7 @@ def theirs(build: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -
 
 
 def apart(some: list[Tensor], others: list[Tensor]) -> float:
-    """Of the parameters of up to two dimensions: of others we keep the whole second moment."""
+    """Largest relative distance of parameters up to two dimensions; for others we keep the whole second moment."""
     pairs = list(zip(some, others, strict=True))[:3]
     return max(float((a - b).norm() / b.norm()) for a, b in pairs)
 
@@ -103,12 +103,12 @@ def test_it_is_that_of(name: str) -> None:
 
 
 def test_every_option_counts() -> None:
-    """Or an option of a case above would be equal because it does nothing."""
+    """Otherwise an option above might agree because it does nothing."""
     assert all(apart(ours(**settings), ours()) > 1e-4 for name, (settings, _) in BESIDE.items() if settings)
 
 
 def test_the_rate_of_the_paper() -> None:
-    """transformers' relative step: at most 0.01, and from update 10 000 on 1 / sqrt(t)."""
+    """transformers' relative step is at most 0.01, and 1 / sqrt(t) from update 10 000 on."""
     build = as_transformers(lr=None, relative_step=True)
     paper = theirs(build)
     settings = OptimizerConfig(optimizer="adafactor", adafactor_relative_step=True)
@@ -142,7 +142,7 @@ def _ranges(count: int) -> Iterator[tuple[int, int]]:
 
 
 def test_sides_of_a_fused_matrix() -> None:
-    """Two of the four heads of queries beside a replica of their key and value; the hidden side is whole."""
+    """Two of the four query heads beside a replica of their key and value; the hidden side is whole."""
     split = Shard("w", (1, 6, 3, 8), 0, ((0, 2), (4, 6)), ("tp",), 2, ((4, 6),))
     rows, columns = rows_and_columns(split, 18)
     assert (rows.logical_shape, rows.local_shape, rows.copies) == ((1, 6, 3), (4, 3), ((4, 6),))

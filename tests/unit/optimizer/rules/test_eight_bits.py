@@ -1,4 +1,4 @@
-"""8-bit blocks: their errors, a numpy twin, what is stored twice, and training beside AdamW."""
+"""8-bit blocks: their errors, a numpy twin, repeated storage, and training beside AdamW."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPES = [(1, 1), (3, 256), (300, 520), (257, 5), (1, 700)]
 
 
 def values(shape: tuple[int, int], *, signed: bool) -> Tensor:
-    """Over many magnitudes, with zeros and a block of zeros."""
+    """Values of many magnitudes, with zeros and a block of zeros."""
     made = torch.randn(shape, generator=torch.Generator().manual_seed(3))
     made = made * torch.exp(3 * torch.randn(shape, generator=torch.Generator().manual_seed(4)))
     made[0] = 0.0
@@ -33,7 +33,7 @@ def values(shape: tuple[int, int], *, signed: bool) -> Tensor:
 
 
 def numbers_of_codes(*, signed: bool) -> np.ndarray:
-    """All that a code can stand for, by its definition: (1 + m / 8) 2**e, of which 1 is the largest."""
+    """Values of all codes by definition: (1 + m / 8) 2**e, relative to the largest, 1."""
     count = 127 if signed else 255
     found = [(1 + m / 8) * 2.0**e for e in range(-40, 1) for m in range(8) if (1 + m / 8) * 2.0**e <= 1]
     positive = np.array(sorted(found))[-count:]
@@ -41,7 +41,7 @@ def numbers_of_codes(*, signed: bool) -> np.ndarray:
 
 
 def nearest_twin(values: np.ndarray, dim: int, *, signed: bool) -> np.ndarray:
-    """Block by block: the code number nearest to each (the larger of two equally near, away from zero)."""
+    """Nearest code for each value, block by block; ties go away from zero."""
     codes, found = numbers_of_codes(signed=signed), np.zeros(values.shape)
     lines, results = (values, found) if dim else (values.T, found.T)
     for line, result in zip(lines, results, strict=True):
@@ -80,7 +80,7 @@ def test_the_nearest_code(shape: tuple[int, int], dim: int, signed: bool) -> Non
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_the_error_is_bounded(dim: int, signed: bool) -> None:
-    """1/17 of a number to the nearest, 1/8 with any dither; nothing but the smallest are lost."""
+    """Errors are at most 1/17 of a number to the nearest, 1/8 with any dither; only the smallest become 0."""
     blocks, given = Blocks(300, 520, dim), values((300, 520), signed=signed)
     for step, bound in (
         (NEAREST, 1 / 17 + 1e-6),
@@ -99,7 +99,7 @@ def test_the_error_is_bounded(dim: int, signed: bool) -> None:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_what_was_read_is_stored_as_it_was(signed: bool) -> None:
-    """Every code at many scales, with every kind of dither: a checkpoint, or a step left out, changes no bit."""
+    """Every code at many scales, with every kind of dither: a checkpoint or a skipped step changes no bit."""
     blocks = Blocks(400, 256, 1)
     codes = torch.arange(256).repeat(400, 1)
     codes = ((codes - 128).clamp(-127, 127)).to(torch.int8) if signed else codes.to(torch.uint8)
@@ -111,7 +111,7 @@ def test_what_was_read_is_stored_as_it_was(signed: bool) -> None:
 
 
 def test_small_changes_count_over_many_steps() -> None:
-    """A mean over 1000 steps whose every change is far below a unit: dither follows it, the nearest code never does."""
+    """A mean over 1000 steps with changes far below a unit: dither follows it, rounding to nearest never does."""
     blocks, ends = Blocks(1, 3, 1), {}
     for name in ("dither", "nearest"):
         codes, scales = quantise(torch.tensor([[1.0, 0.01, 0.5]]), blocks, signed=False, dither=NEAREST)
@@ -168,7 +168,7 @@ def train(optimizer: str, steps: int = 60) -> list[float]:
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("shape", [(3, 600), (600, 3)])
 def test_a_section_has_the_blocks_of_the_matrix(shape: tuple[int, int], dim: int) -> None:
-    """Codes and scales of pieces, with the largest of each block over all of them, are those of the whole."""
+    """Codes and scales of pieces, with each block's maximum over all of them, equal those of the whole."""
     matrix, blocks = values(shape, signed=True), Blocks(*shape, dim)
     codes, scales = quantise(matrix, blocks, signed=True, dither=NEAREST)
     cuts = (0, 1, 599, 600, 601, 1257, 1800)
@@ -191,7 +191,7 @@ def test_training_is_near_adamws() -> None:
 
 
 def test_planted_bug_a_division_by_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Second moments that are rounded to 0 beside first ones that are not."""
+    """Planted bug: rounds second moments to 0 although first ones are not."""
     quantised = eight_bits.quantise
 
     def rounded(values: Tensor, blocks: Blocks, *, signed: bool, **rest: Any) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Muon beside torch's, and the matrices that it is given: parts of fused ones, and who computes which."""
+"""Muon beside torch's, and the matrices that it gets: parts of fused ones, and their assignment to ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def group(name: str, parameter: nn.Parameter) -> GroupRule:
 
 
 def gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
-    """Not of a loss: in bf16 a difference in the last bit of a weight would soon be one of all directions."""
+    """Random gradients, not a loss's: in bf16 one last bit of a weight would soon change all directions."""
     made = torch.Generator().manual_seed(step)
     return {name: torch.randn(p.shape, generator=made) for name, p in model.named_parameters()}
 
@@ -92,7 +92,7 @@ def test_equals_torchs_muon(momentum: float, nesterov: bool, adjust: str) -> Non
 
 
 def test_directions_are_torchs_bit_for_bit() -> None:
-    """Newton-Schulz alone: what the weights are multiplied and added up in differs by roundings."""
+    """Compares only Newton-Schulz: the multiplication and addition to the weights differ by roundings."""
     from torch.optim._muon import _zeropower_via_newtonschulz
 
     for shape in ((8, 24), (24, 8), (8, 8), (1, 5)):
@@ -103,7 +103,7 @@ def test_directions_are_torchs_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("kind", COEFFICIENTS)
 def test_singular_values_become_about_one(kind: str) -> None:
-    """All four sets of coefficients, with vectors that stay (numpy's singular values are the judge)."""
+    """All four sets of coefficients, and matrices with vectors that stay; numpy computes the singular values."""
     steps = {"simple": 10, "quintic": 5, "polar_express": 8, "aol": 4}[kind]
     matrix = torch.randn(12, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     found = orthogonalised(matrix, steps_of(kind, steps), torch.float64)
@@ -133,7 +133,7 @@ def matrix(*shape: int, columns: int, fused: matrices.Fused | None = None, tp: i
 
 
 def test_fused_maps_are_taken_apart_and_put_together() -> None:
-    """Two groups of 3 queries, a key and a value, each of 2 rows: numbered by what they are."""
+    """Two groups of 3 queries, a key and a value, with 2 rows each, numbered in order."""
     numbers = torch.arange(2 * 5 * 2).view(2, 5, 2).float()
     stored = numbers.view(20, 1).repeat(1, 4)
     qkv = matrix(2, 5, 2, 4, columns=4, fused=(1, (3, 1, 1)))

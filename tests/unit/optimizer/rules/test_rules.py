@@ -1,4 +1,4 @@
-"""Each rule beside torch's optimizer of the name, or an independent twin in numpy float64; and steps left out."""
+"""Each rule beside torch's optimizer of that name, or a numpy float64 twin; and skipped steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def start(dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def rule_of(weight: Tensor, **settings: object) -> UpdateRule:
-    """That of a model of one matrix."""
+    """Rule of a model with one matrix."""
     parameter = torch.nn.Parameter(weight)
     grads = BucketStore([("w", parameter)], Axis.single("dp"))
     spec, single = Shard("w", tuple(weight.shape)), Axis.single("x")
@@ -66,7 +66,7 @@ def lion_twin(beta1: float, beta2: float) -> np.ndarray:
 
 
 def to_bf16(values: np.ndarray) -> np.ndarray:
-    """Rounded to the nearest, ties to even, in integers."""
+    """Rounds to nearest, ties to even, in integers."""
     bits = values.astype(np.float32).view(np.uint32)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
     return bits.view(np.float32).astype(np.float64)
@@ -138,7 +138,7 @@ RULES: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", RULES)
 def test_a_step_that_is_left_out_changes_no_bit(name: str, dtype: torch.dtype) -> None:
-    """As the device decides it: the gradient may be anything, and other steps are those without the question."""
+    """The device decides. A skipped step may have any gradient; other steps equal those without the decision."""
     weight, plain = start(dtype), start(dtype)
     rule = rule_of(weight, **RULES[name])
     if not rule.fused:

@@ -1,4 +1,4 @@
-"""The settings that tools/check_layout.py runs: shrunk with their structure kept, on a world that they fit."""
+"""Settings that tools/check_layout.py runs: shrunk with their structure kept, and valid for the world size."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_world_is_checked_as_a_training_checks_it(asked: int | None, settings:
 
 
 def test_rows_beyond_those_of_the_tokenizer_go_with_the_load(tmp_path: Path) -> None:
-    """A folder's table may have more rows than its tokenizer entries, which is for --load alone."""
+    """A folder's table may have more rows than its tokenizer has entries; only --load reads them."""
     vocab, merges = write_small_bpe(tmp_path)
     files = {"mock_data": None, "data_path": "corpus", "vocab_file": vocab, "merge_file": merges, "vocab_size": 1000}
     config = parse_args(flags(**files, load=tmp_path, finetune=True))
