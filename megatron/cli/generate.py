@@ -14,14 +14,30 @@ from megatron.utils.numerals import INT32
 if TYPE_CHECKING:
     from megatron.inference.sampling import Sampling
 
+_FIRST_SCREEN = """\
+Continues texts with a trained model. Under torchrun the ranks split the model
+as the flags say, and data-parallel ranks share the prompts.
+
+  python tools/generate.py --load checkpoints --prompt "Once upon a time" \\
+    --max-new-tokens 64 --temperature 0.8 --top-p 0.95
+
+Flags that most runs need:
+  --load PATH               a --save folder, a Hugging Face or Megatron model
+  --prompt TEXT             text to continue; may be given several times
+  --prompts FILE            JSON lines, or a prompt in each line; - is stdin
+  --max-new-tokens N        most tokens to add (default: 64)
+  --temperature X, --top-k K, --top-p P, --seed N, --greedy
+                            how tokens are drawn
+  --stop TEXT               ends before this text
+  --chat                    prompts are conversations
+  --output FILE             writes JSON lines instead of printing
+
+"""
+
 
 def parser() -> Parser:
-    p = Parser(
-        prog="generate.py",
-        description="Continue texts with a trained model. Under torchrun the model is split over the ranks as the "
-        "flags say, and data-parallel ranks share the prompts.",
-    )
-    what = p.add_argument_group("what")
+    p = Parser(prog="generate.py", first_screen=_FIRST_SCREEN)
+    what = p.add_argument_group("prompts")
     what.add_argument("--prompt", action="append", default=[], help="Text to continue; may be given several times.")
     what.add_argument(
         "--prompts",
@@ -45,7 +61,7 @@ def parser() -> Parser:
     )
     what.add_argument("--output", metavar="FILE", help="Write JSON lines, whole or not at all, and show nothing.")
     what.add_argument("--logprobs", action="store_true", help="With --output: the log-probability of every token.")
-    end = p.add_argument_group("end")
+    end = p.add_argument_group("stopping")
     end.add_argument(
         "--max-new-tokens",
         type=integer(1, INT32),
@@ -54,7 +70,7 @@ def parser() -> Parser:
     )
     end.add_argument("--stop", action="append", default=[], help="Text before which to end; may come several times.")
     end.add_argument("--ignore-eod", action="store_true", help="Go on after the end of the document.")
-    choice = p.add_argument_group("choice of tokens")
+    choice = p.add_argument_group("sampling")
     choice.add_argument("--greedy", action="store_true", help="Always the likeliest token.")
     choice.add_argument("--temperature", type=number, default=1.0, help="Below 1: safer; above 1: wilder (default 1).")
     choice.add_argument(

@@ -18,6 +18,28 @@ if TYPE_CHECKING:
     from megatron.preprocess.options import PreprocessSettings
 
 NAME = "preprocess_data.py"
+_FIRST_SCREEN = """\
+Turns text in JSON lines into the .bin/.idx datasets that training reads.
+
+  python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus \\
+    --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json \\
+    --merge-file merges.txt --append-eod --workers 4
+
+writes corpus_text_document.bin, .idx and .meta.json; training reads them with
+--data-path corpus_text_document.
+
+Flags that every run needs:
+  --input FILE ...          .jsonl, .json, .gz, .zst, .parquet; - is stdin
+  --output-prefix PATH      beginning of the names of the output
+  --json-keys KEY ...       keys that hold the text (default: text)
+  --tokenizer-type NAME     GPT2BPETokenizer, HuggingFaceTokenizer, ...
+  --vocab-file, --merge-file, --tokenizer-model
+                            the tokenizer's files
+  --append-eod              an end-of-document token after each document
+  --workers N               processes (default: one for each core)
+  --resume, --overwrite     after an interrupted run
+
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,13 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> Parser:
-    parser = Parser(prog=NAME, description="Text in JSON to the .bin/.idx datasets that training reads.")
-    _add_data_flags(parser.add_argument_group("input and output"))
+    parser = Parser(prog=NAME, first_screen=_FIRST_SCREEN)
+    _add_data_flags(parser.add_argument_group("files"))
     _add_text_flags(parser.add_argument_group("text"))
     _add_tokenizer_flags(parser.add_argument_group("tokenizer"))
     _add_run_flags(parser.add_argument_group("running"))
-    _add_trial_flags(parser.add_argument_group("how many workers are fastest"))
-    _add_partition_flags(parser.add_argument_group("one partition of many"))
+    _add_trial_flags(parser.add_argument_group("trials"))
+    _add_partition_flags(parser.add_argument_group("partition"))
     return parser
 
 

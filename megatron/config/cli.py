@@ -1,18 +1,19 @@
 """The training command line: reads flags in Megatron's spelling, presets and YAML into one RunConfig."""
 
-import argparse
 import re
 import sys
 from collections.abc import Sequence
-from functools import cache
+from importlib.metadata import version
+from platform import python_version
 from typing import Any
 
 from megatron.config.checks import check_settings
 from megatron.config.flag import Setting
+from megatron.config.help import train_help
 from megatron.config.notices import notices_of
 from megatron.config.presets import PRESETS
 from megatron.config.refusals import Refusals
-from megatron.config.run import SECTIONS, RunConfig, all_settings, build
+from megatron.config.run import RunConfig, build
 from megatron.config.sources import (
     Assignments,
     Given,
@@ -24,8 +25,10 @@ from megatron.config.sources import (
     spelling_table,
     unknown_setting,
 )
-from megatron.config.values import nearest, show
+from megatron.config.values import nearest
 from megatron.errors import ConfigError
+from megatron.utils.command_line import print_help
+from megatron.version import __version__
 
 
 def parse_args(
@@ -58,6 +61,7 @@ def merge_sources(
     others = other_file(sources, refusals)
     if others is not None:
         sources.insert(0, others)
+    refusals.end_if_unknown()
     name = next((source.values["model"] for source in reversed(sources) if "model" in source.values), None)
     if name is not None:
         with refusals.of_reading():
@@ -84,8 +88,10 @@ def _preset(name: str) -> Assignments:
 
 def tokenize(argv: Sequence[str], refusals: Refusals) -> list[Given]:
     """Splits argv into (spelling in the table, raw value); unknown flags and words that belong to none are refused."""
-    if "-h" in argv or "--help" in argv:
-        make_parser().parse_args(["--help"])
+    if "--version" in argv:
+        raise SystemExit(print_help(f"megatron {__version__}, torch {version('torch')}, Python {python_version()}"))
+    if (text := train_help(sys.argv[0]).answer(argv)) is not None:
+        raise SystemExit(print_help(text))
     given: list[Given] = []
     starts = [place for place, word in enumerate(argv) if _is_flag(word)]
     if argv and 0 not in starts:
@@ -127,7 +133,7 @@ def _read(word: str, after: Sequence[str]) -> Given:
 
 def _stray(word: str, before: Sequence[str]) -> ConfigError:
     place = f" after {' '.join(before)}" if before else ""
-    return ConfigError(f"'{word}'{place}: a value that belongs to no flag; remove it or quote it with its value")
+    return ConfigError(f"unexpected argument '{word}'{place}: remove it, or quote it with its value")
 
 
 def _is_negative_number(word: str) -> bool:
@@ -149,33 +155,3 @@ def _values_wanted(target: Target) -> int | str | None:
     if isinstance(target, Setting):
         return target.flag.nargs
     return "+" if target.takes == "values" else None
-
-
-@cache
-def make_parser() -> argparse.ArgumentParser:
-    """Prints --help, with one group per section."""
-    parser = argparse.ArgumentParser(
-        description="Pretrain a GPT. Flags are spelled as in Megatron-LM; docs/flags.md lists them all.",
-        allow_abbrev=False,
-        epilog="A switch can be turned off again (after a preset or a file) with --switch=false.",
-        usage="%(prog)s [flags]",
-    )
-    for section in SECTIONS:
-        group = parser.add_argument_group(section)
-        for setting in (s for s in all_settings() if s.section == section):
-            group.add_argument(*setting.spellings, **_argparse_options(setting))
-    return parser
-
-
-def _argparse_options(setting: Setting) -> dict[str, Any]:
-    flag = setting.flag
-    text = flag.help
-    if flag.status in ("later", "never"):
-        text += " Not supported yet." if flag.status == "later" else " Not supported."
-    elif setting.has_default:
-        text += f" [{show(setting.default)}]"
-    options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
-    if setting.is_switch:
-        return {**options, "action": "store_true"}
-    metavar = "{" + ",".join(map(str, flag.choices)) + "}" if flag.choices else setting.base.__name__.upper()
-    return {**options, "nargs": flag.nargs, "metavar": metavar}

@@ -9,6 +9,10 @@ from megatron.errors import ConfigError, ConfigErrors
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 
+class UnknownSettingError(ConfigError):
+    """A flag or key that does not exist."""
+
+
 class Refusals:
     """Filled while the settings are read and checked; `end` raises what there is."""
 
@@ -45,11 +49,17 @@ class Refusals:
             if not self._errors:
                 raise
 
+    def end_if_unknown(self) -> None:
+        """Raises unknown names alone: a misspelt flag is also a missing one, and what follows from that is noise."""
+        self._raise(tuple(error for error in self._errors.values() if isinstance(error, UnknownSettingError)))
+
     @property
     def lines(self) -> tuple[str, ...]:
         return tuple(self._errors)
 
     def end(self) -> None:
-        errors = tuple(self._errors.values())
+        self._raise(tuple(self._errors.values()))
+
+    def _raise(self, errors: tuple[ConfigError, ...]) -> None:
         if errors:
             raise errors[0] if len(errors) == 1 else ConfigErrors(errors)

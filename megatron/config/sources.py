@@ -1,6 +1,5 @@
 """Reads the values of one source (the command line or a YAML file) into `Assignments`, one value per field."""
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,11 +15,13 @@ from megatron.config.megatron_lm_flags import (
     refused_family,
     retired_flags,
 )
-from megatron.config.refusals import Refusals
+from megatron.config.other_programs import given_elsewhere
+from megatron.config.refusals import Refusals, UnknownSettingError
 from megatron.config.run import SECTIONS, all_settings, settings_by_name
 from megatron.config.values import nearest, parse_switch, parse_value, show
 from megatron.config.yaml_file import read_yaml
 from megatron.errors import ConfigError
+from megatron.utils.nearest_flag import nearest_flag
 
 Target = Setting | RetiredFlag | CompatFlag
 
@@ -49,37 +50,21 @@ def canonical_spellings() -> Mapping[str, str]:
     return MappingProxyType({spelling.replace("_", "-"): spelling for spelling in spelling_table()})
 
 
-# Flags of other trainers, where the nearest spelling of ours would be something else.
-_ELSEWHERE = {
-    "--learning-rate": "--lr",
-    "--max-steps": "--train-iters",
-    "--warmup-steps": "--lr-warmup-iters",
-    "--warmup-ratio": "--lr-warmup-fraction",
-    "--lr-scheduler-type": "--lr-decay-style",
-    "--per-device-train-batch-size": "--micro-batch-size",
-    "--max-grad-norm": "--clip-grad",
-    "--output-dir": "--save",
-    "--resume-from-checkpoint": "--load",
-    "--gradient-checkpointing": "--recompute-granularity",
-}
-
-
-def _that_work() -> list[str]:
+@cache
+def _that_work() -> tuple[str, ...]:
     """The spellings worth suggesting."""
-    return [
+    return tuple(
         s for s, target in spelling_table().items() if isinstance(target, Setting) and target.flag.status == "works"
-    ]
-
-
-def unknown_setting(name: str) -> ConfigError:
-    close = difflib.get_close_matches(name.replace("_", "-"), [*_that_work(), *_ELSEWHERE], n=1, cutoff=0.6)
-    hint = "".join(
-        f" (here it is {_ELSEWHERE[word]})" if word in _ELSEWHERE else f" (did you mean {word}?)" for word in close
     )
+
+
+def unknown_setting(name: str) -> UnknownSettingError:
+    near, elsewhere = nearest_flag(name, _that_work()), given_elsewhere(name)
+    hint = f" ({elsewhere})" if elsewhere else f" (did you mean {near}?)" if near else ""
     family = refused_family(name)
     if family:
-        return ConfigError(f"{name}{hint}: {family}")
-    return ConfigError(f"{name}: unknown setting{hint}; see --help or docs/flags.md")
+        return UnknownSettingError(f"{name}{hint}: {family}")
+    return UnknownSettingError(f"{name}: unknown setting{hint}; see --help or docs/flags.md")
 
 
 @dataclass

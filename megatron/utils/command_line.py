@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import errno
 import os
 import select
@@ -14,8 +13,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.errors import ConfigError, InterruptError, MegatronError
+from megatron.utils.help import Entry, Help, more
 from megatron.utils.loading import before_torch
 from megatron.utils.log import escape_unprintable, print_line, print_lines
+from megatron.utils.nearest_flag import nearest_flag
 from megatron.utils.numerals import LARGEST, real_number, whole_number
 
 DEPENDENCIES = (
@@ -27,10 +28,14 @@ _NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that raises ConfigError and takes no abbreviations."""
+    """An argparse parser that raises ConfigError and takes no abbreviations.
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
+    With a `first_screen`, --help prints that; --help WORD and --help-all print the flags.
+    """
+
+    def __init__(self, first_screen: str = "", **options: Any) -> None:
+        super().__init__(allow_abbrev=False, add_help=not first_screen, **options)
+        self._first_screen = first_screen
         self.register("action", None, _Once)
         self.register("type", Path, _path)
 
@@ -39,6 +44,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_flags(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         argv = sys.argv[1:] if argv is None else argv
+        if self._first_screen and (text := self._help().answer(argv)) is not None:
+            raise SystemExit(print_help(text))
         for word in argv:  # before parsing: a misspelt required flag would be reported as missing
             if word.startswith("--") and word.split("=", 1)[0] not in self._option_string_actions:
                 self._refuse(word)
@@ -47,11 +54,25 @@ class Parser(argparse.ArgumentParser):
             self._refuse(unknown[0])
         return namespace
 
+    def _help(self) -> Help:
+        groups = [group for group in self._action_groups if group._group_actions]
+        listed = [_entry(str(group.title), action) for group in groups for action in group._group_actions]
+        first = self._first_screen + more(self.prog, (str(group.title) for group in groups))
+        return Help(first, tuple(listed))
+
     def _refuse(self, word: str) -> NoReturn:
         flag = word.split("=", 1)[0]
-        near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-        hint = f"did you mean {near[0]}?" if near else "see --help"
+        near = nearest_flag(flag, list(self._option_string_actions))
+        hint = f"did you mean {near}?" if near else "see --help"
         raise ConfigError(f"{flag}: no such flag; {hint}" if flag.startswith("-") else f"{word}: not a flag; {hint}")
+
+
+def _entry(section: str, action: argparse.Action) -> Entry:
+    several = " ..." if action.nargs in ("+", "*") else ""
+    named = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.metavar or action.dest.upper()
+    marks = " [required]" if action.required else ""
+    value = "" if action.nargs == 0 else f"{named}{several}"
+    return Entry(section, tuple(action.option_strings), value, f"{action.help or ''}{marks}".strip())
 
 
 class _Once(argparse.Action):
@@ -127,6 +148,16 @@ def run_tool(name: str, job: Callable[[], int | None]) -> int:
             raise
         forget_stdout()
         return 128 + signal.SIGPIPE
+
+
+def print_help(text: str) -> int:
+    """Prints the text and returns the exit code: 0, or 141 if the reader of stdout has gone (`| head`)."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        forget_stdout()
+        return 128 + signal.SIGPIPE
+    return 0
 
 
 def stdout_is_unread() -> bool:
