@@ -230,7 +230,7 @@ def test_numbers_in_other_ascii_spellings(flags: str, value: float) -> None:
 
 @pytest.mark.parametrize("pattern", ["[1]*300000000", "[1]*" + "9" * 5000, "1" * 5000, "²", "[1,0]*150000000+[1]"])
 def test_expert_layers_are_counted_before_they_are_written_out(pattern: str) -> None:
-    with pytest.raises(ConfigError, match=r"--moe-layer-freq .*: (has [0-9]+ entries|is no such list)") as raised:
+    with pytest.raises(ConfigError, match=r"--moe-layer-freq .*: (has [0-9]+ entries|is not such a list)") as raised:
         parse_args(argv(SMALL, REST, f"--num-experts 2 --moe-layer-freq {pattern}"))
     assert len(str(raised.value)) < 1000
 
