@@ -1,8 +1,7 @@
 """Declares settings: a section is a frozen dataclass whose fields are made by `flag(default, help, ...)`.
 
-`flag` is `dataclasses.field` with a `Flag` in its metadata: the spelling, the accepted values, the status in this
-version, the settings that it needs, and those that it excludes. The command line, the YAML reader, the checks, the
-notices about settings without effect, and docs/flags.md are generated from these declarations.
+`flag` is `dataclasses.field` with a `Flag` in its metadata: spelling, accepted values, status, needs and conflicts. The
+command line, the YAML reader, the checks, the notices and docs/flags.md are generated from these declarations.
 """
 
 import dataclasses

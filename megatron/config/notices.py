@@ -54,7 +54,7 @@ def _of_the_model(config: RunConfig) -> Iterator[str]:
     if model.activation == "gelu_erf":
         turned_off = config.given("bias_gelu_fusion") and not model.bias_gelu_fusion
         cause = "--no-bias-gelu-fusion" if turned_off else "--disable-bias-linear"
-        yield f"{cause}: GELU uses its erf form, as in Megatron; --openai-gelu keeps the tanh form"
+        yield f"{cause}: GELU is computed in its erf form, as in Megatron; --openai-gelu keeps the tanh form"
     if model.use_rotary_position_embeddings:
         yield "--use-rotary-position-embeddings: taken as --position-embedding-type rope, without a learned table"
     if config.given("num_query_groups") and not model.group_query_attention:

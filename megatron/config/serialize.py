@@ -126,8 +126,8 @@ def adopt_checkpoint_args(
     adopted = dataclasses.replace(config, **sections, origins=origins)
     if adopted.moe.weight_is_always_one:
         lines.append(
-            "--moe-router-topk 1 of the checkpoint: the softmax over one expert is 1, so the router learns only from "
-            "the balance loss"
+            "--moe-router-topk 1 of the checkpoint: the softmax over one expert is 1, so its router learns from the "
+            "balance loss alone"
         )
     return dataclasses.replace(adopted, notices=(*config.notices, *lines))
 

@@ -85,7 +85,7 @@ def _refuse_other_divisions(parallel: ParallelConfig) -> None:
     given = {flag: flag if value is True else f"{flag} {value}" for flag, value in values.items() if value is not None}
     if parallel.pipeline_model_parallel_size == 1:
         flag = next(iter(given.values()))
-        raise ConfigError(f"{flag}: there is one pipeline stage ({PP_FLAG} 1); remove {flag} or raise {PP_FLAG}")
+        raise ConfigError(f"{flag}: there is one pipeline stage ({PP_FLAG} 1); remove the flag or add stages")
     apart = [flag for flag in (FIRST_FLAG, LAST_FLAG) if flag in given]
     both = [flag for flag in (CHUNK_FLAG, CHUNKS_FLAG) if flag in given]
     if apart or len(both) == 2:
@@ -95,7 +95,7 @@ def _refuse_other_divisions(parallel: ParallelConfig) -> None:
 
 def _no_even_stages(layers: int, parallel: ParallelConfig, units: int) -> str:
     ranks, per_stage = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
-    counted = f" ({units} with the embedding or the loss)" if units > layers else ""
+    counted = f" (with the embedding or the loss {units})" if units > layers else ""
     fits = [n for n in range(1, units // ranks + 1) if units % (ranks * n) == 0]
     if per_stage is not None:
         way = f"use {CHUNK_FLAG} {' or '.join(map(str, fits))}" if fits else f"use a multiple of {ranks} layers"

@@ -15,9 +15,7 @@ def check_layers(config: RunConfig) -> None:
     if not moe.expert_layers(layers):
         raise ConfigError(f"{spelled(config, 'moe_layer_freq')}: no layer has experts; leave --num-experts out")
     if config.model.add_bias_linear:
-        raise ConfigError(
-            f"{spelled(config, 'num_experts')}: experts have no biases; add --disable-bias-linear"
-        )
+        raise ConfigError(f"{spelled(config, 'num_experts')}: experts have no biases; add --disable-bias-linear")
 
 
 def check_router(config: RunConfig) -> None:
@@ -32,8 +30,8 @@ def check_router(config: RunConfig) -> None:
         )
     if moe.weight_is_always_one and config.origins.get("moe_router_topk") != "checkpoint":
         raise ConfigError(
-            "--moe-router-topk 1: the softmax over the one chosen expert is 1, so the router gets no gradient from the "
-            "loss; add --moe-router-pre-softmax, or --use-checkpoint-args for a checkpoint of such a model"
+            "--moe-router-topk 1: the softmax over one expert is 1, so the loss gives the router no gradient; add "
+            "--moe-router-pre-softmax, or --use-checkpoint-args for a checkpoint of such a model"
         )
     if softmax and moe.moe_router_enable_expert_bias:
         raise ConfigError(
@@ -82,8 +80,8 @@ def check_experts(config: RunConfig) -> None:
     experts, ep = config.moe.num_experts, config.parallel.expert_model_parallel_size
     if ep > 1 and experts is None:
         raise ConfigError(
-            f"{spelled(config, 'expert_model_parallel_size')}: the model has no experts; add --num-experts N, or use "
-            "--expert-model-parallel-size 1"
+            f"{spelled(config, 'expert_model_parallel_size')}: the model is dense and has no experts to divide; add "
+            "--num-experts N, or use --expert-model-parallel-size 1"
         )
     if experts is not None and experts % ep:
         fitting = " or ".join(map(str, nearest_divisors(experts, ep)))

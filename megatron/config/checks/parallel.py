@@ -16,7 +16,7 @@ def check_context(config: RunConfig) -> None:
     kinds, cp = parallel.cp_comm_type, parallel.context_parallel_size
     if len(kinds) > 1:
         raise ConfigError(
-            f"{spelled(config, 'cp_comm_type')}: one value applies to all layers here; give one, such as {kinds[0]}"
+            f"{spelled(config, 'cp_comm_type')}: all layers use one method here; give one value, such as {kinds[0]}"
         )
     if cp == 1:
         return
@@ -56,8 +56,8 @@ def _check_heads(config: RunConfig) -> None:
 
 
 def check_tensor(config: RunConfig) -> None:
-    """Checks tensor parallelism: a rank holds whole heads, whole KV heads (or a copy of one), an equal part of the MLP.
-    """
+    """Checks that every tensor-parallel rank gets whole heads, whole KV heads (or a copy of one), and an equal part of
+    the MLP."""
     parallel, model, tp = config.parallel, config.model, config.parallel.tensor_model_parallel_size
     if tp == 1 or not model.num_attention_heads:
         return
@@ -115,7 +115,7 @@ def check_pipeline(config: RunConfig) -> None:
             else "give --num-layers-per-virtual-pipeline-stage"
         )
         raise ConfigError(
-            f"{spelled(config, 'pipeline_schedule')}: the interleaved schedule and virtual stages need each other; {way}"
+            f"{spelled(config, 'pipeline_schedule')}: interleaved needs virtual stages, and they need it; {way}"
         )
     group, pp = parallel.micro_batch_group, parallel.pipeline_model_parallel_size
     if group is not None and group < pp:
@@ -138,7 +138,7 @@ def check_zero(config: RunConfig) -> None:
             )
     if config.parallel.num_distributed_optimizer_instances > 1 and not stage:
         raise ConfigError(
-            f"{spelled(config, 'num_distributed_optimizer_instances')}: without ZeRO every rank holds the whole "
+            f"{spelled(config, 'num_distributed_optimizer_instances')}: without ZeRO every rank has the whole "
             "optimizer; add --use-distributed-optimizer (or --zero-stage 2 or 3), or leave it out"
         )
     if stage == 3 and config.parallel.remote_device == "nvme":

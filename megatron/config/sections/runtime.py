@@ -73,8 +73,8 @@ class CpuConfig:
     cpu_pinning: bool = flag(False, "Pin each rank of a machine to separate cores.")
     cpu_scheduling: str = flag(
         "auto",
-        "Scheduling policy of the ranks' threads. batch: a waking thread does not preempt a running one, which helps "
-        "ranks that communicate. auto: batch if several ranks train on one machine's CPU.",
+        "Scheduling policy of the ranks' threads. batch: a waking thread does not preempt a running one; auto: batch "
+        "if several ranks train on one machine's CPU.",
         choices=("auto", "batch", "ordinary"),
     )
     cpu_allocator: str = flag(
