@@ -70,7 +70,7 @@ class GPT(nn.Module):
         self.output_layer = make.vocabulary_table(rows) if last and not config.tied else None
         self.head_and_loss = make.head_and_loss(vocab_size) if last else None
         self.computes_in: torch.dtype | None = None
-        """None: the weights' dtype. Set if weights are gathered for a pass and stored in another dtype."""
+        """Dtype of a pass if weights are stored in another dtype and gathered; None: the weights' dtype."""
         self.as_made = inventory(self)
 
     def forward(

@@ -31,7 +31,7 @@ class Passes(Protocol):
     def forward_backward(
         self, batches: Sequence[Batch], factor: float | Tensor, arm: Callable[[], None]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Accumulates the gradients of `factor` times the summed loss. Returns the result of `forward` per batch.
+        """Accumulates the gradients of `factor` times the summed loss. Returns for each batch what `forward` returns.
 
         Calls `arm` once, when only the last batch's gradients are missing. After that, a gradient may be reduced as
         soon as it is complete.
