@@ -31,7 +31,7 @@ Dispatcher = Callable[[Tensor, Tensor, RunExperts], Tensor]
 
 
 def run_here(rows: Tensor, counts: Tensor, experts: RunExperts) -> Tensor:
-    """Calls the experts: the dispatcher of a rank that holds them all. Other dispatchers: megatron/expert_parallel."""
+    """Dispatcher for ranks that hold all experts: calls them. Other dispatchers: megatron/expert_parallel."""
     return experts(rows, counts.tolist())
 
 

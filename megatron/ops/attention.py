@@ -45,8 +45,8 @@ def attention(
 ) -> Tensor:
     """query [batch, heads, queries, d], key and value [batch, groups, keys, d] -> [batch, heads, queries, d].
 
-    `mask` (true = visible) broadcasts to [batch, heads, queries, keys]. `layer_scaling` divides the scores before their
-    rounding to the working dtype and multiplies them back in fp32. This widens the fp16 range, not the function.
+    A `mask` (true = visible) broadcasts to [batch, heads, queries, keys]. The scores are divided by `layer_scaling`
+    before their rounding to the working dtype, and multiplied back in fp32, which widens the range of fp16.
     """
     repeat = query.shape[1] // key.shape[1]
     if repeat > 1:

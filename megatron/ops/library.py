@@ -48,8 +48,9 @@ def this_gpu() -> Gpu | None:
 class Library:
     """The loaded kernels, or the reason why there are none (`missing`) or none for CUDA (`without_cuda`).
 
-    `unverified`: names of CUDA kernels (`kernel_name`) that are not known to be correct, with the reason. `needs`: the
-    minimum compute capability and CUDA version. `cuda_sources`: folder -> hash of its CUDA sources."""
+    - `unverified`: names of CUDA kernels (`kernel_name`) that are not known to be correct, with the reason.
+    - `needs`: the minimum compute capability and CUDA version.
+    - `cuda_sources`: folder -> hash of its CUDA sources."""
 
     missing: str | None = None
     without_cuda: str | None = None

@@ -75,9 +75,9 @@ class Native:
 class Operation:
     """An operation and its implementations.
 
-    `formula` is the universal fallback and the oracle of the other implementations; None outside of models. `portable`
-    selects the implementation without the kernels of csrc/ (default: the formula). `required` returns the
-    implementation that a setting other than --kernels demands.
+    The `formula` is the universal fallback and the oracle of the other implementations; None outside of models. With
+    `portable`, the operation selects an implementation without the kernels of csrc/ (default: the formula). If a
+    setting other than --kernels demands an implementation, `required` returns it.
     """
 
     name: str  # in --kernels, and the attribute of Kernels

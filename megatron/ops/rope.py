@@ -11,7 +11,8 @@ from megatron.ops.operation import Native, Operation, described, register_shapes
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the first 2 * cos.shape[-1] channels of every head, halves paired (Hugging Face's convention).
 
-    `x` is [batch, seq, heads, head_dim]. `cos` and `sin` are [batch or 1, seq, 1, rotated / 2], in the dtype of x.
+    The shape of `x` is [batch, seq, heads, head_dim]. Both `cos` and `sin` are [batch or 1, seq, 1, rotated / 2], in
+    the dtype of x.
     """
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]

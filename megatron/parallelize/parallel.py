@@ -249,8 +249,8 @@ def check_unchanged(model: GPT, layers: StageLayers) -> None:
         what = f"is a {type(model).__name__}, whose forward() does not take the `stage` of an interleaved pipeline"
     if what is not None:
         raise ConfigError(
-            f"the model provider's GPT {what}: a layout that splits the model rebuilds its parts and would lose that; "
-            "use data parallelism alone, or split your own model with the layers of megatron.tensor_parallel"
+            f"the model provider's GPT {what}: a layout that splits the model rebuilds its parts without that; use "
+            "data parallelism alone, or split your own model with the layers of megatron.tensor_parallel"
         )
 
 

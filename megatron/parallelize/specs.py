@@ -74,7 +74,7 @@ class Cut:
         return ((start, min(start + rows, size)),)
 
     def _query_key_value(self, spec: Shard) -> Shard:
-        """Whole KV groups. With fewer groups than ranks: some queries of a group, and a replica of its key and value."""
+        """Whole KV groups. With fewer groups than ranks: some queries of a group, a replica of its key and value."""
         tp, (groups, per_group) = self.tp, spec.logical_shape[:2]
         if groups % tp.size == 0:
             return replace(spec, ranges=even_ranges(split_size(spec), tp.size, tp.rank))
@@ -151,7 +151,7 @@ Part = tuple[Shard, Tensor, torch.dtype]
 
 
 def whole_parts(model: nn.Module, specs: Mapping[str, Shard]) -> Iterator[Part]:
-    """Yields all parameters of a model whose weights are not sharded."""
+    """Yields all parameters, for models without sharded weights."""
     for name, parameter in model.named_parameters():
         yield specs[name], parameter.detach().view(-1), parameter.dtype
 

@@ -39,7 +39,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Call:
-    """A test call. `args`: the oracle's arguments. `grads`: positions of those to differentiate by (None: all floating)."""
+    """A test call. `args`: the oracle's arguments. `grads`: positions to differentiate by (None: all floating)."""
 
     name: str
     args: tuple[Any, ...]
@@ -85,8 +85,8 @@ def proof_of(name: str, calls: Callable[[Draw], Iterator[Call]], bounds: Bounds,
 
 @dataclass(frozen=True)
 class Finding:
-    """Result for one tensor of one call. `error`: the largest error before rounding to the dtype, as a share of its
-    bound. `wrong`: a description of what is wrong, or None."""
+    """Result for one tensor of one call. The `error` is the largest one before rounding to the dtype, as a share of its
+    bound. If the tensor is wrong, `wrong` describes how."""
 
     tensor: str
     error: float
@@ -142,7 +142,7 @@ def _upstreams(proof: Proof, call: Call) -> list[Tensor]:
 def _outcome(
     function: Callable[..., Any], call: Call, upstreams: Sequence[Tensor], device: str, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """Runs a call on a device, its floating-point tensors cast to `dtype`. Returns outputs, then gradients, on the CPU."""
+    """Runs a call with its floating-point tensors cast to `dtype`. Returns outputs, then gradients, on the CPU."""
     chosen = _differentiated(call)
     args = [_placed(arg, device, dtype).requires_grad_(i in chosen) if isinstance(arg, Tensor) else arg
             for i, arg in enumerate(call.args)]  # fmt: skip

@@ -93,7 +93,7 @@ def sharded_calls(draw: Draw) -> Iterator[Call]:
             columns // 2,
             columns,
             columns,
-        )  # the last rank holds no column; with few columns, other ranks too
+        )  # the last rank holds no column
         yield Call(name, (logits, labels, draw(len(labels), dtype=torch.float32), ends), grads=())
 
 
@@ -192,7 +192,7 @@ def _in_fp32(row: _Row) -> Near:
 
 
 def linear_bounds(args: Sequence[Any], upstreams: Sequence[Tensor]) -> tuple[list[Near], dict[int, Near]]:
-    """Bounds where logits and their gradient are rounded to the dtype. In fp16 the gradient includes the token's factor."""
+    """Bounds with logits and their gradient rounded to the dtype. In fp16 the gradient includes the token's factor."""
     hidden, weight, labels, vocabulary = args
     dtype, grad = hidden.dtype, upstreams[0][:, None]
     used = weight[:vocabulary]

@@ -1,8 +1,8 @@
 """Error bounds of a kernel's numbers: arithmetic on values that carry a bound of their error.
 
 A `Near` holds a number in fp64 and a bound on its error in a kernel, which computes in fp32. Every operation propagates
-the errors of its arguments and adds its own rounding. The bound of a result therefore follows from its formula and holds
-for every input, so a correct kernel passes with every seed.
+the errors of its arguments and adds its own rounding. The bound of a result follows from its formula and holds for
+every input, so a correct kernel passes with every seed.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def inverse_root(x: Near, least: float) -> Near:
 
 
 def _exp_error(x: Near, short: bool) -> Tensor:
-    """Relative error, without flushing to 0. Arguments are clamped to 100: beyond, the exponential or its partner is 0."""
+    """Relative error, without flushing to 0. Beyond 100 the exponential, or the number it is added to, is 0."""
     return torch.expm1(x.error.clamp(max=1.0)) + (EXP_SHORT + 2 * U * x.value.abs().clamp(max=100.0) if short else EXP)
 
 
