@@ -3,13 +3,9 @@
     python benchmarks/busy_machine.py                    # without other work, and with two busy processes per core
     python benchmarks/busy_machine.py --rounds 2 --steps 4 --layers 2 --hidden 64 --heads 4 --seq 32 --vocab 512
 
-Each contender is a whole run of pretrain_gpt.py:
-
-- "ours": default settings.
-- "exported": OMP_WAIT_POLICY=PASSIVE from the shell. Ours should equal it on a busy machine.
-- "spinning": GOMP_SPINCOUNT=300000, the default of the OpenMP library in torch's wheels. Ours should equal it on an
-  idle machine.
-
+Each contender is a whole run of pretrain_gpt.py. Contender "ours" has default settings. Contender "exported" has
+OMP_WAIT_POLICY=PASSIVE from the shell, which ours should equal on a busy machine. Contender "spinning" has
+GOMP_SPINCOUNT=300000, the default of the OpenMP library in torch's wheels, which ours should equal on an idle machine.
 They take turns, and a ratio is the median over rounds of times within one round. A step's time is the median of a run's
 steps after the first two.
 """

@@ -116,9 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden-size", type=int, default=512)
-    parser.add_argument(
-        "--rows", type=int, default=16, help="number of windows of a text; there are eight times as many choices (16)"
-    )
+    parser.add_argument("--rows", type=int, default=16, help="windows of a text; eight times as many choices (16)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()

@@ -3,10 +3,9 @@
     python benchmarks/memory.py                             # stages 0 to 3 on 2, 4 and 8 ranks
     python benchmarks/memory.py --ranks 2 --stages 2 3 --layers 4 --hidden 256 --json result.json
 
-Every case trains two steps of a GPT on gloo ranks of this machine. The first table counts the bytes of tensors:
-
-- between two steps: parameters, gradients and optimizer state.
-- at the end of a forward pass: gathered weights, and activations without the logits, next to the formula.
+Every case trains two steps of a GPT on gloo ranks of this machine. The first table counts the bytes of tensors. Between
+two steps these are parameters, gradients and optimizer state. At the end of a forward pass they are gathered weights,
+and activations without the logits, next to the formula.
 
 The second table has the growth of the process (RSS) since before the model was made. It is read after the build, and
 after forward, backward and update of the second step, next to the formula's sum of the state between steps.
@@ -239,8 +238,8 @@ def layer_bytes(config: RunConfig) -> float:
 
 
 MOST_OFF, CONSTANT = 0.05, 50_000_000
-"""Largest difference of RSS after a step from the formula's sum: this share of it, plus this many bytes for code that a
-first step loads, threads, buffers of gloo and of products, and the batch."""
+"""Largest difference of RSS after a step from the formula's sum: this share of it, plus these bytes. The bytes cover
+code that a first step loads, threads, buffers of gloo and of products, and the batch."""
 
 
 def off(measured: Measured, formula: StateBytes) -> float:

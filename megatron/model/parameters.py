@@ -19,17 +19,9 @@ from megatron.config import ModelConfig, MoEConfig
 
 Shape = tuple[int, ...]
 Kind = Literal["copied", "column", "row", "heads", "vocabulary", "expert"]
-"""Division over tensor-parallel ranks.
-
-| kind | meaning |
-|---|---|
-| copied | every rank holds all of it |
-| column | the output features of a linear layer are split |
-| row | the input features of a linear layer are split |
-| heads | a rank holds the parts of its heads |
-| vocabulary | the rows of a vocabulary table are split |
-| expert | expert-parallel ranks hold whole experts; tensor parallelism splits an expert's width |
-"""
+"""Division over tensor-parallel ranks. Copied: every rank holds all of it. Column or row: the output or input features
+of a linear layer are split. Heads: a rank holds the parts of its heads. Vocabulary: the rows of the table are split.
+Expert: expert parallelism deals out whole experts, and tensor parallelism splits their width."""
 
 # Names, as the modules of the model spell them.
 WORDS = "embedding.word_embeddings"

@@ -14,8 +14,7 @@ Triple = tuple[Tensor, Tensor, Tensor]  # of query, key and value
 
 
 def split_qkv(qkv: Tensor) -> Triple:
-    """Splits [batch, seq, groups, query heads per group + 2, d] into [batch, seq, heads, d], twice [batch, seq, groups,
-    d]."""
+    """Splits [batch, seq, groups, query heads per group + 2, d] by head: [batch, seq, heads or groups, d] each."""
     if qkv.shape[3] == 3 and not torch.is_grad_enabled():
         return _thirds(qkv)
     if qkv.shape[3] == 3 and not torch.compiler.is_compiling():

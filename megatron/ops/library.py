@@ -48,9 +48,9 @@ def this_gpu() -> Gpu | None:
 class Library:
     """The loaded kernels, or the reason why there are none (`missing`) or none for CUDA (`without_cuda`).
 
-    - `unverified`: names of CUDA kernels (`kernel_name`) that are not known to be correct, with the reason.
-    - `needs`: the minimum compute capability and CUDA version.
-    - `cuda_sources`: folder -> hash of its CUDA sources."""
+    Field `unverified` has the names of CUDA kernels (`kernel_name`) that are not known to be correct, with the reason.
+    The minimum compute capability and CUDA version are in `needs`, and folder -> hash of its CUDA sources in
+    `cuda_sources`."""
 
     missing: str | None = None
     without_cuda: str | None = None

@@ -1,4 +1,4 @@
-"""x @ weight.T + bias without a derivative, for layers with their own backward.
+"""Product x @ weight.T + bias without a derivative, for layers with their own backward.
 
 On a CPU in bf16, torch's linear first writes the bias into every row of the result and then adds the product. oneDNN
 can add the bias itself, with the same bits, through an operation of torch's compiler.

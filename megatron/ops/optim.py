@@ -60,10 +60,9 @@ def adamw_in_place(
 ) -> None:
     """AdamW of flat tensors [elements] in torch's operations, for any dtype: the kernel's twin.
 
-    - `ends` [pieces]: the end of each piece of the tensors.
-    - `rates` [pieces, 2]: factors of each piece on learning rate and decay.
-    - `control`: apply the step?, factor on gradients, learning rate, decay, and the two corrections of the moments.
-    - `copy`: gets the new weights in its dtype, unless it is empty.
+    Input `ends` [pieces] has the end of each piece of the tensors, `rates` [pieces, 2] its factors on learning rate and
+    decay. In `control` are: apply the step?, factor on gradients, learning rate, decay, corrections of the moments.
+    The new weights are copied to `copy` in its dtype, unless it is empty.
     """
     applied, factor, lr, decay, correction1, correction2_root = control.unbind()
     lengths = ends.diff(prepend=ends.new_zeros(1))

@@ -80,10 +80,9 @@ def transposed(weight: Tensor) -> Tensor:
 
 
 class PackedWeight:
-    """x @ weight.t() + bias without a derivative, for steps of generation.
-
-    The `few_rows` kernel, if given, computes one row. oneDNN computes more, reading its packed copy at memory bandwidth
-    up to about sixteen rows; torch's product of eight rows reads at half of that."""
+    """Product x @ weight.t() + bias without a derivative, for steps of generation. A kernel `few_rows`, if given,
+    computes one row. The library oneDNN computes more: it reads its packed copy at memory bandwidth up to about sixteen
+    rows, while torch's product of eight rows reads at half of that."""
 
     def __init__(self, weight: Tensor, few_rows: FewRows | None = None, *, copied: bool = True) -> None:
         self._weight, self._few_rows = weight.detach(), few_rows

@@ -1,7 +1,6 @@
 """Selects the implementation of every operation: `--kernels auto|native|ref[,-op...]`.
 
-The selection is resolved once, passed to constructors and printed as a table. It never changes the function that is
-computed.
+The selection is resolved once, passed to constructors and printed as a table. It never changes the computed function.
 """
 
 import difflib
@@ -112,8 +111,7 @@ def resolve(
     native: Library | None = None,
     warn: Callable[[str], None] = on_stderr,
 ) -> Kernels:
-    """Selects the implementations. `spec` is `--kernels`, `attention` is `--attention-backend` (flash, fused: SDPA;
-    unfused, local: ref).
+    """Selects implementations by `--kernels` and `--attention-backend` (flash, fused: SDPA; unfused, local: ref).
 
     `warn` prints, once per reason, why `auto` runs another implementation than the table shows.
     """

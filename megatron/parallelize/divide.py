@@ -32,12 +32,9 @@ def divide_weights(
 
 
 def _units_of_gpt(model: GPT, state: ParallelState) -> Iterator[Unit]:
-    """Yields the units of a GPT.
-
-    - The embedding, unless it is tied to the head on this rank.
-    - The experts of each layer, if expert parallelism gives them other data-parallel ranks.
-    - Each layer.
-    - The rest: the final norm and the head, with which backward begins."""
+    """Yields the units of a GPT: the embedding (unless this rank's head is tied to it), the experts of each layer (if
+    other ranks shard them), each layer, and the rest. The rest is the final norm and the head, where backward begins.
+    """
     if model.embedding is not None and (model.final_layernorm is None or model.output_layer is not None):
         yield Unit(model.embedding, state.shard, backward_needs_weights=False)
     for layer in model.layers.values():

@@ -69,10 +69,9 @@ def parallelize(
     dtype: torch.dtype,
     made_on: torch.device | None = None,
 ) -> Parallel:
-    """Builds this rank's part, with uninitialised weights.
-
-    A foreign model, and a GPT whose layout splits nothing, are used unchanged. Otherwise `model` only describes the new
-    modules; it should be on the meta device. `made_on`: the device of the new weights, if not `device`."""
+    """Builds this rank's part, with uninitialised weights. A foreign model, and a GPT whose layout splits nothing, are
+    used unchanged. Otherwise `model` only describes the new modules; it should be on the meta device. The new weights
+    are made on `made_on`, by default `device`."""
     if not isinstance(model, GPT):
         check_not_split(model, config)
         return Parallel(model, foreign_specs(model), SinglePass(model, forward_step))
@@ -146,10 +145,9 @@ def _connected_pipeline(
 
 
 def stage_fields(part: GPT, pp: Axis) -> Set[str] | None:
-    """Returns the fields of a batch that a pipeline rank uses; None: all.
-
-    The last rank, which runs the script's forward step, and a model with a custom forward may use any field. Positions
-    give the shape of a batch without tokens. Router losses count the same tokens as the loss, so they need its mask."""
+    """Returns the fields of a batch that a pipeline rank uses; None: all. The last rank, which runs the script's
+    forward step, and a model with a custom forward may use any field. Positions give the shape of a batch without
+    tokens. Router losses count the same tokens as the loss, so they need its mask."""
     if pp.rank == pp.size - 1 or type(part).forward is not GPT.forward:
         return None
     fields = {"position_ids", "document_ids"}

@@ -27,10 +27,7 @@ class CheckpointConfig:
         path=True,
     )
     save_interval: int | None = _save_flag(
-        None,
-        "Steps between checkpoints. Unset: only one, at the end.",
-        at_least=1,
-        aliases=("--persistent-save-interval",),
+        None, "Steps between checkpoints. Unset: one at the end.", at_least=1, aliases=("--persistent-save-interval",)
     )
     save_optim: bool = _save_flag(True, "Leave the optimizer out of checkpoints.", off="--no-save-optim")
     save_rng: bool = _save_flag(True, "Leave the random states out of checkpoints.", off="--no-save-rng")

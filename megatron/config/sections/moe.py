@@ -78,9 +78,7 @@ class MoEConfig:
     moe_router_enable_expert_bias: bool = _expert_flag(
         False, "Balance experts by a bias on the scores that select them. Needs sigmoid scores."
     )
-    moe_router_bias_update_rate: float = flag(
-        1e-3, "Step size of the expert bias.", at_least=0.0, needs=(_EXPERT_BIAS,)
-    )
+    moe_router_bias_update_rate: float = flag(1e-3, "Step of the expert bias.", at_least=0.0, needs=(_EXPERT_BIAS,))
     moe_expert_capacity_factor: float | None = _expert_flag(
         None,
         "Capacity of an expert as a multiple of its even share of each sequence's tokens; it drops the rest. "

@@ -103,9 +103,7 @@ class ParallelConfig:
         choices=("p2p", "a2a", "allgather", "all_gather", "a2a+p2p"),
         needs=(_CONTEXT_RANKS,),
     )
-    expert_model_parallel_size: int = flag(
-        1, "Number of ranks that the experts are divided over.", at_least=1, at_most=LARGEST_WORLD
-    )
+    expert_model_parallel_size: int = flag(1, "Ranks that divide the experts.", at_least=1, at_most=LARGEST_WORLD)
     expert_tensor_parallel_size: int | None = flag(
         None,
         "Number of ranks that each expert is split over.",

@@ -45,9 +45,7 @@ class TrainingConfig:
         excludes=excludes(*_GROWING_BATCH, why="the latter changes it during the run"),
     )
     rampup_batch_size: tuple[int, ...] | None = flag(
-        None,
-        "Ramp-up of the batch size, START INCREMENT SAMPLES: from START to --global-batch-size within SAMPLES samples.",
-        nargs=3,
+        None, "Ramp-up START INCREMENT SAMPLES: from START to --global-batch-size over SAMPLES samples.", nargs=3
     )
     step_batch_size_schedule: tuple[str, ...] | None = flag(
         None,
@@ -58,7 +56,7 @@ class TrainingConfig:
     )
     train_iters: int | None = flag(
         None,
-        "Number of steps to train. Alternative: --train-samples.",
+        "Number of steps to train, or give --train-samples.",
         at_least=1,
         excludes=(
             *excludes("train_samples"),
@@ -71,10 +69,7 @@ class TrainingConfig:
         ),
     )
     train_samples: int | None = flag(
-        None,
-        "Number of samples to train on. Alternative: --train-iters.",
-        at_least=1,
-        excludes=(*_in_other_unit("iters"),),
+        None, "Number of samples, or give --train-iters.", at_least=1, excludes=(*_in_other_unit("iters"),)
     )
     exit_interval: int | None = flag(None, "Save and stop when the iteration is a multiple of this.", at_least=1)
     exit_duration_in_mins: float | None = flag(None, "Save and stop after this many minutes.", above=0.0)

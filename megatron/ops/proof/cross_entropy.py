@@ -88,12 +88,7 @@ def sharded_oracle(logits: Tensor, labels: Tensor, grad: Tensor, ends: tuple[int
 def sharded_calls(draw: Draw) -> Iterator[Call]:
     for name, logits, labels in logits_and_labels(draw):
         columns = logits.shape[1]
-        ends = (
-            columns // 3,
-            columns // 2,
-            columns,
-            columns,
-        )  # the last rank holds no column
+        ends = (columns // 3, columns // 2, columns, columns)  # the last rank holds no column
         yield Call(name, (logits, labels, draw(len(labels), dtype=torch.float32), ends), grads=())
 
 
