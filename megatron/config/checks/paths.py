@@ -1,4 +1,4 @@
-"""Checks that the files which the settings name exist, before any work is done."""
+"""Checks that the files of the settings exist, before any work starts."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +10,12 @@ from megatron.errors import ConfigError
 
 
 def check_paths(config: RunConfig, refusals: Refusals | None = None) -> None:
-    """Data, tokenizer and configuration files exist. (Checkpoints are checked by the code that loads them.)
+    """Checks that data, tokenizer and configuration files exist. The code that loads checkpoints checks those.
 
-    `refusals`: those of the command line, which get what is found here; without them it is raised.
+    `refusals` collects the errors; without it they are raised.
     """
     found = Refusals() if refusals is None else refusals
-    with found.of_checking():  # what a file names may be wrong too
+    with found.of_checking():  # paths inside a file may be wrong too
         for error in _wrong_paths(config):
             with found.of_checking():
                 raise error
@@ -24,7 +24,7 @@ def check_paths(config: RunConfig, refusals: Refusals | None = None) -> None:
 
 
 def _unusable_paths(config: RunConfig) -> Iterator[ConfigError]:
-    """Paths that no file can have, or that this user may not look at."""
+    """Yields an error for each path that is invalid or that this user may not access."""
     for setting in (setting for setting in all_settings() if setting.flag.path):
         value = config.value(setting)
         for path in (value,) if isinstance(value, str) else value or ():
@@ -41,8 +41,8 @@ def _wrong_paths(config: RunConfig) -> Iterator[ConfigError]:
     unusable = list(_unusable_paths(config))
     yield from unusable
     if unusable:
-        return  # the checks below would meet the same
-    told: set[tuple[Path, str]] = set()  # of the two files of one prefix, one is enough
+        return  # the checks below would fail for the same reason
+    told: set[tuple[Path, str]] = set()  # a prefix has two files; reporting one is enough
     for flag, path, hint in _named_files(config):
         line = _wrong_file(f"{flag} {path}", path, hint)
         if line is not None and (path.parent, path.stem) not in told:
@@ -77,7 +77,7 @@ def _wrong_paths(config: RunConfig) -> Iterator[ConfigError]:
         if Path(name).is_dir():
             yield ConfigError(f"{flag} {name}: is a directory; name a file in it")
         if (file := _file_on_the_way(str(Path(name).parent))) is not None:
-            yield ConfigError(f"{flag} {name}: {file} is a file, not a directory; name another place")
+            yield ConfigError(f"{flag} {name}: {file} is a file, not a directory; give another path")
 
 
 def _wrong_file(named: str, path: Path, hint: str) -> str | None:

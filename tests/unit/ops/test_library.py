@@ -174,7 +174,10 @@ def test_a_kernel_that_no_gpu_has_checked_is_not_taken_by_itself() -> None:
     ("gpu", "reason"),
     [
         (Gpu((8, 0), (13, 0)), "compiled for GPUs of capability 9.0 or newer, not 8.0"),
-        (Gpu((9, 0), (12, 8)), "built with CUDA 13.1, and the GPU's driver knows CUDA 12.8 at most: update the driver"),
+        (
+            Gpu((9, 0), (12, 8)),
+            "built with CUDA 13.1, but the GPU's driver supports at most CUDA 12.8: update the driver",
+        ),
         (Gpu((9, 0), (13, 0)), None),  # of one major version every driver runs every CUDA
         (Gpu((10, 0), (13, 2)), None),
         (Gpu((9, 0), (0, 0)), None),
