@@ -1,8 +1,8 @@
 """The work folder of a run, with the journal of finished work, from which --resume continues.
 
-A line of the journal is one JSON object with one field. `done` holds a segment's result, `merged` the number of leading
-segments that are merged. `naming` marks that the outputs are being renamed. A resumed run verifies every entry by
-checksums of the bytes that it describes, so the journal needs no fsync.
+A line of the journal is one JSON object with one field. Field `done` holds a segment's result. Field `merged` counts
+the leading segments that are merged. Field `naming` marks that the outputs are being renamed. A resumed run verifies
+every entry by checksums of the bytes that it describes, so the journal needs no fsync.
 """
 
 import errno
