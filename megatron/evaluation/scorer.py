@@ -68,7 +68,7 @@ class Scorer:
     def score(
         self, rows: Sequence[Scored], *, greedy: bool = False, on_batch: Callable[[int], object] = lambda tokens: None
     ) -> Scores:
-        """Returns scores in the order of `rows`. `on_batch` gets the tokens that all ranks read in a round of batches."""
+        """Returns scores in the order of `rows`. `on_batch` gets the tokens that all ranks read in each round."""
         self.model.eval()
         totals = torch.zeros(2, len(rows), dtype=torch.float64, device=self.device)
         for turn in self._turns(rows):
