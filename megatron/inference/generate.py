@@ -153,7 +153,7 @@ def ids_of(given: int | Collection[int] | None) -> Collection[int]:
 def new_token_counts(model: GPT, prompts: Sequence[Sequence[int]], asked: int | None) -> list[int]:
     """Returns the number of tokens to add to each prompt. Raises if prompt and continuation exceed the positions."""
     if not prompts or any(not prompt for prompt in prompts):
-        raise ConfigError("--prompt: an empty prompt has nothing to continue; give at least one token of text")
+        raise ConfigError("--prompt: an empty prompt cannot be continued; give at least one token of text")
     return [room(model.config.max_position_embeddings, len(prompt), asked) for prompt in prompts]
 
 

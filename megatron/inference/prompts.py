@@ -110,7 +110,7 @@ def encode_prompts(
     for one in texts:
         tokens = tokenizer.tokenize_special(one.text) if special else tokenizer.tokenize(one.text)
         if not tokens and not beginning:
-            raise _wrong(one.place, "the prompt is empty; give at least one token of text")
+            raise _wrong(one.place, "an empty prompt cannot be continued; give at least one token of text")
         tokens = [*beginning, *(tokens if left is None else tokens[-left:])]
         room(positions, len(tokens), new_tokens, place=one.place)
         found.append(Prompt(one.text, tuple(tokens)))

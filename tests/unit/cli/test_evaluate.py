@@ -90,7 +90,7 @@ BAD: dict[str, tuple[Any, tuple[str, ...], str]] = {
     "one choice": ([item(), item(choices=["x"])], ("--task", "choices"), "line 2: has no 'choices'"),
     "an empty choice": ([item(choices=["x", " "])], ("--task", "choices"), "line 1: choice 1 is empty"),
     "a choice twice": ([item(choices=["x", "x"])], ("--task", "choices"), "choice 1 is the same as choice 0"),
-    "gold beyond the choices": ([item(gold=2)], ("--task", "choices"), "gold is 2, .*from 0 to 1"),
+    "gold beyond the choices": ([item(gold=2)], ("--task", "choices"), "gold is 2; .*from 0 to 1"),
     "gold as a text": ([item(gold="range")], ("--task", "choices"), "gold is 'range'"),
     "nothing after the end of a document": (
         ['{"text": ""}'],
