@@ -192,7 +192,7 @@ def test_generate_needs_the_checkpoint_alone(run: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--prompt", "abc" * 20], "60 tokens, and the model has 32 positions"),
+        (["--prompt", "abc" * 20], "60 tokens, but the model has 32 positions"),
         (["--prompt", "abc", "--temperature", "0"], "use --greedy"),
         (["--prompt", "abc", "--greedy", "--top-k", "3"], "--greedy: nothing is drawn"),
         (["--prompt", ""], "empty prompt"),

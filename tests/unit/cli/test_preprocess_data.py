@@ -58,7 +58,7 @@ def test_the_number_of_workers_can_be_searched_for(workshop: Workshop, capsys: p
         (["--max-documents", "5"], "--max-documents 5: only used with --find-optimal-num-workers"),
         (["--workers-to-check", "2", "4"], "--workers-to-check 2 4: only used with --find-optimal-num-workers"),
         (["--find-optimal-num-workers", "--input", "-"], "--find-optimal-num-workers: .* can be read only once"),
-        (["--find-optimal-num-workers", "--json-keys", "nothing"], "in.jsonl gives no document to measure with"),
+        (["--find-optimal-num-workers", "--json-keys", "nothing"], "in.jsonl has no document to measure with"),
     ],
 )
 def test_a_search_that_cannot_be_is_refused(
@@ -254,8 +254,8 @@ def test_the_job_loads_no_torch(workshop: Workshop) -> None:
         ("--input in.jsonl", "required: --output-prefix"),
         ("--input none.jsonl --output-prefix o", "--input none.jsonl: there is no such file"),
         ("--input none*.jsonl --output-prefix o", "--input none*.jsonl: no file matches"),
-        ("--input in.bz2 --output-prefix o", ".bz2 is not read; unpack it first"),
-        ("--input - in.jsonl --output-prefix o", "- is standard input and is given alone"),
+        ("--input in.bz2 --output-prefix o", ".bz2 is not supported; unpack it first"),
+        ("--input - in.jsonl --output-prefix o", "standard input (-) excludes other inputs; give only -"),
         ("--input in.jsonl --output-prefix here/", "--output-prefix here/: is a folder; add the name"),
         ("--input in.jsonl ./in.jsonl --output-prefix o", "given twice, so its documents would count twice"),
         ("--input in.jsonl --output-prefix no/o", "no: no such directory"),

@@ -230,7 +230,7 @@ def test_missing_files_name_what_was_meant(golden: Path) -> None:
 def test_pread_of_a_file_cut_while_in_use(golden: Path) -> None:
     data = IndexedDataset(golden, mmap=False)
     os.truncate(golden.with_suffix(".bin"), 10)
-    with pytest.raises(DataError, match="cut while it was in use"):
+    with pytest.raises(DataError, match="truncated while in use"):
         data.get(2)
 
 

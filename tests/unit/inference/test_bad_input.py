@@ -30,11 +30,11 @@ FILES: dict[str, tuple[bytes | None, tuple[str, ...], str]] = {
     "no file": (None, (), "--prompts .*a.jsonl: cannot be read"),
     "another key": (b'{"text": "x"}', (), "line 1: has no text under 'prompt' .*--json-key"),
     "no token": (b'{"prompt": "x"}\n{"prompt": ""}', (), "line 2: an empty prompt"),
-    "no messages": (b'{"prompt": "x"}', ("--chat",), "a.jsonl, line 1: no messages; a line is to be"),
+    "no messages": (b'{"prompt": "x"}', ("--chat",), "a.jsonl, line 1: no messages; a line must be"),
     "an answer at the end": (
         b'{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}',
         ("--chat",),
-        "line 1: ends with an answer of the assistant; leave its last message out",
+        "line 1: ends with an answer of the assistant; remove its last message",
     ),
     "an empty file of chats": (b" ", ("--chat",), "a.jsonl: is empty"),
     "a prompt too long": (json.dumps({"prompt": LONG}).encode(), (), "line 1: .*16 positions.*--truncate-prompts"),
@@ -121,7 +121,10 @@ def test_a_conversation_that_the_template_refuses_is_a_setting_or_data(place: st
     def refuses(*_: Any) -> Any:
         raise ChatError("roles must alternate")
 
-    for prompt, why in ((refuses, "roles must alternate"), (lambda *_: ("", ()), "the chat template writes nothing")):
+    for prompt, why in (
+        (refuses, "roles must alternate"),
+        (lambda *_: ("", ()), "the chat template gives an empty text"),
+    ):
         encoder: Any = SimpleNamespace(prompt=prompt)
         with pytest.raises(kind) as caught:
             encoded_chats([Chat(place, ({"role": "user", "content": "x"},), None)], encoder, positions=8, new_tokens=1)
