@@ -194,7 +194,7 @@ def by_columns(engine: ModelEngine) -> None:
 @pytest.mark.parametrize(
     ("does", "said"),
     [
-        (by_columns, "weight was given another memory format after megatron.compat.initialize.*; leave that out"),
+        (by_columns, "weight got another memory format after megatron.compat.initialize.*; leave that out"),
         (thaw, "weight was frozen when megatron.compat.initialize.* call initialize.. before requires_grad_.False."),
         (another_group, r"add_param_group\(\): the engine has no place .* give the optimizer all of them before"),
         (another_engine, "bias was taken by an engine that the model was given to before; go on with that engine"),
