@@ -139,8 +139,8 @@ class DistributedDataParallel(AveragingWrapper):
         name = next(name for name, one in self._trained.items() if one is parameter)
         raise ConfigError(
             f"DistributedDataParallel: find_unused_parameters=True did not find {name} in the graph of forward()'s "
-            "output, but it got a gradient; return its tensors in lists, tuples, dicts or dataclasses, and call "
-            "backward() once after each forward()"
+            "output, but it got a gradient; return tensors in lists, tuples, dicts or dataclasses, and call "
+            "backward() once per forward()"
         )
 
     def _finish(self) -> None:

@@ -96,7 +96,7 @@ def _decide_decay(reading: FileReading, name: str, params: Mapping[str, Any]) ->
     if name == "Adam":
         reading.set("decoupled_weight_decay", params["adam_w_mode"], spelled)
     elif not params["adam_w_mode"]:
-        raise ConfigError(f"{spelled}: {name} always decouples weight decay; leave it out, or use the type Adam")
+        raise ConfigError(f"{spelled}: {name} always decouples decay; leave it out, or use the type Adam")
 
 
 def _decide_rates(reading: FileReading, name: str, params: Mapping[str, Any]) -> None:

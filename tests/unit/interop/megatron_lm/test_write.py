@@ -165,7 +165,7 @@ def test_yarn_of_theirs_is_read(percent: float) -> None:
 @pytest.mark.parametrize(
     "changed, said",
     [
-        ({"yarn_rotary_scaling_factor": None}, "have positions of YaRN and no yarn_rotary_scaling_factor"),
+        ({"yarn_rotary_scaling_factor": None}, "have YaRN positions but no yarn_rotary_scaling_factor"),
         (
             {"yarn_correction_range_round_to_int": False},
             "yarn_correction_range_round_to_int = False, which is not",
@@ -230,7 +230,7 @@ def test_the_bias_that_their_later_routers_have_is_told(
 ) -> None:
     """Those of 0.16 have one where linear layers have one, those of 0.14 and ours have none."""
     convert(to_native(make(settings, MOE), tmp_path), tmp_path / "out", "megatron", "--megatron-names=core")
-    assert ("refuse these weights without one of zeros as mlp.router.bias" in capsys.readouterr().out) is told
+    assert ("loads these weights only with zeros as mlp.router.bias" in capsys.readouterr().out) is told
 
 
 def test_core_models_know_the_tanh_form_by_the_fusion_alone(tmp_path: Path) -> None:
