@@ -323,15 +323,15 @@ BAD = {
     "a misspelt family": (lambda folder: edit_config(folder, model_type="qwen_2"), r"did its author mean qwen2\?"),
     "no model": (
         lambda folder: (folder / "model.safetensors").unlink(),
-        r"no model\.safetensors and no pytorch_model\.bin; weights in other formats are not read",
+        r"no model\.safetensors and no pytorch_model\.bin; other formats of weights are not supported",
     ),
     "a family of others": (
         lambda folder: edit_config(folder, model_type="falcon"),
         "model_type 'falcon' cannot be imp",
     ),
     "a truncated file": (truncate, "cannot be read as safetensors"),
-    "a lost shard": (lose_a_shard, r"names 2 files, and 1 of them are not there \(model-00002-of-00002.safetensors\)"),
-    "other shapes": (other_shapes, r"q_proj\.weight is 16 x 32, and config\.json describes 32 x 32"),
+    "a lost shard": (lose_a_shard, r"names 2 files, but 1 of them are missing \(model-00002-of-00002.safetensors\)"),
+    "other shapes": (other_shapes, r"q_proj\.weight is 16 x 32, but config\.json describes 32 x 32"),
     "a tensor less": (one_tensor_less, "missing: model.norm.weight"),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "cannot be read as JSON"),
 }

@@ -6,7 +6,7 @@ from megatron.interop.hf.families.qwen2 import Qwen2
 
 
 class Qwen3(Qwen2):
-    """Norms of Q and K in the place of Qwen2's biases."""
+    """Model with norms of Q and K instead of Qwen2's biases."""
 
     architecture = "Qwen3ForCausalLM"
     model_type = "qwen3"

@@ -11,7 +11,7 @@ from megatron.interop.hf.family import Lacking
 
 
 class Qwen3MoE(Qwen3):
-    """Experts in all layers or in some."""
+    """Model with experts in all layers or in some."""
 
     architecture = "Qwen3MoeForCausalLM"
     model_type = "qwen3_moe"
