@@ -175,7 +175,7 @@ def test_two_optimizers_of_the_same_parameters_are_refused(tmp_path: Path, optim
         torch.save(
             [content] * 2 if "optimizer" not in content else {**content, "optimizer": [content["optimizer"]] * 2}, file
         )
-    with pytest.raises(CheckpointError, match=r"divide the parameters in a way that is not known.*--no-load-optim"):
+    with pytest.raises(CheckpointError, match=r"divide the parameters in an unknown way.*--no-load-optim"):
         load(tmp_path, params_of(GPT2, dtype=dtype))
 
 

@@ -180,7 +180,7 @@ def test_yarn_that_is_not_built_is_refused(changed: dict[str, Any], said: str) -
 def test_what_megatron_computes_otherwise_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     native = to_native(make({**LLAMA, "use_rope_scaling": True, "rope_original_max_position": 64}), tmp_path)
     convert(native, tmp_path / "out", "megatron", "--megatron-names=core")
-    assert "no scaling of Llama 3 with other numbers than 1, 4 and 8192: it would compute" in capsys.readouterr().out
+    assert "no scaling of Llama 3 with other numbers than 1, 4 and 8192; it would compute" in capsys.readouterr().out
 
 
 ROPE = {"max_position_embeddings": 16, "position_embedding_type": "rope"}
@@ -195,10 +195,10 @@ PARALLEL, AFTER_NORM, TANH, OTHER_BASE = (
 @pytest.mark.parametrize(
     "settings, names, told",
     [
-        (PARALLEL, "core", "no parallel residual: it would compute another function"),
-        (AFTER_NORM, "te", "no residual connection after the norm: it would"),
+        (PARALLEL, "core", "no parallel residual; it would compute another function"),
+        (AFTER_NORM, "te", "no residual connection after the norm; it would"),
         (AFTER_NORM, "classic", None),
-        (TANH, "core", "no tanh form of GELU without a bias: it would"),
+        (TANH, "core", "no tanh form of GELU without a bias; it would"),
         (TANH, "classic", None),
         (OTHER_BASE, "classic", "23.06 has no other base of RoPE than 10000; for its later models"),
         (OTHER_BASE, "core", None),
@@ -221,7 +221,7 @@ def test_yarn_for_a_part_of_the_head_is_told(tmp_path: Path) -> None:
     found = replace(found, manifest=replace(found.manifest, config={**found.manifest.config, "model": model}))
     said: list[str] = []
     to_megatron(found, tmp_path / "out", TargetLayout(names="core"), log=said.append)
-    assert any("no YaRN for a part of the head: it would compute another function" in line for line in said)
+    assert any("no YaRN for a part of the head; it would compute another function" in line for line in said)
 
 
 @pytest.mark.parametrize("settings, told", [(GPT2, True), (LLAMA, False)])
