@@ -167,8 +167,7 @@ class ClientUpdate:
         return f"{kind.__module__}.{kind.__qualname__}"
 
     def _take(self, name: str, parameter: nn.Parameter) -> Tensor:
-        """Returns the tensor that is updated in place of `parameter`, and moves the optimizer's existing state to
-        it."""
+        """Returns the tensor that is updated in place of `parameter`, and moves the existing state to it."""
         weight = self._weights[name] = self._grads.weight(name)
         tensor = weight
         if weight.dtype in HALF or self._on_host:

@@ -120,8 +120,7 @@ class DistributedDataParallel(AveragingWrapper):
 
     def join(self, *_: Any, **__: Any) -> None:
         raise ConfigError(
-            "DistributedDataParallel.join(): not supported; give all ranks the same number of batches, as "
-            "DistributedSampler does"
+            "DistributedDataParallel.join(): not supported; give each rank equally many batches (DistributedSampler)"
         )
 
     def _pass(self, inputs: Any, named: Any) -> Any:

@@ -24,8 +24,7 @@ def open_step(directory: Path) -> FoundStep:
 
 
 def first_difference(one: FoundStep, other: FoundStep) -> str | None:
-    """Describes the first difference in weights, in the optimizer state that both have, or in the step. None: equal in
-    every bit."""
+    """Describes the first difference in weights, optimizer state or step; None if all bits are equal."""
     rows = [
         step.manifest.model[WORD_TABLE].logical_shape[0] for step in (one, other) if WORD_TABLE in step.manifest.model
     ]

@@ -54,8 +54,7 @@ def read_metrics(path: Path, value: str) -> LoggedRun:
 
 
 def read_log(path: Path, value: str) -> LoggedRun:
-    """Reads the curves of `value`, a key of the metrics file. A line of the log has it in words, rounded, the loss as a
-    mean."""
+    """Reads the curves of `value`, a key of the metrics file; a log has it in words, rounded, the loss as a mean."""
     run = LoggedRun(str(path))
     words = _NAMES_IN_LOGS.get(value, value.replace("_", " "))
     number = re.compile(rf"\| (?:{words}|{re.escape(value)})(?: value)?:? {_NUMBER}(?: \||$)", re.IGNORECASE)
@@ -92,8 +91,7 @@ def _unusable(flag: str, path: Path, reason: str) -> ConfigError:
 # ---------------------------------------------------------------- in the terminal
 
 TRAIN, VALIDATION = ("•", "*"), (("◆", "v"), ("▲", "a"), ("■", "b"), ("○", "o"))
-"""Marks of curves; the second of a pair is for terminals without Unicode. Validation sets beyond the last mark reuse
-them."""
+"""Marks, with a fallback for terminals without Unicode; further validation sets reuse them from the first on."""
 
 
 def draw_in_terminal(run: LoggedRun, *, width: int, height: int, plain: bool, title: str) -> str:

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 
 def write_picture(draw: "Callable[[], Figure]", output: Path) -> None:
-    """Writes the figure that `draw` makes, which imports matplotlib. A missing matplotlib, or a file that cannot be
-    written, is a one-line error."""
+    """Writes the figure that `draw` makes. A missing matplotlib, or an unwritable file, is a one-line error."""
     try:
         figure = draw()
     except ImportError:

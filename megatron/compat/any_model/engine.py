@@ -170,8 +170,7 @@ class ModelEngine(EngineFacts):
             self.log.info(line_after_skips(self._core.loss_scale, self.settings.precision))
 
     def _check_skipped(self, info: StepInfo) -> None:
-        """Accepts an overflow while the loss scale adapts, else raises. All ranks call it, because the cause may be on
-        only one."""
+        """Accepts an overflow while the loss scale adapts, else raises. All ranks call it: one may have the cause."""
         what: str | None = "a gradient is not finite"
         if not self._core.static_scale:
             what = overflows_at_the_bottom(self._core, info.loss_scale, info.skipped_in_a_row)
@@ -363,8 +362,7 @@ class ModelEngine(EngineFacts):
             )
 
     def _apply(self, fn: Any, recurse: bool = True) -> "ModelEngine":
-        """Rejects `.to()`, `.half()` and the like if they would change the dtype or device that buffers and masters
-        have."""
+        """Rejects `.to()`, `.half()` and the like if they change the dtype or device that buffers and masters have."""
         for tensor in [*self.parameters(), *self.buffers()]:
             new = fn(tensor.detach())
             if (new.dtype, new.device) != (tensor.dtype, tensor.device):

@@ -21,7 +21,7 @@ class BatchSizes:
 
     @staticmethod
     def fit(whole: int | None, micro: int | None, accumulation: int | None, ranks: int) -> "BatchSizes":
-        """Completes the sizes as DeepSpeed does: two of the three are given, or only the batch or the micro-batch."""
+        """Completes the sizes as DeepSpeed does. Given are two of the three, or only the batch or the micro-batch."""
         if whole is None and micro is None:
             raise ConfigError(
                 "train_batch_size: missing, and so is train_micro_batch_size_per_gpu; give at least one of them"

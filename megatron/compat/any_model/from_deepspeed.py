@@ -113,8 +113,7 @@ class EngineConfig:
         return None if settings.lr_schedule is None else ConfiguredSchedule(optimizer, settings)
 
     def lines(self, *, own_optimizer: bool, own_scheduler: bool) -> list[str]:
-        """Returns notices about what has no effect. `own_optimizer`, `own_scheduler`: the caller gave one, which is
-        used."""
+        """Returns notices about what has no effect. `own_optimizer`, `own_scheduler`: the caller gave one."""
         lines = list(self._read.notices)
         if own_optimizer and self.optimizer_key is not None:
             lines.append(f"{self.optimizer_key}: no effect, because optimizer= is given and is used")

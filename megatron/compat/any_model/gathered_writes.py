@@ -14,8 +14,7 @@ class GatheredWrites:
     them."""
 
     def __init__(self, model: nn.Module, units: Iterable[nn.Module]) -> None:
-        """Registers hooks that see each unit while it is gathered. Must run before `fully_shard`, whose hooks come
-        later."""
+        """Registers hooks that see a unit while it is gathered. Must run before `fully_shard` adds its hooks."""
         self._path_of = {id(module): path for path, module in model.named_modules()}
         self._counts: dict[str, tuple[nn.Parameter, int]] = {}
         self._trained: dict[str, bool] = {}

@@ -65,8 +65,7 @@ def initialize(
     asked for is None. Every rank calls it: in your own process group, under torchrun, or as a single process.
 
     The `optimizer` is an instance or a function of the parameters; without one the config names it. The `config` is
-    DeepSpeed's JSON as a dict or as the path of a file; `config_params` is its older name, `args.deepspeed_config` a
-    path.
+    DeepSpeed's JSON, a dict or a path; `config_params` is its older name, `args.deepspeed_config` a path.
     """
     del dist_init_required  # an open group is used, else one is opened for torchrun's ranks
     for name, value in {"mpu": mpu, "mesh_param": mesh_param}.items():
@@ -268,12 +267,9 @@ def _one_config(args: Any, config: Any, config_params: Any) -> Mapping[str, Any]
 
 
 def _prepare_model(model: nn.Module, settings: EngineSettings, place: RankPlacement) -> None:
-    """Moves and casts the model in place, so that the user's optimizer still holds its parameters. Broadcasts the first
-    rank's values to all ranks."""
+    """Moves and casts the model in place, so the user's optimizer keeps its parameters. Broadcasts rank 0's values."""
     dtype = getattr(torch, settings.precision.params_dtype)
-    device = (
-        torch.device("cpu") if settings.parameters_on_host else place.device
-    )  # its device may lack room for all of it
+    device = torch.device("cpu") if settings.parameters_on_host else place.device  # it may be too small
     if dtype != torch.float32:
         cast_floats(model, dtype)
     model.to(device)

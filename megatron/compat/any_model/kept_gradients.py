@@ -169,8 +169,7 @@ class GuardedWeights(FullySharded):
         return {name: one.parameter.untyped_storage()._cdata for name, one in self._divided.items()}
 
     def _divide_loaded(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Replaces whole tensors of a state dict that is being loaded by this rank's rows. (The dict is torch's own
-        copy.)"""
+        """Replaces whole tensors that are being loaded by this rank's rows. (`state` is torch's own copy.)"""
         for key, name in self._first_name.items():
             shard, whole = self._divided[name].parameter, state.get(prefix + key)
             if whole is not None and type(whole) in (Tensor, nn.Parameter) and whole.shape == shard.shape:

@@ -23,9 +23,7 @@ def mark_types(value: Any, place: str) -> Any:
         if _depth(encoded) > _DEEPEST:
             raise RecursionError
         if (count := _long_integers(encoded)) > _MOST:
-            raise ConfigError(
-                f"{place}: has {count} integers of more than 64 bits, more than {_MOST}; give them as str(...)"
-            )
+            raise ConfigError(f"{place}: has {count} integers of over 64 bits, limit {_MOST}; give them as str(...)")
         return encoded
     except RecursionError:
         raise ConfigError(f"{place}: holds itself, or is nested too deeply; a checkpoint holds plain values") from None

@@ -25,8 +25,6 @@ _LAST_WAIT = timedelta(seconds=10)
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """A rank's axes, its number on this machine, and its device."""
-
     parallel: ParallelState
     local_rank: int
     device: torch.device
@@ -65,8 +63,7 @@ def init_distributed(
 
 
 def find_place(model: nn.Module) -> RankPlacement:
-    """Finds this rank's place. Opens the launcher's process group if none is open; it is closed when the process
-    ends."""
+    """Finds this rank's place. Opens the launcher's process group, until the process ends, if none is open."""
     if dist.is_initialized():
         rank, size, local_rank = dist.get_rank(), dist.get_world_size(), _own_local_rank()
         device = _device_of(model, local_rank, dist.get_backend_config())

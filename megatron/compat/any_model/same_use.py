@@ -46,8 +46,7 @@ class SameUse:
             unit.register_forward_hook(self._listen)
 
     def compare_gathers(self) -> None:
-        """Registers hooks that run before those of `fully_shard`, which gather, and at the end of the whole model. Must
-        run after `fully_shard`."""
+        """Registers hooks that run before those of `fully_shard`, which gather. Must run after `fully_shard`."""
         for number, (unit, _) in enumerate(self._units):
             unit.register_forward_pre_hook(partial(self._before, number), prepend=True)
         self._units[-1][0].register_forward_hook(self._after)

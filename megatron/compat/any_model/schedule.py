@@ -51,8 +51,7 @@ def _required(scheduler: Any) -> list[str]:
 
 
 class ConfiguredSchedule:
-    """Sets the rate of the next update, at construction and after every update. The rate depends only on their
-    number."""
+    """Sets the rate of the next update, at construction and after every update. It depends only on their number."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, settings: DeepSpeedSchedulerConfig) -> None:
         self.optimizer = optimizer

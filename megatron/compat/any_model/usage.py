@@ -1,5 +1,4 @@
-"""Finds the parameters that no rank used in a step, and shares buffers that the model changes: ranks must agree on
-both."""
+"""Makes ranks agree on the parameters that none of them used in a step, and on buffers that the model changes."""
 
 from collections.abc import Callable, Collection
 

@@ -63,8 +63,7 @@ class Withholding:
         self._kept: list[tuple[nn.Parameter, Tensor | None]] = []
 
     def begin(self) -> None:
-        """Puts the stand-ins in place after a backward pass. (ZeRO 2 and 3 change the parameter objects when they
-        gather.)"""
+        """Puts the stand-ins in place after a backward pass. (ZeRO 2 and 3 change the parameter objects in it.)"""
         self.end()
         self._kept = [(one, one.grad) for one in self._model.parameters() if one.requires_grad]
         for parameter, _ in self._kept:

@@ -44,8 +44,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _whole(digits: str) -> int | float:
-    """Parses an integer. One of 300 digits or more becomes infinity, because Python refuses to parse thousands of
-    digits."""
+    """Parses an integer. From 300 digits on it becomes infinity, because Python rejects thousands of digits."""
     return int(digits) if len(digits) < 300 else math.copysign(math.inf, -1 if digits[0] == "-" else 1)
 
 

@@ -18,8 +18,7 @@ KINDS: Mapping[Kind, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """Row of the table. A key sets a field, has no effect (and a notice says so), is refused, or is decided with others
-    of its block.
+    """Row of the table. A key sets a field, has no effect (with a notice), is refused, or is decided with its block.
 
     A block that has only one row (members.py lists its keys) has no effect while its `enabled` is false.
     """

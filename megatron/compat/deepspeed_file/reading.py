@@ -45,19 +45,16 @@ class FileReading:
 
     @contextmanager
     def naming(self, *doubted: str) -> Iterator[None]:
-        """Collects an error raised inside, with the file's name in it. `doubted`: the flags whose values it leaves
-        unknown."""
+        """Collects an error raised inside, prefixed by the file. `doubted`: flags whose values it leaves unknown."""
         try:
             yield
         except ConfigError as error:
             self.refusals.refuse(ConfigError(f"in {self.settings.origin}: {error}"), *doubted)
 
     def say(self, text: str) -> None:
-        """Adds a notice about a key."""
         self.settings.notices.append(f"{self.settings.origin}: {text}")
 
     def spelled(self, path: str) -> str:
-        """Spells a key with its value."""
         return f"{path} {_brief(self.given[path])}"
 
     def set(self, field: str, value: Any, spelled: str) -> None:
@@ -157,8 +154,7 @@ def _check_members(path: str, block: Mapping[Any, Any]) -> None:
 
 
 def _unknown(parent: str, name: Any) -> ConfigError:
-    """Returns the error for an unknown key, with the nearest key of the block, or the block that has a key of this
-    name."""
+    """Returns an error that suggests the nearest key of the block, or the block that has a key of this name."""
     word = str(name)
     hint = nearest(word, children(parent))
     elsewhere = [path for path in keys_by_path() if path.rpartition(".")[2] == word]

@@ -71,8 +71,7 @@ class OSS(torch.optim.Optimizer):
             self._inner.add_param_group(self._own(self.param_groups[-1]))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters that this rank owns, with the options of `param_groups`, and broadcasts the
-        results."""
+        """Updates this rank's parameters, with the options of `param_groups`, and broadcasts the results."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -128,8 +127,7 @@ class OSS(torch.optim.Optimizer):
         sizes, here = [len(group["params"]) for group in saved], [len(group["params"]) for group in self.param_groups]
         if sizes != here:
             raise ConfigError(
-                f"OSS.load_state_dict(): the saved groups have {sizes} parameters, and those here {here}; load the "
-                "state of this model"
+                f"OSS.load_state_dict(): its groups have {sizes} parameters, those here {here}; load this model's state"
             )
         own: dict[int, Any] = {}
         groups, number = [], 0

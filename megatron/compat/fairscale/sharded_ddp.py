@@ -147,8 +147,7 @@ class ShardedDataParallel(AveragingWrapper):
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Waits for the reductions and keeps the owned gradients. Runs within the backward pass, after its last
-        gradient."""
+        """Waits for the reductions and keeps the owned gradients, at the end of the backward pass."""
         for bucket in self._buckets:
             assert bucket.pending is not None
             message = bucket.pending.wait()

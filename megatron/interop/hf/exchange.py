@@ -57,8 +57,7 @@ class Exchange:
         return self.part_from_hf(read, 0, None).contiguous().view(self.parameter.stored_shape)
 
     def part_from_hf(self, read: Callable[[str], Tensor], dim: int, part: Range | None) -> Tensor:
-        """Returns our logical view, or `part` of its dimension `dim`. The rest of the tensors from `read` is not
-        read."""
+        """Returns our logical view, or `part` of its dimension `dim`; only that part of the tensors is read."""
         blocks = self.layout.blocks(tuple(read(name) for name in self.theirs), self.parameter.row)
         if part is not None:
             assert len(blocks) == 1 or dim != self.layout.along, f"{self.parameter.name} is split along its blocks"

@@ -75,21 +75,17 @@ def plan_export(
     tokenizer, unless the model was imported: then it keeps the ids that it came with."""
     saved = found.manifest
     if "model" not in saved.config:
-        raise CheckpointError(
-            f"{found.directory} holds no configuration of a GPT; only this project's GPT can be exported"
-        )
+        raise CheckpointError(f"{found.directory} holds no configuration of a GPT; only GPTs can be exported")
     config = model_config(saved.config["model"])
     moe = moe_config(saved.config)
     origin = origin_of(saved.origin, found.directory)
     usual = choose(config, moe, came_as=None if origin is None else origin.model_type)
     words = saved.model.get(WORD_TABLE)
     if words is None:
-        raise CheckpointError(f"{found.directory} holds no token embedding; only this project's GPT can be exported")
+        raise CheckpointError(f"{found.directory} holds no token embedding; only GPTs can be exported")
     trained = words.dtype.removeprefix("torch.")
     if dtype is None and trained not in DTYPES:
-        raise ConfigError(
-            f"--dtype: needed, because the checkpoint's {trained} cannot be exported; give one of {', '.join(DTYPES)}"
-        )
+        raise ConfigError(f"--dtype: needed, because {trained} cannot be exported; give one of {', '.join(DTYPES)}")
     context = config.max_position_embeddings or int(saved.config.get("data", {}).get("seq_length") or 0)
     rows, tokenizer = words.logical_shape[0], found.tokenizer_files
     has_json = tokenizer is not None and tokenizer.has_json
@@ -133,8 +129,7 @@ def write_export(
     log: Callable[[str], object] = print,
     show: Show = no_progress,
 ) -> None:
-    """Writes to a temporary folder, checks it, and renames it, so a folder named `out` is always complete and
-    checked."""
+    """Writes to a temporary folder, checks it, and renames it, so `out` is always complete and checked."""
     if out.exists() and not overwrite:
         raise ConfigError(f"--save {out}: exists already; give another folder, or --overwrite")
     with written_aside(out, "writing the export") as temporary:
@@ -250,7 +245,6 @@ def our_tensors(export: Export) -> Iterator[tuple[str, Tensor]]:
 
 
 def exported_tensor(export: Export, name: str) -> Tensor:
-    """Returns our logical view as an import of the export reads it, in its dtype. Gains are whole, and rounded as
-    such."""
+    """Returns our logical view as an import reads it, in the export's dtype. Gains are whole, and rounded as such."""
     tensor = export.reader.logical(name, export.reader.manifest.model[name])
     return (tensor.float() + 1 if gain_less_one(export.config, name) else tensor).to(export.dtype)

@@ -48,8 +48,7 @@ class Family(ABC):
     tied_by_default: ClassVar[bool] = False
     """Meaning of a config.json without tie_word_embeddings."""
     rebuilds_tokenizer: ClassVar[bool] = False
-    """True if `transformers` 5.8 and later ignore tokenizer_class and rebuild every tokenizer of this type as
-    Qwen2's."""
+    """True if `transformers` 5.8 and later rebuild every tokenizer of this type as Qwen2's."""
 
     # ------------------------------------------------------------ which models
 
@@ -116,8 +115,7 @@ class Family(ABC):
         }
 
     def read_config(self, values: Mapping[str, Any]) -> tuple[ModelConfig, MoEConfig]:
-        """Returns the model that a config.json describes. Rejects, by its name there, a setting that we cannot
-        compute."""
+        """Returns the model that a config.json describes. Rejects unsupported settings by their name there."""
         check_types(values)
         if values.get("auto_map"):
             raise ConfigError("config.json: auto_map asks to run the model's own code, which is not supported")
@@ -150,8 +148,7 @@ class Family(ABC):
         return {}
 
     def experts_from_json(self, values: Mapping[str, Any]) -> MoEConfig:
-        """Returns the settings of experts. The weight of the load-balance loss belongs to training, and is not
-        imported."""
+        """Returns the settings of experts, without the weight of the load-balance loss, which belongs to training."""
         return MoEConfig()
 
 
@@ -185,8 +182,7 @@ def refuse_unless(values: Mapping[str, Any], **expected: Any) -> None:
 
 
 def other_wirings(config: ModelConfig, *, parallel: bool = False, norms: str = "before") -> Lacking:
-    """Lists settings that wire layers differently from the family. `norms`: where its norms stand; `parallel`: it
-    supports a parallel residual."""
+    """Lists settings of wirings that the family lacks. `norms`: where its norms stand; `parallel`: supported."""
     return [
         ("--apply-residual-connection-post-layernorm", config.apply_residual_connection_post_layernorm),
         (f"--norm-placement {config.norm_placement}", config.norm_placement != norms),

@@ -69,8 +69,7 @@ class HuggingFaceFolder:
         return stored.file.tensor(stored.name)
 
     def exchanges(self) -> list[Exchange]:
-        """Returns the exchanges of all parameters. Rejects a folder that lacks a tensor or has one that would not be
-        used."""
+        """Returns the exchanges of all parameters. Rejects a folder with a missing or an unused tensor."""
         wanted = list(self.family.exchanges(self.config, self.vocab_size, self.moe))
         zeros = self.family.zero_biases(self.config, self.vocab_size)
         _check_names(self, {name for exchange in wanted for name in exchange.theirs} | zeros.keys())

@@ -67,8 +67,7 @@ def rope_from_json(values: Mapping[str, Any], *, partial: bool = False) -> dict[
 
 
 def _described(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the object that describes the rotation. Raises if two differ: versions of transformers disagree on which
-    one to use."""
+    """Returns the description of the rotation. Raises if two differ, because versions of transformers disagree."""
     newer, older = (values.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
     if newer and older and newer != older:
         raise ConfigError("config.json: rope_parameters and rope_scaling differ; keep the right one")

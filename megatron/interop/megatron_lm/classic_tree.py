@@ -89,9 +89,7 @@ class ClassicTree:
         """Checkpoint version, which decides the order of the rows of QKV."""
         found = self.first.content.get("checkpoint_version", 0)
         if type(found) not in (int, float) or not 0 <= found < 4:
-            raise CheckpointError(
-                f"{self.directory} has checkpoint_version {str(found)[:40]}; only 0 to 3 are supported"
-            )
+            raise CheckpointError(f"{self.directory} has checkpoint_version {str(found)[:40]}; supported: 0 to 3")
         return float(found)
 
     @cached_property
@@ -184,9 +182,8 @@ class ClassicTree:
         return stored.contiguous()
 
     def refuse_another_head(self) -> None:
-        """Raises if the head of a tied model is another table than the token embedding. The last stage of a pipeline
-        has a copy of the embedding, which is not read. A different table differs in all rows, so some rows are
-        compared, without reading the tables for their checksums."""
+        """Raises if a tied model's head is not the token embedding, of which the last pipeline stage has a copy that is
+        not read. Another table differs in all rows, so a few are compared, without reading all for checksums."""
         pp, chunk, _ = self.stages[-1]
         for tp in range(self.tp):
             first, last = ModelRank(tp, 0, 0), ModelRank(tp, pp, 0)

@@ -59,8 +59,7 @@ _NOT_READ_BY_CORE = ("apply_residual_connection_post_layernorm", "openai_gelu")
 
 
 def settings_from_args(args: Mapping[str, Any], where: Path, *, core: bool = False) -> dict[str, dict[str, Any]]:
-    """Returns the settings as a native checkpoint's manifest has them. `core`: a core model, which ignores some
-    args."""
+    """Returns settings as in a native manifest. `core`: a core model, which ignores some args."""
     args = {name: value for name, value in args.items() if not (core and name in _NOT_READ_BY_CORE)}
     lacking = [name for name in _NEEDED if type(args.get(name)) is not int]
     if lacking:
@@ -91,9 +90,7 @@ def _refuse_what_is_not_built(args: Mapping[str, Any], where: Path) -> None:
     for name, other in _OTHER_NAMES.items():
         one, two = args.get(name), args.get(other)
         if one is not None and two is not None and one != two:
-            raise CheckpointError(
-                f"{where}: its args have {name} = {one} and {other} = {two}, which are the same setting"
-            )
+            raise CheckpointError(f"{where}: its args have {name} = {one} and {other} = {two}, one setting")
 
 
 def _section(args: Mapping[str, Any], section: type[ModelConfig | MoEConfig]) -> dict[str, Any]:
@@ -160,8 +157,7 @@ def _their_yarn(config: ModelConfig) -> dict[str, Any]:
 
 
 def _activation(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the activation settings. Fusion and bias decide the form of GELU, as they do here; 23.06 has no fusion
-    without a bias."""
+    """Returns the activation settings. Fusion and bias decide the form of GELU; 23.06 never fuses without a bias."""
     norm = str(args.get("normalization") or "LayerNorm").lower()
     return {
         "swiglu": bool(args.get("swiglu")),
@@ -196,8 +192,7 @@ def true_vocabulary(args: Mapping[str, Any], rows: int) -> int:
 
 
 def _ids_beside_numbers(args: Mapping[str, Any]) -> int:
-    """Returns 1 if the tokenizer has an id beyond --vocab-size. NullTokenizer has one, the end of a document, unless
-    that is an id below it."""
+    """Returns 1 for NullTokenizer if its end of a document is an id beyond --vocab-size, else 0."""
     return int(args.get("tokenizer_type") == "NullTokenizer" and args.get("null_tokenizer_eod_id") is None)
 
 

@@ -165,8 +165,7 @@ def _names_of_groups(tree: ClassicTree, at: ModelRank, groups: list[Any], apart:
 
 
 def _in_vectors(links: list[_Link], folder: Path) -> Iterator[tuple[tuple[str, str], str, StoredTensor]]:
-    """Yields the tensors in the vectors of a chain of optimizers. The file has a list of vectors, with None for experts
-    of another rank."""
+    """Yields the tensors in the vectors of a chain of optimizers; a vector is None for experts of another rank."""
     tree = links[0].tree
     file = TorchFile.open(paths.member(folder, DISTRIBUTED), tree.checks)
     held = file.content if isinstance(file.content, list) else [file.content]

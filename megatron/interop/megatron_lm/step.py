@@ -91,8 +91,7 @@ class ClassicReader(StepReader):
 
 
 def is_classic(directory: Path) -> bool:
-    """Returns whether the directory has Megatron-LM's tree and no manifest: Megatron-LM's step, or a native step that
-    lost its manifest."""
+    """Returns whether this is Megatron-LM's tree without a manifest: its step, or a native one that lost it."""
     if not paths.is_plain_directory(directory) or (directory / paths.MANIFEST).exists():
         return False
     return any(entry.name.startswith("mp_rank_") for entry in directory.iterdir())
@@ -135,8 +134,7 @@ class DescribedModel:
 def described_model(
     directory: Path, args: Mapping[str, Any], layers: int, rows: Callable[[], int], *, core: bool
 ) -> DescribedModel:
-    """Builds the model from the args. The files have `layers` layers, and `rows` rows of the token embedding with
-    padding."""
+    """Builds the model from the args. Files have `layers` layers, and `rows` padded rows of the token embedding."""
     settings = settings_from_args(args, directory, core=core)
     config, moe = model_config(settings["model"]), moe_config(settings)
     experts = len(moe.expert_layers(min(config.num_layers, _MOST_LAYERS))) * (moe.num_experts or 0)
@@ -227,8 +225,7 @@ def opened_step(
     read_optimizer: Callable[[], Mapping[str, Mapping[str, TensorRecord]]],
     sources: Sources,
 ) -> MegatronStep:
-    """Builds the step. `content` holds what `file` has besides tensors; `read_optimizer` adds the optimizer's tensors
-    to `sources`."""
+    """Builds the step. `content` has what is not a tensor; `read_optimizer` adds tensors to `sources`."""
     optimizer: Mapping[str, Mapping[str, TensorRecord]] = {}
     problem = None
     try:
@@ -240,9 +237,7 @@ def opened_step(
     batch = _count(args, "global_batch_size")
     manifest = Manifest(
         step=step,
-        consumed_train_samples=_count(
-            args, "consumed_train_samples", step * batch
-        ),  # the oldest versions do not count them
+        consumed_train_samples=_count(args, "consumed_train_samples", step * batch),  # not in the oldest
         consumed_valid_samples=_count(args, "consumed_valid_samples"),
         run_id="megatron-lm",
         layout={},

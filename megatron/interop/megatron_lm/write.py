@@ -139,8 +139,7 @@ class _Writer:
             yield WORD_TABLE, HEAD_COPY if self.target.names == "classic" else HEAD_TABLE
 
     def _position(self, parameter: Parameter) -> tuple[int, int]:
-        """Position of a parameter in Megatron-LM's order. Its later models create the output projection before the
-        input projection."""
+        """Position in Megatron-LM's order: its later models create the output projection before the input one."""
         order = {"classic": (), "core": _OF_LAYER_IN_CORE, "te": _OF_LAYER_IN_TE}[self.target.names]
         if parameter.layer is None:
             return (-1 if parameter.name.startswith("embedding.") else self.config.num_layers), 0
@@ -237,8 +236,7 @@ class _Writer:
         return {"optimizer": inner, **({"grad_scaler": scaler} if scaler else {}), "fp32_from_fp16_params": masters}
 
     def _group(self, decays: bool, step: int) -> dict[str, Any]:
-        """Returns a parameter group with all its options, because torch's load replaces the whole group by the
-        file's."""
+        """Returns a parameter group with all options, because torch's load replaces the whole group."""
         settings = self.found.manifest.config.get("optimizer", {})
         curves = self.reader.main_file()["opt_param_scheduler"]
         rate = float(curves.get("max_lr", 0.0))

@@ -133,8 +133,7 @@ def _train(
     *,
     fault: str | None = None,
 ) -> RunOutcome | ReplicaError:
-    """Trains a few steps in fp64, without output, with the planted `fault` if one is named. Returns an error if
-    replicas differ."""
+    """Trains a few steps in fp64, with a planted `fault` if named. Returns an error if replicas differ."""
 
     def body(rank: int) -> bytes:
         launch = LaunchInfo(rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks)

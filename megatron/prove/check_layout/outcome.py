@@ -120,9 +120,7 @@ def join(ranks: Sequence[RankOutcome]) -> RunOutcome:
     for number, other in enumerate(ranks):
         for kind, ours in first.numbers.items():
             if repr(ours) != repr(other.numbers[kind]):  # NaN equals NaN here
-                raise ReplicaError(
-                    f"rank 0 and rank {number} report different values of {kind}: {ours} and {other.numbers[kind]}"
-                )
+                raise ReplicaError(f"rank 0 and rank {number} report {kind} {ours} and {other.numbers[kind]}")
     samples = [sorted(set().union(*step)) for step in zip(*(rank.samples for rank in ranks), strict=True)]
     return RunOutcome(first.numbers, samples, gradients, weights)
 

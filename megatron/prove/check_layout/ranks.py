@@ -63,8 +63,7 @@ class _Rank:
 
 
 def run_ranks(count: int, body: Body, timeout: timedelta) -> list[bytes]:
-    """Runs `body(rank)` in `count` processes, with a default process group if there are several. Returns results by
-    rank.
+    """Runs `body(rank)` in `count` processes, with a process group if there are several; returns results by rank.
 
     The first rank that fails is reported, and the others are killed.
     """

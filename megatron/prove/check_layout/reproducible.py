@@ -38,8 +38,7 @@ _SHORT, _CHUNK, _NARROW_HEAD, _FEW_EXPERTS = 32, 4, 8, 4
 def ranks_of(config: RunConfig, asked: int | None) -> int:
     """Returns the number of ranks, checked as in training: as asked, else the fewest that hold the layout.
 
-    If eight ranks are enough, there are at least two data-parallel ranks: with a single other axis, a wrong group can
-    look right.
+    Up to eight ranks, two or more are data-parallel: with a single other axis, a wrong group can look right.
     """
     unit = config.parallel.fewest_ranks
     if asked is None:
@@ -99,8 +98,7 @@ def plain_run(config: RunConfig, ranks: int, steps: int) -> RunConfig:
 
 
 def reproducible(config: RunConfig, ranks: int, steps: int, cache: Path) -> RunConfig:
-    """Prepares a comparison to rounding: no randomness, no files, a learning rate that changes weights from the first
-    step."""
+    """Prepares a comparison to rounding: no randomness, no files, a learning rate that moves weights at once."""
     plain, optimizer = plain_run(config, ranks, steps), config.optimizer
     if optimizer.weight_decay_incr_style != "constant":
         decay = optimizer.end_weight_decay or 0.0
@@ -205,8 +203,7 @@ def _small_model(config: RunConfig, layers: int, seq_length: int) -> Any:
 
 
 def _short_context(model: ModelConfig, shorter: float) -> dict[str, Any]:
-    """Shortens the original context length of a rotary scaling too; otherwise the scaling would hardly change
-    anything."""
+    """Shortens the original context length of a rotary scaling too; else the scaling would hardly matter."""
     names = {"llama3": "rope_original_max_position", "yarn": "yarn_original_max_position_embeddings"}
     name = names.get(model.rope_scaling)
     return {} if name is None else {name: max(1, round(getattr(model, name) * shorter))}

@@ -10,8 +10,7 @@ _ROUTED = ("tp", "ep")
 
 
 def disagreements(recordings: Mapping[int, Recording], *, peers_are_real: bool = False) -> list[str]:
-    """Returns a line for the first disagreement of each communicator; the recorded ranks stand for the rest of their
-    class.
+    """Returns a line for the first disagreement of each communicator. Recorded ranks stand for their class.
 
     Scripted peers send made-up counts of tokens, so sizes that depend on these are compared only with real peers.
     """

@@ -40,9 +40,8 @@ class ClusterRecording:
     own ranks. Ranks of one class are then not compared; only their groups are shown to agree."""
 
     def findings(self, weaker: Iterable[Rules] = ()) -> list[str]:
-        """Returns every reason why these ranks could wait forever; an empty list is not a proof. Recordings that do not
-        end under the strictest rules are also played under the `weaker` ones; what ends under the strictest ends under
-        all."""
+        """Returns every reason why these ranks could hang; an empty list proves that they do not. What hangs under the
+        strictest rules is also tried under `weaker` ones; what ends under the strictest ends under all."""
         stands_for = partial(representative, self.layout)
         found = disagreements({**self.programs, **self.copies})
         for rank, copy in self.copies.items() if self.alike else ():

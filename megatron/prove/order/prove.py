@@ -98,11 +98,10 @@ def for_order(config: RunConfig, world_size: int, cache: Path) -> RunConfig:
 
 
 def _as_few_as_the_order_needs(config: RunConfig, world_size: int) -> RunConfig:
-    """Shrinks a pipeline of four or more stages; the order of operations needs fewer layers than numerics. Two
-    micro-batches more than stages fill it, alternate on every stage and empty it. tests/cluster/test_pipelines.py
-    proves that no schedule deadlocks with more. One layer per equal stage is enough if nothing begins in a layer and
-    ends in the next. Interleaved and zero-bubble schedules stay unchanged: they need whole rounds, and room for
-    deferred passes."""
+    """Shrinks pipelines of four or more stages; ordering needs fewer layers than numerics. Two micro-batches more than
+    stages fill it, alternate on every stage and empty it; tests/cluster/test_pipelines.py proves the rest. One layer
+    per equal stage is enough if nothing begins in a layer and ends in the next. Interleaved chunks need whole rounds,
+    and zero-bubble defers over two micro-batches: these schedules stay unchanged."""
     parallel, training, layers = config.parallel, config.training, config.model.num_layers
     pp, dp = parallel.pipeline_model_parallel_size, config.parallel.layout(world_size).dp
     if pp < _LONG or stage_layers(layers, parallel).chunks > 1 or SCHEDULES[parallel.schedule].defers_wgrads:
@@ -184,8 +183,7 @@ def _first_step(recording: Recording, cluster: ClusterRecording) -> tuple[str, .
 
 
 def _said(op: Op, recording: Recording, cluster: ClusterRecording) -> str:
-    """Describes an operation, with peers by their stage, so that ranks of different replicas and slices can be
-    compared."""
+    """Describes an operation, with peers by stage, so that ranks of different replicas can be compared."""
     axis = recording.groups[op.group].what
     if op.is_collective:
         return f"{axis} {op}"

@@ -166,8 +166,7 @@ class _RecordedGroup(_TorchGroup):
     def _collective(
         self, kind: str, answer: Any, *asked: Any, given: Any = None, size: int | None = None, detail: str = ""
     ) -> dist.Work:
-        """Records a collective, and answers it with `answer(*asked)`. `given`: this rank's input, if it is not the
-        first of `asked`."""
+        """Records a collective and returns `answer(*asked)`. `given`: this rank's input, if not first in `asked`."""
         tensors = [each for each in _flat((given, asked)) if isinstance(each, Tensor)]
         axis = self.axis
         for each in tensors:

@@ -126,8 +126,7 @@ class LlamaLike(Family):
         return mlp
 
     def _only_attention_is_biased(self, values: Mapping[str, Any]) -> bool:
-        """True if only attention has biases. Our model has those of queries, keys and values; those of the output
-        projection must be zeros."""
+        """True if only attention has biases: for queries, keys and values, with zeros for the output projection."""
         return self.may_have_biases and bool(values.get("attention_bias")) and not values.get("mlp_bias")
 
     def window_to_json(self, config: ModelConfig) -> dict[str, Any]:

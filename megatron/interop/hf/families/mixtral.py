@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with experts."""
+"""Mixtral: Mistral with experts in every layer, weighted by a softmax over those that a token uses."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,8 +11,6 @@ from megatron.interop.hf.family import Lacking, refuse_unless
 
 
 class Mixtral(Mistral):
-    """Model with experts in every layer, weighted by a softmax over those that a token uses."""
-
     architecture = "MixtralForCausalLM"
     model_type = "mixtral"
     default_window = None
