@@ -115,7 +115,7 @@ class ClientUpdate:
         if extra.get("class") != self._class:
             raise CheckpointError(
                 f"the checkpoint holds the state of {extra.get('class')}, and the optimizer here is {self._class}; "
-                "give the same, or load_optimizer_states=False to take the weights alone"
+                "give the same, or load_optimizer_states=False to load only the weights"
             )
         if len(extra["given"]) != len(self._given):
             raise CheckpointError(

@@ -48,7 +48,7 @@ def axis_of(group: dist.ProcessGroup | None, who: str) -> Axis:
     """Returns the axis of `group`, by default of all ranks. `who` opens the error message."""
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError(
-            f"{who}: there is no process group; call torch.distributed.init_process_group('gloo') (or 'nccl') before, "
+            f"{who}: there is no process group; call torch.distributed.init_process_group('gloo') (or 'nccl') first, "
             "in every process that torchrun or mp.spawn has started"
         )
     group = group or dist.group.WORLD

@@ -19,7 +19,7 @@ def open_step(directory: Path) -> FoundStep:
     step = number if number is not None and not (directory / MANIFEST).is_dir() else None
     place = directory.parent if step is not None else directory
     found = describe_step(place, step=step, strict=True, check_hashes=True, source=OTHER_PROGRAMS)
-    assert found is not None, "without a save directory there is no fresh start"
+    assert found is not None, "only a save directory may be empty"
     return found
 
 

@@ -85,7 +85,7 @@ class EngineCheckpoints:
             found = find_checkpoint(
                 directory, parallel=parallel, history=self.history, log=engine.log.info, source=OTHER_PROGRAMS
             )
-            assert found is not None, "a fresh start is for a directory that is saved to"
+            assert found is not None, "only a save directory may be empty"
             loaded = self._read(found, optimizer=optimizer, weights_only=weights_only)
             extra = restore_types(loaded.extra)
             if not weights_only:
@@ -124,7 +124,7 @@ class EngineCheckpoints:
             self.core.refresh_masters()
         engine.restore_counters(loaded.iteration, counters.get("skipped_steps", 0), loaded.consumed_train_samples)
         if loaded.rng is not None:
-            with saved_values("random states", loaded.path, "give load_module_only=True to take the weights alone"):
+            with saved_values("random states", loaded.path, "give load_module_only=True to load only the weights"):
                 set_rng_state(loaded.rng, engine.place.device)
 
     def _restore_scheduler(self, state: Mapping[str, Any] | None) -> None:
@@ -133,7 +133,7 @@ class EngineCheckpoints:
             return
         if state is None:
             raise CheckpointError(
-                "the checkpoint was saved without a scheduler, and there is one here; give "
+                "the checkpoint was saved without a scheduler, but the engine has one; give "
                 "load_lr_scheduler_states=False to start it anew"
             )
         scheduler.load_state_dict(state)

@@ -99,7 +99,7 @@ class ClassicTree:
 
     @cached_property
     def stages(self) -> tuple[tuple[int, int, int], ...]:
-        """(stage, virtual stage, its first layer) in the order of the layers."""
+        """Tuples (stage, virtual stage, its first layer) in the order of the layers."""
         counts = {pp: [chunk.layers for chunk in self.chunks[ModelRank(0, pp, 0)]] for pp in range(self.pp)}
         virtual = {len(layers) for layers in counts.values()}
         if len(virtual) != 1:

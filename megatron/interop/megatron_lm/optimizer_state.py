@@ -48,7 +48,7 @@ class StoredTensor:
 
 
 Entries = Mapping[tuple[str, str], Mapping[str, StoredTensor]]
-"""(chunk, flat name) -> kind -> entry."""
+"""Entries by (chunk, flat name), then by kind."""
 
 
 class UnknownOptimizerError(CheckpointError):
