@@ -297,7 +297,7 @@ def a_pointer(folder: Path) -> None:
 BAD = {
     "an adapter": (an_adapter, "holds an adapter of a/base, not a model; merge the two first"),
     "an adapter with a configuration": (an_adapter_with_a_configuration, "holds an adapter of a/base, not a model"),
-    "shards without an index": (lose_the_index, r"of-00002\.safetensors and no model\.safetensors\.index\.json"),
+    "shards without an index": (lose_the_index, r"of-00002\.safetensors but no model\.safetensors\.index\.json"),
     "a download that has begun": (
         lambda folder: (folder / "model.safetensors").rename(folder / "model.safetensors.incomplete"),
         r"but model\.safetensors\.incomplete; the download is not complete: run it again",
@@ -313,7 +313,7 @@ BAD = {
     "integers": (one_tensor_of_integers, r"down_proj\.weight is I8; supported: float32"),
     "names of a wrapper": (
         names_of_a_wrapper,
-        r"model\.safetensors: the names of its tensors begin with 'module\._orig_mod\.', as those of a model",
+        r"model\.safetensors: the names of its tensors begin with 'module\._orig_mod\.', so the model was saved within",
     ),
     "a pointer to a file": (a_pointer, "download it again: a part may be missing"),
     "a known family of others": (
