@@ -297,7 +297,7 @@ def a_pointer(folder: Path) -> None:
 BAD = {
     "an adapter": (an_adapter, "holds an adapter of a/base, not a model; merge the two first"),
     "an adapter with a configuration": (an_adapter_with_a_configuration, "holds an adapter of a/base, not a model"),
-    "shards without an index": (lose_the_index, r"of-00002\.safetensors and no model\.safetensors\.index\.json"),
+    "shards without an index": (lose_the_index, r"of-00002\.safetensors but no model\.safetensors\.index\.json"),
     "a download that has begun": (
         lambda folder: (folder / "model.safetensors").rename(folder / "model.safetensors.incomplete"),
         r"but model\.safetensors\.incomplete; the download is not complete: run it again",
@@ -313,7 +313,7 @@ BAD = {
     "integers": (one_tensor_of_integers, r"down_proj\.weight is I8; supported: float32"),
     "names of a wrapper": (
         names_of_a_wrapper,
-        r"model\.safetensors: the names of its tensors begin with 'module\._orig_mod\.', as those of a model",
+        r"model\.safetensors: the names of its tensors begin with 'module\._orig_mod\.', so the model was saved within",
     ),
     "a pointer to a file": (a_pointer, "download it again: a part may be missing"),
     "a known family of others": (
@@ -323,15 +323,15 @@ BAD = {
     "a misspelt family": (lambda folder: edit_config(folder, model_type="qwen_2"), r"did its author mean qwen2\?"),
     "no model": (
         lambda folder: (folder / "model.safetensors").unlink(),
-        r"no model\.safetensors and no pytorch_model\.bin; weights in other formats are not read",
+        r"no model\.safetensors and no pytorch_model\.bin; other formats of weights are not supported",
     ),
     "a family of others": (
         lambda folder: edit_config(folder, model_type="falcon"),
         "model_type 'falcon' cannot be imp",
     ),
     "a truncated file": (truncate, "cannot be read as safetensors"),
-    "a lost shard": (lose_a_shard, r"names 2 files, and 1 of them are not there \(model-00002-of-00002.safetensors\)"),
-    "other shapes": (other_shapes, r"q_proj\.weight is 16 x 32, and config\.json describes 32 x 32"),
+    "a lost shard": (lose_a_shard, r"names 2 files, but 1 of them are missing \(model-00002-of-00002.safetensors\)"),
+    "other shapes": (other_shapes, r"q_proj\.weight is 16 x 32, but config\.json describes 32 x 32"),
     "a tensor less": (one_tensor_less, "missing: model.norm.weight"),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "cannot be read as JSON"),
 }

@@ -181,7 +181,7 @@ def test_a_model_like_qwen2_keeps_another_tokenizer_as_llama(
         assert torch.equal(before.reader().logical(name, record), after.reader().logical(name, record)), name
     model.model.layers[0].self_attn.o_proj.bias.data[3] = 1.0
     model.save_pretrained(tmp_path / "hf")
-    with pytest.raises(CheckpointError, match=r"o_proj\.bias is not zero, and our model has no such bias"):
+    with pytest.raises(CheckpointError, match=r"o_proj\.bias is not zero, but this project's model has no such bias"):
         open_folder(tmp_path / "hf")
 
 
