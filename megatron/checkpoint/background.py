@@ -113,8 +113,8 @@ class Background:
         return info
 
     def _move_on(self, flight: _Flight) -> SavedInfo | None:
-        """Advances a save to its commit, or past it. All ranks call it, wait until each has ended, and raise its
-        error."""
+        """Advances a save to its commit, or past it. All ranks call it, wait for the slowest and raise errors
+        together."""
         flight.exchanged = None
         if flight.writes:
             try:

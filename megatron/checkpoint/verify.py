@@ -47,8 +47,7 @@ class Problem:
 
 
 def inspect_step(directory: Path, *, deep: bool = False) -> tuple[Manifest | None, list[Problem]]:
-    """Finds all problems of one step directory. Sizes and hashes are always compared; `deep` also opens every
-    tensor."""
+    """All problems of one step directory. Sizes and hashes are always compared; `deep` also opens every tensor."""
     record, problems = _structure(directory)
     if record is not None and not problems:
         problems += [Problem("corrupt", f"{directory}: {text}") for text in model_problems(record)]

@@ -201,8 +201,7 @@ def narrowed(shard: Shard, start: int, stop: int) -> Shard:
 
 
 def pieces(source: Shard, target: Shard) -> Iterator[tuple[Range, Range]]:
-    """Yields intersections of two parts of one parameter: (range along dim in the source's local view, in the
-    target's).
+    """Intersections of two parts of one parameter: (range along dim in the source's local view, in the target's).
 
     Copying each pair moves everything that the source has and the target wants.
     """

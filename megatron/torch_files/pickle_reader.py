@@ -258,7 +258,7 @@ class Interpreter(_Stack):
             self.hold(made(kind.value, arguments.value), [kind, arguments])
 
     def _set_of(self, arguments: Any) -> set[Any]:
-        """Makes a set of a list, as protocol 2 writes sets. A set of a tensor is rejected: it would hold many
+        """Makes a set of a list, as protocol 2 writes sets. A set of a tensor is rejected, since it has many
         tensors."""
         if not isinstance(arguments, tuple) or len(arguments) != 1 or not isinstance(arguments[0], list):
             raise PickleRefused("it makes a set of something that is not a list")

@@ -44,7 +44,7 @@ def set_half_products(dtype: torch.dtype, has: Callable[[], bool] | None = None)
     if not hasattr(torch.library, "get_kernel"):
         return f"{name} products: torch's own, slow on this processor; leave --{name} out, or update torch"
     multiply_in_fp32(dtype)
-    return f"{name} products: computed in fp32 and rounded, without {name} instructions (about as fast as fp32)"
+    return f"{name} products: computed in fp32 and rounded; this processor lacks instructions (about as fast as fp32)"
 
 
 def multiplied_in_fp32(dtype: torch.dtype) -> bool:
