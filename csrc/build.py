@@ -4,7 +4,7 @@
     python csrc/build.py --emulated DIR    # Makes DIR/_kernels.so: the CUDA kernels on the CPU (common/emulator.h).
     python csrc/build.py --ahead           # Makes the objects that need no torch, while it is being installed.
 
-Only setup.py calls it; nothing else ever compiles. Every operation has a folder, with files by these names:
+It is called by setup.py; nothing else ever compiles. Every operation has a folder, with files by these names:
 
     math.h      Arguments and formulas that the CPU's and the GPU's kernels share.
     cpu*.cpp    CPU kernels, compiled once per instruction set.
@@ -327,7 +327,7 @@ def recipe(cxx: tuple[str, ...], cuda: Cuda | None, *, emulated: bool) -> Recipe
 
 
 def kernel_units(cxx: Sequence[str], cuda: Cuda | None) -> list[Unit]:
-    """The kernels alone, which include nothing of torch."""
+    """Units of the kernels, which include nothing of torch."""
     return cpu_units(cxx) + (cuda_units(nvcc_command(cuda), CudaError) if cuda is not None else [])
 
 

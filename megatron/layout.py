@@ -35,8 +35,8 @@ AXES = (
 
 Gradients of dense parameters are reduced over `dp_cp`, those of experts over `expert_dp`. Within an instance of the
 optimizer these are `shard` and `expert_shard`, and `replicate` joins the instances. With one instance the three are
-`dp_cp`, `expert_dp` and each rank by itself. The first and the last pipeline stage form `embedding` (a tied head is on
-both). One replica of the model is on `model` (tp x pp), and `world` is all ranks.
+`dp_cp`, `expert_dp` and each rank by itself. The axis `embedding` joins the first and the last pipeline stage (a tied
+head is on both). A group of `model` (tp x pp) holds one replica of the model, and `world` is all ranks.
 """
 
 

@@ -79,7 +79,7 @@ def _refuse_unknown(what: str, values: Mapping[str, Any], section: type[ModelCon
 
 
 def architecture(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
-    """The effective settings that define what a model computes; with experts, also theirs."""
+    """The effective settings that define what a model computes, including those of experts if it has any."""
     values = {name: getattr(config, name) for name in _EFFECTIVE}
     if config.positions == "learned":
         values["max_position_embeddings"] = config.max_position_embeddings

@@ -54,7 +54,7 @@ class Background:
     """The background saves of one run. All ranks make the same calls in the same order."""
 
     def __init__(self, parallel: ParallelState, device: torch.device, *, later: bool) -> None:
-        """Reads what the ranks exchange only after the next iteration, as a step's outcome, if `later`."""
+        """Reads progress flags one iteration after their exchange if `later`, as the outcome of a step is read."""
         self._parallel, self._device, self._later = parallel, device, later
         self._memory = HostMemory(pinned=device.type != "cpu")
         self._flight: _Flight | None = None
@@ -113,8 +113,7 @@ class Background:
         return info
 
     def _move_on(self, flight: _Flight) -> SavedInfo | None:
-        """Advances a save to its commit, or past it. All ranks call it, wait for the slowest and raise errors
-        together."""
+        """Moves a save to its commit, or past it. All ranks call it. Waits for slower ranks and raises their errors."""
         flight.exchanged = None
         if flight.writes:
             try:

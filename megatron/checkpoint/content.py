@@ -39,7 +39,7 @@ saved with the whole buffer."""
 
 
 def plain_copy(tensor: Tensor) -> Tensor:
-    """Copies a tensor unless it has its own storage already. For saves during which no tensor changes."""
+    """Copies a tensor unless it has its own storage already. Used for saves during which no tensor changes."""
     if isinstance(tensor, Deferred):
         return tensor
     tensor = tensor.detach()
@@ -91,7 +91,7 @@ class RankContent:
         return [storage for (name, _), storage in self.divided.items() if self.part.shares[name].file == file]
 
     def written(self, file: str, record: FileRecord, starts: Mapping[int, int]) -> None:
-        """Records a written file. The ids of its storages and tensors give the first bytes in `starts`."""
+        """Records a written file and where its storages and tensors begin; `starts` is by their ids."""
         self.part.files[file] = record
         for records in (self.part.model, *self.part.optimizer.values()):
             for name, tensor in records.items():

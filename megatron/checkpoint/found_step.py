@@ -80,7 +80,7 @@ class FoundStep:
         return None if folder is None or not names else TokenizerFiles(folder, names)
 
     def saved_settings(self) -> dict[str, dict[str, Any]]:
-        """The saved configuration. An unset vocabulary size is the saved table's, since a tokenizer may have fewer."""
+        """Saved configuration. An unset vocabulary size is taken from the saved table: a tokenizer may be smaller."""
         settings = {section: dict(values) for section, values in self.manifest.config.items()}
         words, tokenizer = self.manifest.model.get(WORD_TABLE), settings.setdefault("tokenizer", {})
         if words is not None and tokenizer.get("vocab_size") is None:

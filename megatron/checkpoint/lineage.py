@@ -31,7 +31,7 @@ def name_of(save: Path) -> str | None:
         return None
     except OSError as error:
         raise CheckpointError(
-            f"{save / paths.LINEAGE} cannot be read ({error.strerror}), which identifies this run's non-persistent "
+            f"{save / paths.LINEAGE} cannot be read ({error.strerror}); it identifies this run's non-persistent "
             "checkpoints: make it readable, or leave out --non-persistent-save-interval"
         ) from error
     return hashlib.sha256(token + b"\0" + str(save.resolve()).encode()).hexdigest()[:16]

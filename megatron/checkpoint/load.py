@@ -53,10 +53,10 @@ def load_checkpoint(
 ) -> LoadedState:
     """Fills `params` in place and returns the rest of the run's state. All ranks call it.
 
-    For `take` see `in_memory`. Of a parameter's optimizer state this rank keeps the elements `held`, or all. Tensors
-    that it keeps them in are `own`; the result may contain some of them, filled. With `finetune` only the weights are
-    taken, at iteration 0. The `fingerprint` is this run's (`determinism.py`). A `deterministic` run raises if it has
-    other kernels than the saving run.
+    The function `take` is described in `in_memory`. The function `held` gives the elements of a parameter's optimizer
+    state that this rank keeps (default: all). This rank's optimizer tensors are `own`; the result may have some of
+    them, filled. With `finetune` only the weights are taken, at iteration 0. The `fingerprint` is this run's
+    (`determinism.py`). With `deterministic`, the load raises if the kernels differ from those of the saving run.
     """
     say = log if parallel.world.rank == 0 else say_nothing
     if WORD_TABLE in params:

@@ -178,7 +178,7 @@ def all_tensors(manifest: Manifest) -> list[tuple[str, TensorRecord]]:
 
 
 def check_numbers(manifest: Manifest) -> None:
-    """Raises a ValueError that names the first shape or position that cannot be."""
+    """Raises a ValueError that names the first impossible shape or position."""
     counts = [manifest.step, manifest.consumed_train_samples, manifest.consumed_valid_samples]
     if not all(0 <= count < _LARGEST for count in [*counts, *(record.size for record in manifest.files.values())]):
         raise ValueError("a step, a number of samples or a size is negative or too large")

@@ -35,8 +35,7 @@ class StepReader:
 
     weights: Mapping[str, Tensor] = MappingProxyType({})
     own: Own = MappingProxyType({})
-    """Tensors that already hold the step's values. Each of `weights` is skipped only if it is the very tensor to be
-    filled."""
+    """Tensors that already hold the step's values, like `weights`. `fill` skips a target only if it is one of them."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self.directory = directory

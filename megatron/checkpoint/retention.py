@@ -24,7 +24,7 @@ def sweep(directory: Path, run_id: str, *, exclusive: bool) -> list[str]:
 
 
 def warning_before_training(directory: Path, history: RunHistory) -> str | None:
-    """Warns of other runs' steps that the first save will rename. Damaged ones have been reported already."""
+    """Warning about steps of another run that the first save will rename; damaged ones were reported already."""
     steps = [step for step in _newer_than_start(directory, history) if step not in history.bad_steps(directory)]
     if not steps:
         return None
@@ -33,7 +33,7 @@ def warning_before_training(directory: Path, history: RunHistory) -> str | None:
     onward = f"--load {directory} (without --finetune, --ckpt-step or --override-ckpt-iteration) to resume from them"
     return (
         f"--save {directory}: holds {what} newer than iteration {start}, where this run starts; "
-        f"its first save renames them to {paths.ABANDONED}...; give {onward}, or another --save to leave them alone"
+        f"its first save renames them to {paths.ABANDONED}...; give {onward}, or another --save to keep them"
     )
 
 

@@ -130,7 +130,7 @@ class LoadedState:
 
 
 def writes(parallel: ParallelState) -> bool:
-    """True if this rank writes the weights, which is up to the first replica of a parameter."""
+    """True if this rank writes the weights, as the first replica of a parameter does."""
     return parallel.expert_dp.rank == 0
 
 

@@ -95,7 +95,7 @@ def hold_directory(directory: Path, *, parallel: ParallelState, history: RunHist
 
 
 def held_lock(given: str, directory: Path, history: RunHistory, iteration: int) -> DirectoryLock:
-    """Returns the lock of a directory. Raises if it is not the one that was locked any more."""
+    """Returns the lock of a directory. Raises if the directory was moved or replaced since it was locked."""
     lock = history.acquire(directory)
     if not lock.is_of(directory):
         raise StorageError(

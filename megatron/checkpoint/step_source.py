@@ -58,8 +58,8 @@ class StepSource(Protocol):
     """Reads steps and models that other programs saved."""
 
     def open_step(self, directory: Path, say: Say, *, check_hashes: bool = True) -> ForeignStep | None:
-        """Opens a step that another program wrote; None for a native step, or none. Data that is read is compared with
-        the checksums of its files; a file without any is reported to `say`."""
+        """Opens a step that another program wrote; None if the step is native, or there is none. Data that is read is
+        compared with the checksums of its files; a file without any is reported to `say`."""
 
     def open_model(self, folder: Path) -> ForeignModel: ...
 

@@ -43,7 +43,7 @@ def blocks_in(size: int) -> int:
 
 
 Places = Sequence[tuple[int, memoryview]]
-"""Pairs of a file's byte and the memory for it and those after it, in the file's order."""
+"""Pairs (first byte in the file, memory for it and the bytes after it), in the file's order."""
 
 
 def blocks_for(places: Places) -> set[int]:
@@ -65,8 +65,7 @@ class FileHasher(BlockHasher):
 
 
 class HashingFile:
-    """A file that hashes bytes as they are written, instead of reading them again. A thread syncs the written ones
-    meanwhile."""
+    """A file that hashes bytes as they are written, not from a later re-read. A thread syncs them meanwhile."""
 
     def __init__(self, file: IO[bytes], algorithm: str, stop: Event | None = None) -> None:
         self._file, self._stop = file, stop

@@ -70,8 +70,8 @@ def verified_manifest(directory: Path) -> Manifest:
 def verify_share(
     directory: Path, record: Manifest, part: int, parts: int, into: Mapping[str, Places] = MappingProxyType({})
 ) -> None:
-    """Hashes one of `parts` equal parts of the step's bytes, and raises an error that names the first damaged file.
-    Memory in `into`, by file, receives its bytes, also those outside of this rank's part."""
+    """Hashes one of `parts` equal parts of the step's bytes, and raises an error that names the first damaged file. The
+    memory in `into`, by file, is filled with the bytes that it is for, even outside of this part."""
     share: dict[str, Sequence[int]] = dict(record.blocks_of(part, parts))
     for name, places in into.items():
         share[name] = sorted(storage.blocks_for(places).union(share.get(name, ())))
@@ -264,7 +264,7 @@ def _beside(directory: Path, record: Manifest, file: str, content: Any) -> Itera
 
 
 _PARTS = {"optimizer": ("optimizer", "extra"), "scheduler": ("opt_param_scheduler",), "rng": ("rng_state",)}
-"""Keys that lead to each plain value in a file, for the values that the manifest says the step holds."""
+"""Keys that lead to each part of `Manifest.holds` in a file."""
 
 
 def _plain_values(record: Manifest, file: str, content: Any) -> Iterator[str]:
@@ -291,7 +291,7 @@ def _stored(record: TensorRecord, piece: Slice, stretch: Stretch, found: Any, de
         place = described.place(classic.lookup(described.content, piece.key))
         if place is None or place[0] != stretch.start:
             where = "out of order" if place is None else f"from byte {place[0]} on"
-            yield f"lies there {where}; the manifest says from byte {stretch.start} on"
+            yield f"lies there {where}; the manifest says byte {stretch.start}"
 
 
 def stored_problem(record: TensorRecord, piece: Slice, found: Any, held: Range) -> str | None:

@@ -231,7 +231,7 @@ class Interpreter(_Stack):
     def stack_name(self, _: Any) -> None:
         module, name = (cell.value for cell in self.pop(2))
         if not isinstance(module, str) or not isinstance(name, str):
-            raise PickleRefused("its pickle is malformed (a name that is no text)")
+            raise PickleRefused("its pickle is malformed (a name that is not text)")
         self.push_name(module, name)
 
     def push_name(self, module: str, name: str) -> None:
@@ -258,8 +258,7 @@ class Interpreter(_Stack):
             self.hold(made(kind.value, arguments.value), [kind, arguments])
 
     def _set_of(self, arguments: Any) -> set[Any]:
-        """Makes a set of a list, as protocol 2 writes sets. A set of a tensor is rejected, since it has many
-        tensors."""
+        """Makes a set from a list, as protocol 2 writes sets. Rejects a tensor, which gives one tensor per element."""
         if not isinstance(arguments, tuple) or len(arguments) != 1 or not isinstance(arguments[0], list):
             raise PickleRefused("it makes a set of something that is not a list")
         for key in arguments[0]:

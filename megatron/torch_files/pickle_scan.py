@@ -1,8 +1,8 @@
 """Scans the pickle of a `.pt` file without executing it, and rejects what no checkpoint needs.
 
-A hostile pickle can stop `torch.load(weights_only=True)` although that calls no foreign code. It can ask for
-`bytearray(10**10)`, for values that contain themselves, or for the same list 2**60 times, and a walk over these never
-ends. Such a file is rejected before torch reads it.
+Although `torch.load(weights_only=True)` calls no foreign code, a hostile pickle can exhaust memory or run forever. It
+can ask for `bytearray(10**10)`, for values that contain themselves, or for the same list 2**60 times; code that walks
+or hashes these never ends. Such a file is rejected before torch reads it.
 """
 
 from collections.abc import Collection

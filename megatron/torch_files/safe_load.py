@@ -1,6 +1,6 @@
 """Loads `.pt` files by torch's loader. No code in them runs, and they cannot decompress to more than their size.
 
-It passes `weights_only=True` (no environment variable can undo that) and never retries without.
+The loader gets `weights_only=True` (no environment variable can undo that), and is never retried without.
 """
 
 import zipfile

@@ -49,10 +49,10 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 class TorchFile:
-    """A file whose `content` has plain values, and descriptions in place of tensors, which `tensor` takes.
+    """A file whose `content` has plain values and, in place of tensors, descriptions that `tensor` takes.
 
-    What is read is compared with the file's own checksums by `checks`; None if its bytes are verified in another way. A
-    file with a single tensor takes its `name` for messages."""
+    Data is compared with the file's own checksums by `checks`; with None, its bytes are verified in another way.
+    Messages call the only tensor of a file `name`."""
 
     def __init__(self, data: Bytes, checks: MemberChecks | None, name: str = "") -> None:
         self.path = data.path
@@ -166,7 +166,7 @@ class TorchFile:
         return storage
 
     def _name_of(self, storage: str) -> str:
-        """Names the first tensor of a storage, by the keys that lead to it."""
+        """The first tensor of a storage, named by the keys that lead to it."""
         waiting: list[tuple[tuple[str, ...], Any]] = [((), self.content)]
         while waiting:
             keys, value = waiting.pop()

@@ -30,7 +30,7 @@ _NARROW = 1 + 2**-12  # one bit more than bf16 and TF32 hold
 
 
 def set_allocator(choice: str) -> str:
-    """Makes freed memory stay with the process for the next tensor, if `keep`. Returns a line for the log.
+    """Keeps freed memory in the process for the next tensor, unless `choice` is "system". Returns a line for the log.
 
     By default the C library unmaps every freed tensor of 32 MiB and more. The next tensor gets fresh pages, which the
     system has to clear and map one by one. Call this before any large tensor exists.

@@ -78,6 +78,6 @@ def grow_segments(given: str = "") -> bool:
 
 
 def round_products(to_tf32: bool) -> None:
-    """Sets whether products of fp32 tensors round their factors to TF32. False is set, too, because a script may have
-    changed this setting of the process."""
+    """Sets whether fp32 products round their factors to TF32. Also sets False, because a script may have changed this
+    setting of the process."""
     torch.backends.cuda.matmul.allow_tf32 = to_tf32

@@ -31,7 +31,7 @@ def widened(x: Tensor) -> Tensor:
 
 
 def resolved(x: Tensor) -> Tensor:
-    """Puts values in memory that torch only marks as conjugate or negative (`x.conj()`, `x.conj().imag`)."""
+    """Resolves what torch only marks as conjugate or negative (`x.conj()`, `x.conj().imag`), in memory."""
     return x.resolve_conj().resolve_neg()
 
 

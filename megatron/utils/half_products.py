@@ -35,7 +35,7 @@ def has_fp16_products() -> bool:
 def set_half_products(dtype: torch.dtype, has: Callable[[], bool] | None = None) -> str:
     """Multiplies matrices of this dtype the fast way in this process, from now on. Returns a line for the log.
 
-    By default torch and the system tell if the processor has instructions for them; `has` replaces this test."""
+    By default torch or the system reports whether the processor has instructions for them; `has` replaces this test."""
     name = _NAMES[dtype]
     if has is None:
         has = has_fp16_products if dtype == torch.float16 else has_bf16_products
@@ -44,7 +44,10 @@ def set_half_products(dtype: torch.dtype, has: Callable[[], bool] | None = None)
     if not hasattr(torch.library, "get_kernel"):
         return f"{name} products: torch's own, slow on this processor; leave --{name} out, or update torch"
     multiply_in_fp32(dtype)
-    return f"{name} products: computed in fp32 and rounded; this processor lacks instructions (about as fast as fp32)"
+    return (
+        f"{name} products: computed in fp32 and rounded, because this processor has no instructions for them (about as "
+        "fast as fp32)"
+    )
 
 
 def multiplied_in_fp32(dtype: torch.dtype) -> bool:

@@ -10,10 +10,10 @@ from megatron.utils.waiting import wait_passively
 
 
 def before_torch(*, trains: bool = False) -> None:
-    """Sets what libraries read from the environment when torch is loaded, unless the user has. Results stay the same.
+    """Sets environment variables that libraries read when torch is loaded, unless the user has. Results stay the same.
 
-    For each lost connection torch's C++ prints two dozen stack frames, around our line that names the lost rank. With
-    TORCH_CPP_LOG_LEVEL=WARNING they are printed again.
+    For each lost connection torch's C++ prints two dozen stack frames, around our line that names the lost rank. They
+    are turned off; TORCH_CPP_LOG_LEVEL=WARNING restores them.
     """
     wait_passively(spin=trains)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

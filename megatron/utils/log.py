@@ -32,7 +32,7 @@ def print_line(text: str, stream: TextIO | None = None) -> None:
 
 @dataclass(frozen=True)
 class RankLog:
-    """The log of a rank, passed down explicitly; most lines are printed by rank 0 alone."""
+    """Log of a rank, passed down explicitly; most lines are printed by rank 0 only."""
 
     rank: int = 0
     stream: TextIO = field(default_factory=lambda: sys.stdout)

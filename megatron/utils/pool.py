@@ -1,10 +1,10 @@
-"""A pool of worker processes that notices the death of a worker at once and knows the task it had.
+"""Runs tasks in a pool of worker processes, notices the death of a worker at once and knows the task it had.
 
 Each worker has its own pipe and one task at a time. Pools of the standard library hang when a worker is killed
 (`multiprocessing.Pool`), or cannot say which task it had (`concurrent.futures`). Workers end when the parent dies.
 
-On Linux the workers are forked before the parent opens an output or starts a thread, and share its loaded tokenizer: 32
-of them start in a fraction of a second and use little memory. Elsewhere they are spawned.
+On Linux the workers are forked before the parent opens an output or starts a thread, and share its loaded tokenizer. So
+32 of them start in a fraction of a second and use little memory. Elsewhere they are spawned.
 """
 
 import ctypes
@@ -55,7 +55,7 @@ class _Worker:
 
 class WorkerPool(Generic[Task, Answer]):
     """Calls `handler` in a worker with a task and a function that sends notes to the parent. Forked workers close the
-    files `private`, because a lock lasts as long as any process holds its file open."""
+    `private` files, because a lock lasts as long as any process holds its file open."""
 
     def __init__(
         self, handler: Callable[[Task, Callable[[Any], None]], Answer], workers: int, private: Sequence[BinaryIO] = ()
@@ -90,8 +90,8 @@ class WorkerPool(Generic[Task, Answer]):
     ) -> Iterator[Answer]:
         """Yields answers as they come. At most AHEAD tasks per worker are in flight beyond the oldest unanswered one.
 
-        Workers are watched even while the next task is slow to come. Notes of workers go to `noted`. Messages about a
-        dead worker have the description of its task that `described` returns.
+        Workers are watched even while the next task is slow to come. Notes of workers go to `noted`. If a worker dies,
+        the error names its task as `described` gives it.
         """
         source = ReadAhead(tasks, depth=READ_AHEAD)
         exhausted, given = False, 0

@@ -19,7 +19,7 @@ class _End:
 
 
 class ReadAhead(Iterator[T], Generic[T]):
-    """The items of `source` in order, up to `depth` of them prefetched. An error of the source is raised in its place.
+    """The items of `source` in order, up to `depth` of them prefetched. Its errors are raised in place of items.
 
     While `next` would not block, `ready` is readable, so one `multiprocessing.connection.wait` can watch it together
     with other connections.

@@ -1,5 +1,4 @@
-"""Makes OpenMP's threads spin while they wait for each other on an idle machine, and sleep while other work wants
-cores.
+"""Lets OpenMP's threads spin while they wait on an idle machine, and makes them sleep while other work wants cores.
 
 Results do not depend on it. Sleeping costs some 20 microseconds per wake-up, and a small step has hundreds. Spinning
 beside other work takes the core from the thread that is waited for, and a step takes ten times as long. The library
@@ -20,9 +19,9 @@ _TASKS = Path("/proc/self/task")
 _INTERVAL = 0.2
 """Seconds between two measurements."""
 _BUSY = 0.1
-"""Share of its time that a thread waits for a core, from which on the machine counts as busy."""
+"""The machine counts as busy if a thread waits for a core for this share of its time."""
 _BUSY_AT_START = 0.02
-"""The same share during the start of the process, which mostly reads files."""
+"""The same share for the start of the process, which mostly reads files."""
 _QUIET, _MOST_QUIET = 1.0, 60.0
 """Seconds without other work until threads spin again; doubled each time that this was too early."""
 _SPINS = 30_000

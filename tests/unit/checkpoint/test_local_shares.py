@@ -112,7 +112,7 @@ def test_a_changed_record_is_not_read(tmp_path: Path) -> None:
 def test_a_name_that_cannot_be_read_is_no_missing_name(tmp_path: Path) -> None:
     assert lineage.name_of(tmp_path) is None and lineage.name_of(tmp_path / "not there") is None
     (tmp_path / paths.LINEAGE).mkdir()
-    with pytest.raises(CheckpointError, match=r"cannot be read \(Is a directory\), which identifies this run"):
+    with pytest.raises(CheckpointError, match=r"cannot be read \(Is a directory\); it identifies this run"):
         lineage.name_of(tmp_path)
 
 
