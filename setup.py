@@ -1,4 +1,4 @@
-"""Builds what is written in C++, ahead of time. Without a compiler or pybind11 the package works all the same."""
+"""Builds the C++ code at installation. Without a compiler or pybind11 the package still works."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KERNELS = Path("megatron", "ops", "_kernels.so")
 
 
 def kernel_builder() -> ModuleType:
-    """csrc/build.py, which is no part of the package: nothing that runs later may compile."""
+    """Loads csrc/build.py, which is not in the package, because nothing may compile after the installation."""
     spec = importlib.util.spec_from_file_location("build_kernels", Path(__file__).parent / "csrc" / "build.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -26,7 +26,7 @@ def kernel_builder() -> ModuleType:
 
 
 class BuildIfPossible(build_ext):
-    """One line about what was not built, instead of a failed installation."""
+    """Prints one line about what was not built, instead of failing the installation."""
 
     def run(self) -> None:
         builder = kernel_builder()
@@ -35,7 +35,7 @@ class BuildIfPossible(build_ext):
             super().run()
         try:
             print(builder.summary(kernels.result()))
-        except (builder.BuildError, OSError) as error:  # a full disk is no reason either to have no package
+        except (builder.BuildError, OSError) as error:  # nor may a full disk fail the installation
             print(f"kernels: not built ({error}); PyTorch's own operations are used, which are slower")
 
     def build_extension(self, ext: Extension) -> None:
@@ -68,7 +68,7 @@ class BuildIfPossible(build_ext):
         return Path(self.build_lib, self.get_ext_filename(self.get_ext_fullname(ext.name))).exists()
 
     def get_outputs(self) -> list[str]:
-        """Only what is there: an installer would look in vain for the rest."""
+        """Lists only files that exist, because an installer looks for all of them."""
         kernels = self._folder() / KERNELS
         built = [*super().get_outputs(), str(kernels), str(kernels.with_suffix(".json"))]
         return [path for path in built if Path(path).exists()]

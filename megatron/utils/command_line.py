@@ -1,4 +1,4 @@
-"""Shared by the command lines of tools/: the argument parser, one-line errors, exit codes, a closed stdout."""
+"""Command lines of tools/: the argument parser, one-line errors, exit codes, a closed stdout."""
 
 import argparse
 import dataclasses
@@ -24,7 +24,7 @@ DEPENDENCIES = (
 )
 _STDOUT = 1
 _NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
-"""Errors of a path that the file system cannot take, whatever is done with it."""
+"""Errors for paths that no file system accepts."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -76,7 +76,7 @@ def _entry(section: str, action: argparse.Action) -> Entry:
 
 
 class _Once(argparse.Action):
-    """Stores a value and refuses a flag given twice."""
+    """Stores a value and rejects a flag given twice."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         given = vars(namespace).setdefault("_given", set())
@@ -193,7 +193,7 @@ def run_tool_module(module: str) -> int:
 
 
 def explained(error: BaseException) -> MegatronError | None:
-    """The error that tells a user of a path that no file system takes, or of a missing dependency; None for others."""
+    """Returns the error for a path that no file system accepts, or for a missing dependency; None for others."""
     if isinstance(error, OSError) and error.errno in _NO_PATH:
         return ConfigError(f"{error.filename}: {error.strerror}; name another path")
     module = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""

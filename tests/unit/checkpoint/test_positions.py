@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "a negative start": (lambda body: weight_of(body, QKV).update(start=-4), "begins at byte -4"),
     "a start behind the file": (
         lambda body: starts_of(body).update({SQUARE: 10**9}),
-        "exp_avg_sq torch.float32 ends at byte .*, which has",
+        "exp_avg_sq torch.float32 ends at byte .*, which ends at",
     ),
     "a weight behind the file": (lambda body: weight_of(body, QKV).update(start=10**9), "ends at byte"),
     "two kinds that overlap": (
@@ -207,7 +207,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "the last offset of a row shifted by one element": (
         lambda body: piece_of(body, LAST).update(offset=piece_of(body, LAST)["offset"] + 1),
-        "has elements in none of the 4 files",
+        "has elements in none of its 4 files",
     ),
     "a share of another length": (
         lambda body: piece_of(body, QKV).update(share=piece_of(body, QKV)["share"] + 1),

@@ -231,7 +231,7 @@ def run_of_one_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("optimizer", "extra", "step"), "x", "its optimizer state cannot be restored .*; give --no-load-optim"),
         (("extra",), 7, "its values of the engine cannot be restored"),
         ("data", {"train_samples": "x"}, "its number of training samples cannot be restored"),
-        ("consumed_train_samples", 10**30, "that is negative, or greater than any"),
+        ("consumed_train_samples", 10**30, "or a size is negative or too large"),
     ],
 )
 def test_other_values_besides_tensors_than_a_run_saves(

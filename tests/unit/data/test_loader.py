@@ -188,7 +188,7 @@ def test_a_stopped_worker_is_named_until_it_goes_on(monkeypatch: pytest.MonkeyPa
     batches.close()
     assert len(lines) > 1 and set(lines) == {
         f"warning: data worker {worker.pid} is stopped (SIGSTOP, or a debugger), and all wait for it: "
-        f"kill -CONT {worker.pid} lets it go on"
+        f"kill -CONT {worker.pid} continues it"
     }
 
 

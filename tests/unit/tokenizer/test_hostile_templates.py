@@ -255,7 +255,7 @@ def test_a_stopped_process_is_named_until_it_goes_on(monkeypatch: pytest.MonkeyP
     finally:
         log.removeHandler(reader)
     (line,) = lines
-    assert line.startswith("the chat template in F: its worker") and line.endswith(f"kill -CONT {number} lets it go on")
+    assert line.startswith("the chat template in F: its worker") and line.endswith(f"kill -CONT {number} continues it")
 
 
 def test_two_renderings_at_once_do_not_mix() -> None:

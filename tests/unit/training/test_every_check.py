@@ -72,7 +72,7 @@ LATER: dict[str, str] = {
     "--bf16 --store-param-remainders --optimizer sgd": "--store-param-remainders: only the native AdamW",
     "--save out/s --non-persistent-ckpt-type local --non-persistent-local-ckpt-dir A-FILE": "A-FILE: is a file",
     "--save out/s --non-persistent-ckpt-type global --non-persistent-global-ckpt-dir A-FILE": "A-FILE: is a file",
-    "--save out/s --non-persistent-ckpt-type local --non-persistent-local-ckpt-dir d --replication": "is no multiple",
+    "--save out/s --non-persistent-ckpt-type local --non-persistent-local-ckpt-dir d --replication": "not a multiple",
     "--load NOWHERE": "does not exist",
     "--load Owner/model-7b --finetune": "if Owner/model-7b is a model on the Hugging Face Hub",
     "--load NOWHERE --finetune": "does not exist",

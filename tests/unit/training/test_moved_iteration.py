@@ -116,7 +116,7 @@ def test_steps_of_the_other_count_are_set_aside(
     assert (folder / "latest_checkpointed_iteration.txt").read_text().strip() == "10"
     warned = [line for line in said.splitlines() if line.startswith("warning: --save")]
     assert len(warned) == bool(set_aside)
-    assert not warned or "--override-ckpt-iteration) to go on from them" in warned[0]
+    assert not warned or "--override-ckpt-iteration) to resume from them" in warned[0]
 
 
 def test_a_restart_with_the_same_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
