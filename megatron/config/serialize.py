@@ -142,14 +142,40 @@ def _is_adopted(setting: Setting, config: RunConfig, saved: Mapping[str, Mapping
 
 
 def describe(config: RunConfig) -> str:
-    """The table of --print-config: every value with its origin, and the precedence of the sources."""
+    """The output of --print-config: every value with its origin and the precedence of the sources, or YAML."""
+    if config.runtime.prints_yaml:
+        return _as_yaml(config)
     rows = [("setting", "value", "from")]
     for section in SECTIONS:
-        rows.append((f"[{section}]", "", ""))
-        for setting in (s for s in all_settings() if s.section == section):
+        changed = [setting for setting in _of_section(section) if _is_changed(config, setting)]
+        shown = changed if config.runtime.print_config_changed else _of_section(section)
+        rows += [(f"[{section}]", "", "")] if shown else []
+        for setting in shown:
             value, origin = show(config.value(setting)), config.origins.get(setting.name, "default")
             rows.append((setting.name, printable(value), printable(origin)))
     width = [max(len(row[column]) for row in rows) for column in range(2)]
     width[1] = min(width[1], 60)
     table = [f"{name:<{width[0]}}  {value:<{width[1]}}  {origin}".rstrip() for name, value, origin in rows]
     return "\n".join([*table, PRECEDENCE])
+
+
+def _of_section(section: str) -> list[Setting]:
+    return [setting for setting in all_settings() if setting.section == section]
+
+
+def _is_changed(config: RunConfig, setting: Setting) -> bool:
+    return config.value(setting) != setting.default
+
+
+def _as_yaml(config: RunConfig) -> str:
+    """A file that --config reads back to the same run. What a preset or a checkpoint gives follows from its name."""
+    import yaml  # here, because other output needs no YAML
+
+    sections: dict[str, dict[str, Any]] = {}
+    for setting in all_settings():
+        origin, value = config.origins.get(setting.name), config.value(setting)
+        follows = origin is not None and origin.startswith(("preset ", "checkpoint"))
+        if setting.flag.cli_only or follows or value is None or not (origin or _is_changed(config, setting)):
+            continue
+        sections.setdefault(setting.section, {})[setting.name] = list(value) if isinstance(value, tuple) else value
+    return str(yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)).rstrip("\n")

@@ -28,6 +28,7 @@ from megatron.tokenizer.byte_lengths import Lengths, by_decoding, bytes_of_fallb
 from megatron.tokenizer.export import config_text, write_files
 from megatron.tokenizer.fast.guard import build_guarded
 from megatron.tokenizer.identity import earlier_fingerprint, fingerprint, steps
+from megatron.utils.foreign import tokenizer_on_hub
 
 SETTING = "--tokenizer-model"
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -290,7 +291,7 @@ def find_json(given: Path) -> Path:
     if not given.is_dir():
         raise ConfigError(
             f"{SETTING} {given}: there is no such file or folder; nothing is downloaded, so fetch the tokenizer's "
-            "folder first"
+            f"folder first{tokenizer_on_hub(str(given))}"
         )
     path = given / "tokenizer.json"
     if path.is_file():

@@ -5,6 +5,7 @@ torch is imported after the command line has been read, so `--help` and a mistyp
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -55,11 +56,15 @@ def run_training(
             from megatron.training.watchdog import watched
             from megatron.utils.waiting import spinning_while_idle
 
-        run = start(config, needs_data=needs_data, source=source)
+        yaml = config.runtime.prints_yaml
+        run = start(config, needs_data=needs_data, source=source, stream=sys.stderr if yaml else None)
         if config.runtime.plans:
             check_launch_files(run, needs_data=needs_data)
             plan = render_plan(run, model_provider)
-            run.log.info(*(describe(config) if config.runtime.print_config else plan).split("\n"))
+            if yaml and run.log.main:
+                print(describe(config))
+            else:
+                run.log.info(*(describe(config) if config.runtime.print_config else plan).split("\n"))
             return StopReason("planned", "--print-config" if config.runtime.print_config else "--dry-run")
         checked = with_memory_checked(model_provider)
         with held_save_directory(run) as (history, exit_record):

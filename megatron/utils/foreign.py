@@ -42,9 +42,22 @@ def refuse_hugging_face(folder: Path) -> None:
         )
 
 
+def is_hub_name(text: str) -> bool:
+    """True for OWNER/NAME, and for NAME alone."""
+    return _HUB_NAME.fullmatch(text) is not None
+
+
+def tokenizer_on_hub(name: str) -> str:
+    """The command that fetches a model's tokenizer from the Hub; empty if `name` cannot be there."""
+    if not is_hub_name(name):
+        return ""
+    folder = name.rpartition("/")[2]
+    return f"; from the Hugging Face Hub: hf download {name} --include 'tokenizer*' 'special*' --local-dir {folder}"
+
+
 def hub_hint(path: Path) -> str:
     """Suggests how to fetch a missing path from the Hub; empty if it cannot be a name there."""
-    if _HUB_NAME.fullmatch(str(path)) is None:
+    if not is_hub_name(str(path)):
         return ""
     return (
         f"; if {path} is a model on the Hugging Face Hub, `hf download {path} --local-dir DIR` fetches it, "

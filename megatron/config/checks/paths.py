@@ -6,7 +6,9 @@ from pathlib import Path
 from megatron.config.blend import data_sources, fetch_first, prefix_meant
 from megatron.config.refusals import Refusals
 from megatron.config.run import RunConfig, all_settings
+from megatron.config.text_as_data import fix_of_prefix
 from megatron.errors import ConfigError
+from megatron.utils.foreign import tokenizer_on_hub
 
 
 def check_paths(config: RunConfig, refusals: Refusals | None = None) -> None:
@@ -43,6 +45,11 @@ def _wrong_paths(config: RunConfig) -> Iterator[ConfigError]:
     if unusable:
         return  # the checks below would fail for the same reason
     told: set[tuple[Path, str]] = set()  # a prefix has two files; reporting one is enough
+    for blend in filter(None, dict.fromkeys(data_sources(config.data).blends)):
+        for prefix in () if config.data.sft else blend.prefixes:
+            if (fix := fix_of_prefix(config, blend.flag, prefix)) is not None and not Path(prefix + ".idx").exists():
+                told.add((Path(prefix + ".idx").parent, Path(prefix + ".idx").stem))
+                yield ConfigError(f"{blend.flag} {prefix}: {fix}")
     for flag, path, hint in _named_files(config):
         line = _wrong_file(f"{flag} {path}", path, hint)
         if line is not None and (path.parent, path.stem) not in told:
@@ -53,8 +60,8 @@ def _wrong_paths(config: RunConfig) -> Iterator[ConfigError]:
     model = config.tokenizer.tokenizer_model
     if model is not None and not Path(model).exists():
         yield ConfigError(
-            f"--tokenizer-model {model}: no such file or directory; give a tokenizer.json or its directory "
-            "(nothing is downloaded)"
+            f"--tokenizer-model {model}: no such file or directory; give a tokenizer.json or its directory (nothing is "
+            f"downloaded){tokenizer_on_hub(model)}"
         )
     for flag, directory in (
         ("--save", config.checkpoint.save),

@@ -7,6 +7,7 @@ from megatron.errors import ConfigError
 from megatron.utils.numerals import LARGEST_WORLD, MOST_PROCESSES, size_in_bytes
 
 _DEEPSPEED = Need("--deepspeed", lambda run: run.runtime.deepspeed)
+_PRINT_CONFIG = Need("--print-config", lambda run: run.runtime.print_config)
 _DEEPSPEED_CONFIG = Need("--deepspeed_config FILE", lambda run: run.runtime.deepspeed_config is not None)
 
 
@@ -43,6 +44,24 @@ class RuntimeConfig:
         cli_only=True,
     )
     print_config: bool = flag(False, "Check the settings, print each with its origin, and exit.", cli_only=True)
+    print_config_changed: bool = flag(
+        False,
+        "Print only the settings that differ from their defaults.",
+        spelling="--changed",
+        needs=(_PRINT_CONFIG,),
+        insists=True,
+        cli_only=True,
+    )
+    print_config_format: str = flag(
+        "table",
+        "Format of --print-config. yaml: the settings that were given or changed, as a file for --config; other lines "
+        "go to stderr.",
+        spelling="--format",
+        choices=("table", "yaml"),
+        needs=(_PRINT_CONFIG,),
+        insists=True,
+        cli_only=True,
+    )
     dry_run: bool = flag(
         False, "Check the settings, print the plan and exit. One process can plan for many ranks.", cli_only=True
     )
@@ -53,12 +72,15 @@ class RuntimeConfig:
         at_most=LARGEST_WORLD,
         cli_only=True,
     )
-
     device_memory: str | None = flag(
         None,
         "Memory of one accelerator, such as 80GB or 80GiB: the plan is for accelerators and says whether the run fits.",
         cli_only=True,
     )
+
+    @property
+    def prints_yaml(self) -> bool:
+        return self.print_config and self.print_config_format == "yaml"
 
     @property
     def device_bytes(self) -> int | None:

@@ -9,7 +9,6 @@ import pytest
 
 from megatron.config import check_paths, check_settings, check_world
 from megatron.config.run import all_settings, build
-from megatron.config.sources import _ELSEWHERE, spelling_table
 from megatron.errors import ConfigError
 from tests.helpers.other_programs import parse_args
 from tests.unit.config.commands import SMALL, argv, without
@@ -327,11 +326,6 @@ def test_files_must_exist(tmp_path_factory: pytest.TempPathFactory) -> None:
     model = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}/nowhere"
     with pytest.raises(ConfigError, match=r"--tokenizer-model .*nowhere: no such"):
         check_paths(parse_args(argv(without(SMALL, "--vocab-size"), model)))
-
-
-def test_the_names_of_other_trainers_lead_to_flags_that_exist() -> None:
-    assert set(_ELSEWHERE.values()) <= set(spelling_table())
-    assert not set(_ELSEWHERE) & set(spelling_table()), "a flag of ours is not unknown"
 
 
 @pytest.mark.parametrize("flag", ["--data-path", "--valid-data-path"])
