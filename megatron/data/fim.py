@@ -95,7 +95,7 @@ class FIMDataset:
         self.seed, self.split = seed, split
         self.seq_length = dataset.seq_length
         self._vocab_size = tokenizer.vocab_size
-        self._lengths = np.full(self._vocab_size, -1, dtype=np.int32)  # characters of each token; -1: not asked yet
+        self._lengths = np.full(self._vocab_size, -1, dtype=np.int32)  # characters of each token; -1: unknown
 
     def __len__(self) -> int:
         return len(self.dataset)

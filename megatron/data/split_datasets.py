@@ -152,7 +152,7 @@ class _Builder:
         )
 
     def _mixture(self) -> str:
-        """Returns what determines the sample order besides the content: weights, and the split of each source."""
+        """Describes the weights and the split of each source, which determine the sample order besides the content."""
         lines = []
         for name, blend in zip(SPLITS, self.asked.blends):
             if blend is None or self._direct(blend) or (blend.weights is None and self.asked.cut):
