@@ -9,6 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "README.md",
+    "docs/first_run.md",
+    "docs/installation.md",
     "docs/getting_started.md",
     "docs/from_megatron_lm.md",
     "docs/from_deepspeed.md",
@@ -26,6 +28,7 @@ PAGES = (
     "docs/numerics.md",
     "docs/performance.md",
     "docs/kernels.md",
+    "docs/troubleshooting.md",
     "CONTRIBUTING.md",
 )
 
