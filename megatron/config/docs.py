@@ -89,7 +89,7 @@ def flags_page() -> str:
         lines += ["", f"## {section}", "", *_section(section)]
     lines += ["", "## Retired spellings", "", "Each prints a line that says what it is taken as.", ""]
     lines += _table(("flag", "meaning now"), [(f"`{row.spelling}`", row.note) for row in retired_flags().values()])
-    lines += ["", "## Known by name", "", "Megatron's scripts pass these; they are no settings of ours.", ""]
+    lines += ["", "## Known by name", "", "Scripts of Megatron-LM pass these flags; they set nothing here.", ""]
     lines += _table(("flag", "accepted value", "status"), [_known(flag) for _, flag in sorted(compat_flags().items())])
     lines += ["", "Whole families are refused by their prefix:", ""]
     lines += _table(("prefix", "answer"), [(f"`{prefix}*`", note) for prefix, note in FAMILIES.items()])

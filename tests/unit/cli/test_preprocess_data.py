@@ -323,7 +323,7 @@ def test_an_existing_output_is_kept_without_overwrite(workshop: Workshop, there:
 def test_keep_sequential_samples_is_a_named_no_op(workshop: Workshop) -> None:
     workshop.corpus("in.jsonl", sample_documents(3))
     done = workshop.run("--input", "in.jsonl", "--output-prefix", "o", "--keep-sequential-samples")
-    assert done.returncode == 0 and "--keep-sequential-samples: nothing to do" in done.stderr
+    assert done.returncode == 0 and "--keep-sequential-samples: no-op" in done.stderr
 
 
 # ---------------------------------------------------------------- other ways to give the input, and to share it
@@ -343,7 +343,7 @@ def test_partitions_alone_change_nothing_and_say_so(workshop: Workshop) -> None:
     workshop.corpus("in.jsonl", sample_documents(20))
     assert workshop.run("--input", "in.jsonl", "--output-prefix", "one").returncode == 0
     done = workshop.run("--input", "in.jsonl", "--output-prefix", "many", "--partitions", "4", "--workers", "4")
-    assert done.returncode == 0 and "--partitions 4: nothing to do" in done.stderr
+    assert done.returncode == 0 and "--partitions 4: no-op" in done.stderr
     assert workshop.output("many") == workshop.output("one")
 
 

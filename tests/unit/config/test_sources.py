@@ -85,7 +85,7 @@ def test_a_switch_of_a_file_is_turned_off_by_a_flag(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("num-layer: 2", "--num-layer: unknown setting (did you mean --num-layers?)"),
-        ("modell: {num-layers: 2}", "'modell' is no section (did you mean model?)"),
+        ("modell: {num-layers: 2}", "'modell' is not a section (did you mean model?)"),
         ("num-layers: [1, 2]", "--num-layers 1 2: takes one value"),
         ("num-layers: true", "--num-layers true: not a whole number"),
         ("num-layers: 2.5", "--num-layers 2.5: not a whole number"),

@@ -44,8 +44,11 @@ WORDS: dict[str, tuple[tuple[str, ...], str]] = {
     "a negative number": (("--prompt", "x", "--max-new-tokens", "-3"), "--max-new-tokens: -3 is less than 1"),
     "no batch": (("--prompt", "x", "--batch-size", "0"), "--batch-size: 0 is less than 1"),
     "a negative temperature": (("--prompt", "x", "--temperature", "-1"), "--temperature -1.0: must be at least 0.0001"),
-    "two sources": (("--prompt", "x", "--prompts", "y"), "--prompt: --prompts is given, too"),
-    "a key without a file": (("--prompt", "x", "--json-key", "y"), "--json-key: --prompts is no file of JSON"),
+    "two sources": (("--prompt", "x", "--prompts", "y"), "--prompt: --prompts is given too"),
+    "a key without a file": (
+        ("--prompt", "x", "--json-key", "y"),
+        "--json-key: has no effect unless --prompts is a file of JSON",
+    ),
     "a key and chats": (("--chat", "--prompts", "y.jsonl", "--json-key", "y"), "--json-key: the JSON lines of --chat"),
     "a part of a chat": (("--chat", "--prompt", "x", "--truncate-prompts"), "--truncate-prompts: .* --chat out"),
     "special tokens twice": (
@@ -54,9 +57,12 @@ WORDS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a chat without a template": (("--chat", "--prompt", "x"), "has no chat template .chat_template.jinja"),
     "an empty stop text": (("--prompt", "x", "--stop", ""), "--stop: an empty text"),
-    "drawing and beams": (("--prompt", "x", "--num-beams", "2", "--top-k", "3"), "--num-beams 2: .* draws nothing"),
+    "drawing and beams": (("--prompt", "x", "--num-beams", "2", "--top-k", "3"), "--num-beams 2: .* does not sample"),
     "stops and beams": (("--prompt", "x", "--num-beams", "2", "--stop", "y"), "--num-beams 2: .* no --stop"),
-    "a penalty alone": (("--prompt", "x", "--length-penalty", "2"), "--length-penalty 2.0: is for the search"),
+    "a penalty alone": (
+        ("--prompt", "x", "--length-penalty", "2"),
+        "--length-penalty 2.0: has no effect without beam search",
+    ),
     "a penalty of nothing": (
         ("--prompt", "x", "--num-beams", "2", "--length-penalty", "nan"),
         "--length-penalty: 'nan' is not a finite number",
