@@ -1,4 +1,4 @@
-"""The memory that a training on CPUs will need, predicted before any weight is drawn."""
+"""Predicts the memory of a training on CPUs, before any weight is initialised."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from megatron.utils.device import human_bytes
 from megatron.utils.memory_limit import memory_limit
 
 _NEARLY = 0.9
-"""The share of the machine's memory above which a run is warned."""
+"""Share of the machine's memory above which the run logs a warning."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class RankBytes:
 
 
 def predicted(run: Run, model: GPT, ranks: Iterable[int], moe: MoEConfig | None = None) -> list[RankBytes]:
-    """What each of these ranks needs when it needs most; `model` describes the whole one, with the experts of `moe` if
-    that is given. Ranks of a pipeline stage need the same."""
+    """Peak bytes of each of these ranks; ranks of one pipeline stage need the same. `model` describes the whole model.
+    `moe`: all its experts, if `model` was built with fewer."""
     layout, by_stage = run.config.parallel.layout(run.launch.world_size), {}
     stages = [layout.coordinates(rank).pp for rank in ranks]
     held = count_by_stage(run, model, moe)
@@ -56,7 +56,8 @@ def _of_stage(run: Run, model: GPT, stage: int, held: int) -> RankBytes:
 
 
 def plan_rows(run: Run, model: nn.Module, moe: MoEConfig | None = None) -> list[tuple[str, str]]:
-    """The rows of --dry-run about activations; on accelerators, and for a model that is not our GPT, there are none."""
+    """Rows of --dry-run about activations. There are none on accelerators, or for a model other than the package's
+    GPT."""
     if run.device.type != "cpu" or run.config.training.skip_train or not isinstance(model, GPT):
         return []
     needs, limit = predicted(run, model, range(run.launch.world_size), moe), memory_limit()
@@ -70,7 +71,8 @@ def plan_rows(run: Run, model: nn.Module, moe: MoEConfig | None = None) -> list[
 
 
 def with_memory_checked(model_provider: ModelProvider) -> ModelProvider:
-    """A provider of the same model that checks whether a training of it fits, before the weights have values."""
+    """Wraps a provider: the same model, after a check that its training fits into memory. Weights have no values
+    yet."""
 
     def provider(run: Run) -> nn.Module:
         model = model_provider(run)
@@ -81,8 +83,8 @@ def with_memory_checked(model_provider: ModelProvider) -> ModelProvider:
 
 
 def _check_memory(run: Run, model: nn.Module) -> None:
-    """Rejects a training whose ranks on this machine need more memory than it has: the system would kill one of them,
-    without a line. `model` describes the whole one. The prediction is a lower bound."""
+    """Rejects a training whose ranks on this machine need more memory than it has. Otherwise the system would kill one
+    of them without a message. `model` describes the whole model. The prediction is a lower bound."""
     if run.device.type != "cpu" or run.config.training.skip_train or not isinstance(model, GPT):
         return
     launch = run.launch
@@ -99,7 +101,8 @@ def _check_memory(run: Run, model: nn.Module) -> None:
 
 
 def shortage(needs: Iterable[RankBytes]) -> tuple[str, bool] | None:
-    """A line about ranks that need nearly all of the machine's memory, or more (True)."""
+    """Returns a message and True if the ranks need more memory than the machine has; with False if they need nearly
+    all."""
     ranks, limit = list(needs), memory_limit()
     total = sum(rank.total for rank in ranks)
     if limit is None or total <= _NEARLY * limit:

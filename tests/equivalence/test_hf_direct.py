@@ -155,7 +155,7 @@ def test_a_folder_without_tokenizer_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds a Hugging Face model without tokenizer.json; copy the model's own"):
         read_settings(argv)
     config = read_settings([*argv, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(ROWS)])
-    assert any(line.endswith("(qwen2): the model's shape and vocabulary are the folder's") for line in config.notices)
+    assert any(line.endswith("(qwen2): the model's shape and vocabulary are taken from it") for line in config.notices)
 
 
 def test_settings_come_from_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

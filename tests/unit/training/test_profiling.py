@@ -201,7 +201,7 @@ def test_ranks_that_are_not_named_and_windows_that_are_past(capsys: pytest.Captu
 def test_a_snapshot_that_there_will_not_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = ProfileConfig(profile=True, record_memory_history=True, memory_snapshot_path="m.pickle")
     build_profiler(config, 0, CPU, 0, RankLog(0))
-    said = "--memory-snapshot-path m.pickle: a snapshot is of a GPU's memory, and there is none"
+    said = "--memory-snapshot-path m.pickle: requires a GPU, and there is none"
     assert said in "".join(capsys.readouterr())
     build_profiler(replace(config, memory_snapshot_path=None), 0, CPU, 0, RankLog(0))
     build_profiler(config, 0, torch.device("cuda"), 0, RankLog(0))

@@ -60,7 +60,7 @@ def test_a_non_persistent_step_is_progress(tmp_path: Path) -> None:
 def test_nothing_was_saved_or_said(tmp_path: Path) -> None:
     for attempt in range(3):
         start(tmp_path, attempt)
-    with pytest.raises(NoProgressError, match=r"no checkpoint at all, .* ended without a word"):
+    with pytest.raises(NoProgressError, match=r"no checkpoint at all, .* ended without an error message"):
         start(tmp_path, 3)
 
 
