@@ -15,8 +15,7 @@ _SEQUENCE = 2  # of [batch, heads, seq, d]
 
 
 class GatheredAttention(nn.Module):
-    """Attends from each of the rank's two chunks of queries to all keys up to its end, with the plain core
-    attention."""
+    """Attends from each of the rank's two chunks of queries to all keys up to its end, by the plain core attention."""
 
     def __init__(self, core: CoreAttention, cp: Axis, window: Window) -> None:
         super().__init__()

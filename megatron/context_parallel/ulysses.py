@@ -14,8 +14,7 @@ from megatron.model.attention_mask import Window, attention_mask
 
 
 class UlyssesAttention(nn.Module):
-    """Computes attention with split heads. If there are fewer KV heads than ranks, they are repeated, so that every
-    rank has those of its query heads."""
+    """Computes attention with split heads. KV heads are repeated if there are fewer of them than ranks."""
 
     def __init__(self, core: CoreAttention, cp: Axis, window: Window) -> None:
         super().__init__()

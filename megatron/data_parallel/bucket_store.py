@@ -1,4 +1,4 @@
-"""Store of a model that every data-parallel rank holds whole: gradients in buckets, summed once per step.
+"""Store of weights that every data-parallel rank holds whole: gradients in buckets, summed once per step.
 
     store = BucketStore(model.named_parameters(), state.dp)
     store.zero()

@@ -1,5 +1,4 @@
-"""Storage of shards' gradients: `fully_shard` accumulates into an existing `parameter.grad`, or copies it to the
-host."""
+"""Storage of shards' gradients: `fully_shard` accumulates into `parameter.grad`, or copies it to the host."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING

@@ -133,8 +133,7 @@ def log_collectives(module: "FSDPModule", axis: Axis) -> None:
 
 
 class _OwnBuffers:
-    """Implements torch's interface for custom collectives. Not all versions export its base class, but any object will
-    do."""
+    """Implements torch's interface for custom collectives, whose base class not all versions export."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis

@@ -127,8 +127,7 @@ def start_gather_along(tensor: torch.Tensor, axis: Axis, dim: int) -> Pending:
 
 
 def scatter_sum(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """Reduce-scatters: returns this member's piece along `dim` of the sum over all members. The axis size must divide
-    `dim`."""
+    """Reduce-scatters: returns this member's piece along `dim` of the sum. The axis size must divide `dim`."""
     return start_scatter_sum(tensor, axis, dim).wait()
 
 

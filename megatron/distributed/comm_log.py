@@ -37,8 +37,7 @@ class CommOp:
 
 @dataclass
 class CommLog:
-    """Collectives and waits of this rank. The training thread writes and another reads without a lock: values are
-    replaced, never modified."""
+    """Collectives and waits of this rank. Another thread reads without a lock: values are replaced, never modified."""
 
     last: CommOp | None = None
     waiting: CommOp | None = None
@@ -70,8 +69,7 @@ class CommLog:
 
 
 class _Waiting:
-    """Context manager of `CommLog.wait`. A generator would take three times as long, and a small step waits 700
-    times."""
+    """Context manager of `CommLog.wait`. A generator takes three times as long, and a small step waits 700 times."""
 
     __slots__ = ("_log", "_operation")
 

@@ -15,8 +15,7 @@ def accelerator_type() -> str | None:
 
 
 def resolve_device(setting: str = "auto", local_rank: int = 0) -> torch.device:
-    """Device of `--device`: "auto" is the accelerator if there is one, else the CPU; "cuda" without an index is this
-    rank's."""
+    """Device of `--device`: "auto" prefers an accelerator to the CPU; "cuda" without an index is this rank's."""
     available = accelerator_type()
     if setting == "auto":
         setting = available or "cpu"

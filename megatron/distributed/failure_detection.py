@@ -86,7 +86,7 @@ def mismatched_collectives(statuses: Sequence[RankStatus]) -> str | None:
                 other, theirs = made.setdefault(key, (status, operation))
                 if (theirs.name, theirs.shape) != (operation.name, operation.shape):
                     return (
-                        f"rank {other.rank} and rank {status.rank} are out of step: the same collective is {theirs} "
+                        f"rank {other.rank} and rank {status.rank} are out of step: one collective is {theirs} "
                         f"for rank {other.rank} ({other}) and {operation} for rank {status.rank} ({status}); one of "
                         "them skipped or added a collective"
                     )

@@ -9,8 +9,7 @@ _ENTRIES = "2000"
 
 
 def switch_on() -> None:
-    """Enables the record; call it before the process group is made. The user's own setting is kept. It costs a few
-    microseconds per collective."""
+    """Enables the record, before the process group is made. It costs a few microseconds per collective."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _ENTRIES)
 
 

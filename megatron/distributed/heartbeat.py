@@ -339,8 +339,7 @@ class Heartbeat:
             time.sleep(3 * _INTERVAL)
 
     def _watch_store(self) -> None:
-        """Checks the store's host: without the store no rank can announce anything, so each one judges and prints on
-        its own."""
+        """Checks the store's host. Without the store no rank can announce anything, so each judges and prints alone."""
         while not self._closed.wait(_INTERVAL):
             silent = self._now() - self._board.answered
             if silent <= 3 * self._interval:

@@ -48,7 +48,7 @@ class Identity:
     rank: int
     values: Mapping[str, str]
     shown: Mapping[str, str] = field(default_factory=dict)
-    """Replacements for values in messages, such as the path of a file whose content is compared."""
+    """Texts that replace values in messages, such as a path instead of a content hash."""
     subject: MismatchWording = STARTED_WITH
 
     @property
@@ -56,8 +56,7 @@ class Identity:
         return hashlib.sha256(json.dumps(dict(self.values), sort_keys=True).encode()).hexdigest()
 
     def unlike_first(self, store: dist.Store) -> str | Unreadable | None:
-        """Describes how this rank differs from the first one; None if it does not. One small request, unless it
-        differs."""
+        """Describes how this rank differs from the first one; None if it does not. Equal ranks need one request."""
         mine = f"{self.digest} {self.rank}"
         first = bytes(store.compare_set("identity", "", mine))
         if first == mine.encode():

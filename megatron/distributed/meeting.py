@@ -87,7 +87,7 @@ def wait_for_all(
 
 def _of_a_stranger(info: LaunchInfo, found: Unreadable) -> ConfigError:
     return ConfigError(
-        f"--master-port {info.master_port}: the ranks' store holds {found}, which no rank of this run writes; choose "
+        f"--master-port {info.master_port}: the ranks' store holds {found}, which no rank of this run writes. Choose "
         "another port if another program uses this one, and allow only the machines of this run to reach it"
     )
 

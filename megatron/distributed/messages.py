@@ -1,7 +1,7 @@
 """Exchanges plain values between ranks: JSON in a tensor, decoded to the type that the receiver expects.
 
-torch's own object collectives unpickle received data, so access to one rank's connections would mean running code on
-all ranks. Here a malicious peer can at most send text that is rejected. Values are JSON's, and dataclasses, tuples and
+Object collectives of torch unpickle received data, so access to one rank's connections would mean running code on all
+ranks. Here a malicious peer can at most send text that is rejected. Values are JSON's, and dataclasses, tuples and
 paths of such values.
 """
 
@@ -20,8 +20,7 @@ from megatron.utils.typed import json_value, typed
 T = TypeVar("T")
 
 LARGEST_MESSAGE = 2**28
-"""Largest message of one rank, in bytes. The package's longest, the records of a checkpoint's tensors, has a few
-million."""
+"""Largest message of one rank, in bytes. The package's longest, a checkpoint's tensor records, has a few million."""
 _WITHOUT_LIMIT = timedelta(days=365)
 
 

@@ -187,7 +187,7 @@ def _own(partition: Partition, rank: int) -> tuple[int, ...]:
 
 def _new_group(name: str, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
     """Makes a group. Only its members call this, so that all groups of an axis are made at the same time; nccl splits
-    the world once for all of them. torch names a group by its members and by the number of groups that its rank has
+    the world once for all of them. A group's name in torch has its members and the number of groups that its rank has
     made, so all ranks must make equally many."""
     if not dist.is_initialized():
         raise RuntimeError(f"the {name} axis has {len(ranks)} ranks, but no process group was initialised")

@@ -44,9 +44,9 @@ def init_process_group(
     met: Callable[[], None] = lambda: None,
     collectives: timedelta | None = None,
 ) -> Connection | None:
-    """Makes `device` the current one and joins the process group; a single process needs none. `started_with`: values
-    that must be the same on all ranks. `met`: called when all ranks have arrived, before they connect. `timeout`: for
-    the meeting, and for collectives unless `collectives` is set."""
+    """Makes `device` the current one and joins the process group; a single process needs none. Values in `started_with`
+    must be the same on all ranks. The function `met` is called when all ranks have arrived, before they connect. The
+    meeting has the limit `timeout`, as have the collectives unless `collectives` is set."""
     device = device or torch.device("cpu")
     activate(device)
     if info.world_size == 1:
@@ -77,8 +77,7 @@ def open_group_of_one(device: torch.device) -> None:
 
 
 def _choose_gloo_interface(info: LaunchInfo) -> str | None:
-    """Sets the interface of gloo's connections, unless the user has. Returns a line that names it, or None for
-    loopback."""
+    """Sets the interface of gloo's connections, unless the user has. Returns a line about it; None for loopback."""
     if info.single_node:
         # All ranks are on this machine: loopback works without host names and firewall rules, and no other machine can
         # connect to them.

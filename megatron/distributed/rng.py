@@ -116,8 +116,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def next_seed(generator: torch.Generator) -> int:
-    """Draws a seed from the generator, which advances. No host sync: an accelerator's generator state is on the
-    host."""
+    """Draws a seed from the generator, which advances. No host sync: an accelerator's state is on the host."""
     if generator.device.type == "cpu":
         return int(torch.randint(2**62, (), generator=generator).item())
     offset = generator.get_offset()

@@ -57,7 +57,7 @@ def build_engine(
 def _open_store(
     config: RunConfig, built: Parallel, parallel: ParallelState, kernels: Kernels, device: torch.device
 ) -> BucketStore:
-    """Opens the store of a model that every data-parallel rank holds whole."""
+    """Opens the store of weights that every data-parallel rank holds whole."""
     divided = config.parallel.zero > 0
     store = BucketStore(
         built.model.named_parameters(),

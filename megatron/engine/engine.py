@@ -238,8 +238,7 @@ class Engine:
 
     @property
     def _bad_numbers_stop(self) -> bool:
-        """True if non-finite numbers end the run. A dynamic loss scale causes overflows regularly, so they are not
-        errors there."""
+        """True if non-finite numbers end the run; with a dynamic loss scale overflows are expected."""
         return self.stop_on_nonfinite and self._optimizer.static_scale
 
     def _check_skipped(self, step: _Step, loss_scale: float, in_a_row: int) -> None:
@@ -267,8 +266,7 @@ class Engine:
         return f" ({'; '.join(parts[:_MOST_NAMED])}{more})" if parts else ""
 
     def _samples(self, micro_batches: Sequence[Batch]) -> str:
-        """Range of all samples of a step: if the loss is finite and its gradient is not, any of them may be the
-        cause."""
+        """Range of all samples of a step: if its loss is finite and a gradient is not, any may be the cause."""
         mine = [n for batch in micro_batches for n in torch.as_tensor(batch.get("sample_ids", ())).tolist()]
         numbers = [n for theirs in all_gather_json(mine, self.parallel.world, list[int]) for n in theirs]
         return f" (in samples {min(numbers)} to {max(numbers)})" if numbers else ""

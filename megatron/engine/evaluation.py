@@ -40,8 +40,7 @@ class Evaluation:
         self._to_device = ToDevice(device, parallel.cp)
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields every parameter of this rank's part, whole. With divided weights a collective, in the same order on
-        all ranks."""
+        """Yields every parameter of this rank's part, whole. A collective if the ranks divide weights."""
         if self.divided is None:
             yield from self.model.named_parameters()
         else:

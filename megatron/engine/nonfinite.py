@@ -15,8 +15,7 @@ _FORGIVEN_OVERFLOWS = 2
 
 
 def overflows_at_the_bottom(optimizer: Optimizer, loss_scale: float, in_a_row: int) -> str | None:
-    """Error text if an update was skipped although a dynamic loss scale is at its minimum; None while it can still
-    fall."""
+    """Error text if an update was skipped although a dynamic loss scale is at its minimum, else None."""
     scaler = optimizer.scaler
     assert isinstance(scaler, DynamicLossScaler), "without a dynamic loss scale every such gradient is an error"
     if loss_scale > scaler.min_scale or in_a_row <= _FORGIVEN_OVERFLOWS:

@@ -26,7 +26,7 @@ class StepReports:
         self._values[name] = value.detach().double(), reduce
 
     def clear(self) -> None:
-        """Drops reported numbers, of a step that failed or is computed again."""
+        """Drops reported numbers, after a failed step or before recomputing one."""
         self._values = {}
 
     def take(self) -> dict[str, Tensor]:

@@ -54,8 +54,7 @@ class ExpertDispatcher(nn.Module):
 
 
 def _by_expert(rows: Tensor, counts: Tensor, experts: Run) -> Tensor:
-    """Runs the experts on rows from several senders, counts [senders, experts]; each sender's rows are sorted by
-    expert."""
+    """Runs the experts on rows from several senders, counts [senders, experts]; each sender's are sorted by expert."""
     if counts.shape[0] == 1:
         return experts(rows, counts[0].tolist())
     numbers = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])

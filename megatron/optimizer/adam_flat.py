@@ -41,8 +41,7 @@ class Resident:
                 run.kinds["master"] = run.weights.float()
 
     def start(self, decision: Decision) -> Decision | None:
-        """Begins an update. Returns the decision on the updating device; None if the host knows that the step is
-        skipped."""
+        """Begins an update. Returns the decision on the updating device; None if the host skips the step."""
         return decision
 
     def sweep(self, *, changes: bool = True, refreshed: bool = False) -> Iterator[FlatRun]:
@@ -163,8 +162,7 @@ class FlatAdam:
                     _set_masters(run, run.weights.float())
 
     def _views(self, run: FlatRun, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yields a view of each part of a flat tensor, with the parameter's shape and strides (such as
-        channels_last)."""
+        """Yields a view of each part of a flat tensor, with the parameter's shape and strides."""
         return ((name, flat[place].as_strided(*self._layouts[name])) for name, place in run.places())
 
 

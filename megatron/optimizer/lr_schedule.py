@@ -154,8 +154,7 @@ class Schedule:
         return {**_plain(self.curves), "num_steps": num_steps}
 
     def load_state(self, state: ScheduleState) -> int:
-        """Returns `num_steps`, and takes the settings from the source that the two flags select. Without either flag
-        they must match, or a ConfigError is raised."""
+        """Returns `num_steps`. Takes settings from the source that the flags select; without a flag they must match."""
         names = _plain(self.curves).keys()
         saved = {name: value for name, value in state.items() if name in names or name.startswith(_DEEPSPEED)}
         if self._use_checkpoint:
@@ -240,8 +239,7 @@ def build_schedule(
     train_iters: int | None = None,
     train_samples: int | None = None,
 ) -> Schedule:
-    """Builds the schedule of `train_iters` steps or `train_samples` samples (exactly one is set), from checked
-    settings."""
+    """Builds the schedule of `train_iters` steps or `train_samples` samples (one is set), from checked settings."""
     if train_iters is not None:
         unit, length, decay = global_batch_size, train_iters, schedule.lr_decay_iters
         warmup, wsd = schedule.lr_warmup_iters, schedule.lr_wsd_decay_iters

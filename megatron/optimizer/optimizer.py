@@ -85,10 +85,10 @@ class Optimizer:
         asynchronous: bool = False,
         client: UserUpdate | None = None,
     ) -> None:
-        """`rule` groups the parameters. `split_over`: axes that a parameter is split over; () if it is not named.
-        `norm_axes`: all values of `split_over` on any rank, with ZeRO's axes; all ranks must sum over the same ones.
-        `specs` tell which elements another rank holds as well. `kernels` select native or torch's AdamW and norm.
-        `client`: update by the user's own optimizer, with its own rates."""
+        """Builds the update and the loss scaler. The function `rule` groups the parameters. A parameter is split over
+        its axes in `split_over`, or over none. All such values on any rank, with ZeRO's axes, are in `norm_axes`,
+        because all ranks must sum over the same axes. Elements that another rank holds as well are given by `specs`.
+        The user's own optimizer, with its own rates, is `client`."""
         self.store = store
         self.scaler: LossScaler = build_loss_scaler(precision)
         self.skipped_in_a_row = 0

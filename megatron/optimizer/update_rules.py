@@ -65,8 +65,7 @@ class TorchUpdate:
         *,
         asynchronous: bool = False,
     ) -> None:
-        """Allocates the state. `asynchronous`: the device decides whether to apply the update; all rules must be
-        fused."""
+        """Allocates the state. `asynchronous`: the device decides about the update; all rules must be fused."""
         assert not asynchronous or all(rule.fused for rule in rules.values()), "the device can skip only fused rules"
         self._grads, self._rules, self._asynchronous = grads, rules, asynchronous
         self._slots: dict[str, Slot] = {}
@@ -88,8 +87,7 @@ class TorchUpdate:
 
     @torch.no_grad()
     def step(self, decision: Decision, rates: Rates) -> None:
-        """Updates all pieces. The buffers then hold unscaled and clipped gradients, unless narrower than the
-        masters."""
+        """Updates all pieces. Buffers then hold unscaled and clipped gradients, unless narrower than the masters."""
         if not self._asynchronous and not decision.applied:
             return
         if not self._narrow and (self._asynchronous or decision.factor != 1.0):

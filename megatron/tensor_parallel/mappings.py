@@ -36,8 +36,7 @@ def gathered(x: Tensor, axis: Axis) -> Tensor:
 
 
 def scattered(x: Tensor, axis: Axis) -> Tensor:
-    """Reduces a split layer's partial results [batch, seq, ...] to this rank's piece of their sum [batch, seq / ranks,
-    ...]."""
+    """Reduces partial results [batch, seq, ...] to this rank's piece of their sum [batch, seq / ranks, ...]."""
     return _mapped(x, axis, _sum_pieces, _join)
 
 

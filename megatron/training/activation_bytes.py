@@ -101,8 +101,7 @@ def _mlp(config: RunConfig, width: int, backend: Backend) -> float:
 
 
 def _experts(config: RunConfig) -> float:
-    """Numbers per token, with even routing: one row per chosen expert for each of its input, hidden layer and
-    output."""
+    """Numbers per token, with even routing: one row per chosen expert for its input, hidden layer and output."""
     model, moe, tp = config.model, config.moe, config.parallel.tensor_model_parallel_size
     width, per_width = moe.moe_ffn_hidden_size or model.ffn_size, 3 if model.gated else 2
     chosen = moe.moe_router_topk * (2 * model.hidden_size / _pieces(config) + per_width * width / tp)

@@ -1,5 +1,4 @@
-"""Makes this rank's micro-batches: `Datasets` go through megatron.data, a script's own datasets through torch's
-loader."""
+"""Makes this rank's micro-batches: from `Datasets` by megatron.data, from a script's own datasets by torch's loader."""
 
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass

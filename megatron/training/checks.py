@@ -33,8 +33,7 @@ def check_parts(
     needs_data: bool,
     refusals: Refusals,
 ) -> None:
-    """Raises or collects what does not fit. `needs_data=False`: the script has its own samples. `kernels`: None if they
-    were rejected."""
+    """Rejects what does not fit. `needs_data=False`: the script has its own samples. `kernels`: None if rejected."""
     with refusals.of_checking():
         _check_launches(config, launch, device)
     if config.kernels.cuda_graphs and not kind_of(device.type).graphs:

@@ -146,8 +146,7 @@ def _end(error: BaseException) -> None:
 
 def as_megatron_error(error: BaseException) -> BaseException:
     """Returns the MegatronError that explains an exception to a user, or the exception itself. It explains Ctrl-C, a
-    closed stdout, a missing dependency, too little memory, and a lost peer (for which gloo raises a bare
-    RuntimeError)."""
+    closed stdout, a missing dependency, too little memory, and a lost peer (a bare RuntimeError of gloo)."""
     if isinstance(error, KeyboardInterrupt):
         return InterruptError("interrupted (SIGINT); start again with --load to continue from the last checkpoint")
     if isinstance(error, BrokenPipeError) and stdout_is_unread():
@@ -189,8 +188,7 @@ def is_memory_short(error: BaseException) -> bool:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Formats an error as `ValueError: its text (script.py, line 12)`, with the innermost frame outside installed
-    packages."""
+    """Formats an error as `ValueError: its text (script.py, line 12)`, with the innermost frame of the user's code."""
     text = " ".join(str(error).split())[:_LONGEST]
     frames = traceback.extract_tb(error.__traceback__)
     places = [frame for frame in frames if "site-packages" not in frame.filename] or list(frames)

@@ -308,8 +308,7 @@ def tokenizer_of(config: RunConfig, *, required: bool = True) -> Tokenizer | Non
 
 
 def _check_vocabulary(given: int | None, own: int, *, loads: bool) -> None:
-    """Checks --vocab-size, which may also be the size of a checkpoint's table with more rows than the tokenizer has
-    entries."""
+    """Checks --vocab-size, which with --load may exceed the tokenizer's: a checkpoint's table can have more rows."""
     if given is None or given == own or (loads and given > own):
         return
     if loads:

@@ -56,8 +56,7 @@ def _of_stage(run: Run, model: GPT, stage: int, held: int) -> RankBytes:
 
 
 def plan_rows(run: Run, model: nn.Module, moe: MoEConfig | None = None) -> list[tuple[str, str]]:
-    """Rows of --dry-run about activations. There are none on accelerators, or for a model other than the package's
-    GPT."""
+    """Rows of --dry-run about activations: none on accelerators or for a model other than the package's GPT."""
     if run.device.type != "cpu" or run.config.training.skip_train or not isinstance(model, GPT):
         return []
     needs, limit = predicted(run, model, range(run.launch.world_size), moe), memory_limit()
@@ -71,8 +70,7 @@ def plan_rows(run: Run, model: nn.Module, moe: MoEConfig | None = None) -> list[
 
 
 def with_memory_checked(model_provider: ModelProvider) -> ModelProvider:
-    """Wraps a provider: the same model, after a check that its training fits into memory. Weights have no values
-    yet."""
+    """Wraps a provider: checks that a training of its model fits into memory, before weights have values."""
 
     def provider(run: Run) -> nn.Module:
         model = model_provider(run)
@@ -101,8 +99,7 @@ def _check_memory(run: Run, model: nn.Module) -> None:
 
 
 def shortage(needs: Iterable[RankBytes]) -> tuple[str, bool] | None:
-    """Returns a message and True if the ranks need more memory than the machine has; with False if they need nearly
-    all."""
+    """Returns a warning if the ranks need nearly all the machine's memory; with True if they need more."""
     ranks, limit = list(needs), memory_limit()
     total = sum(rank.total for rank in ranks)
     if limit is None or total <= _NEARLY * limit:

@@ -1,5 +1,4 @@
-"""Runs one training as a program: flags -> RunConfig -> parts -> `Trainer.fit()`. Its public entry is
-`megatron.pretrain`.
+"""Runs one training as a program: flags -> RunConfig -> parts -> `Trainer.fit()`, for `megatron.pretrain`.
 
 The command line is read before torch is imported, so `--help` and a mistyped flag answer at once.
 """

@@ -85,7 +85,7 @@ class ResumePoint:
             return []
         return [
             f"this run asks for {train_samples} training samples, the run before asked for {before}: if the number of "
-            "epochs changes, so does the order, and samples of this epoch may repeat or be skipped"
+            "epochs changes, samples of this epoch may repeat or be skipped"
         ]
 
     def check_architecture(self, config: RunConfig) -> None:
@@ -196,8 +196,7 @@ def non_persistent_of(run: Run) -> NonPersistent | None:
 
 
 def _steps_between(run: Run) -> NonPersistent | None:
-    """Non-persistent checkpoints that --load may also use; None if a step was requested, or if this is not a
-    restart."""
+    """Non-persistent checkpoints that --load may also use; None if a step was requested or this is not a restart."""
     config = run.config.checkpoint
     if config.load is None or config.save is None or config.ckpt_step is not None or config.finetune:
         return None

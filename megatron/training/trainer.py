@@ -40,8 +40,7 @@ class Trainer:
 
     @property
     def progress(self) -> Progress:
-        """Position of the run. Settles the step in flight first, because a skipped step does not advance the
-        schedules."""
+        """Position of the run, after settling the step in flight: a skipped step does not advance the schedules."""
         self.engine.settle()
         return self._progress
 

@@ -68,8 +68,7 @@ class Adam:
     storage: AsWeights
     engine: Engine
     decoupled: bool = True
-    """True: AdamW, where weight decay shrinks the weight. False: decay is added to the gradient, and so to the
-    moments."""
+    """True: AdamW, where weight decay shrinks the weight. False: decay is added to the gradient (L2)."""
     fused: bool = True
 
     @property

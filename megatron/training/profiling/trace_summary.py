@@ -169,16 +169,14 @@ def _thread_pieces(events: Sequence[Event], thread: tuple[Any, Any]) -> Iterator
 
 
 def _computes(event: Event) -> bool:
-    """True for events that compute. Marks and autograd functions only wrap computation in Python code, which may
-    wait."""
+    """True for events that compute. Marks and autograd functions wrap computation in Python, which may wait."""
     if event.kind != "cpu_op" or event.name.startswith("autograd::"):
         return False
     return "::" in event.name or _COMPILED.search(event.name) is not None
 
 
 def _moments(events: Iterable[Event]) -> Iterator[tuple[float, float, list[Event]]]:
-    """Yields slices of one thread's time line between begins and ends of operations, with the operations open in
-    each."""
+    """Yields slices of one thread's time between begins and ends of operations, with the open operations."""
     stack: list[Event] = []
     now = 0.0
     for event in sorted(events, key=lambda e: (e.start, -e.end)):
