@@ -88,7 +88,7 @@ def _with_checkpoint_args(config: RunConfig, source: StepSource) -> RunConfig:
     from megatron.checkpoint.found_step import describe_step
 
     if config.checkpoint.load is None:
-        raise ConfigError("--use-checkpoint-args: has no effect without a checkpoint; give --load")
+        raise ConfigError("--use-checkpoint-args: requires a checkpoint; give --load")
     found = describe_step(
         Path(config.checkpoint.load),
         step=config.checkpoint.ckpt_step,
