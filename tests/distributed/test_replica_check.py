@@ -93,7 +93,9 @@ POKED = {
 def test_one_bit_is_found_and_named(case: str) -> None:
     family, axes, rank, name, element, who = POKED[case]
     (message,) = ends(4, flags(**family, **axes), rank, name, element)
-    assert message.startswith("--check-replicas-every, iteration 4: ") and f"the copies of {name} " in message, message
+    assert message.startswith("--check-replicas-every, iteration 4: ") and f"the replicas of {name} " in message, (
+        message
+    )
     assert who in message
 
 
