@@ -212,7 +212,7 @@ def test_a_rank_that_skips_a_collective_does_not_stay_unnoticed(tmp_path: Path, 
     codes = ranks.codes()
     assert 0 not in codes and set(codes) <= {16, 17, -6}
     (said,) = ranks.said()
-    assert "left out" in said and "rank " in said and "step " in said and " over " in said, said
+    assert "missing collective" in said and "rank " in said and "step " in said and " over " in said, said
 
 
 def test_a_rank_that_is_alive_and_stuck_is_named_when_the_time_of_a_collective_is_up(
