@@ -13,7 +13,7 @@ _PEEK = 65536
 def fix_of_prefix(config: RunConfig, flag: str, prefix: str) -> str | None:
     """Returns the reason and the fix; None if `prefix` is neither text nor a name on the Hub."""
     path = Path(prefix)
-    if path.suffix in (".bin", ".idx"):
+    if path.suffix in (".bin", ".idx") or Path(f"{prefix}.idx").exists():
         return None
     if path.is_file():
         key = _key_of_text(path)

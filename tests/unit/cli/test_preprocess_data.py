@@ -232,7 +232,7 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
         [sys.executable, "-X", "importtime", str(TOOL), "--help"], capture_output=True, text=True, check=True
     )
     assert not [name for name in ("torch", "numpy", "tokenizers") if f"| {name}\n" in done.stderr]
-    for flag in ("--vocab", "--chunk-size", "--dataset-impl", "--on-error", "--overwrite"):
+    for flag in ("--vocab-file", "--json-keys", "--overwrite", "--help-all"):
         assert flag in done.stdout
 
 
@@ -261,7 +261,7 @@ def test_the_job_loads_no_torch(workshop: Workshop) -> None:
         ("--input in.jsonl --output-prefix no/o", "no: no such directory"),
         ("--input in.jsonl --output-prefix o --wokers 3", "--wokers: no such flag; did you mean --workers?"),
         ("--inptu in.jsonl --output-prefix o", "--inptu: no such flag; did you mean --input?"),
-        ("--input in.jsonl --output-prefix o --work 3", "--work: no such flag; did you mean --workers?"),
+        ("--input in.jsonl --output-prefix o --work 3", "--work: no such flag; see --help"),
         ("--input in.jsonl --output-prefix o --append-eod yes", "yes: not a flag"),
         ("--input in.jsonl --output-prefix o --workers 0", "--workers: 0 is less than 1"),
         ("--input in.jsonl --output-prefix o --workers two", "--workers: 'two' is not a whole number"),

@@ -49,14 +49,17 @@ WORDS: dict[str, tuple[tuple[str, ...], str]] = {
         ("--prompt", "x", "--json-key", "y"),
         "--json-key: has no effect unless --prompts is a file of JSON",
     ),
-    "a key and chats": (("--chat", "--prompts", "y.jsonl", "--json-key", "y"), "--json-key: the JSON lines of --chat"),
+    "a key and chats": (
+        ("--chat", "--prompts", "y.jsonl", "--json-key", "y"),
+        "--json-key: with --chat, JSON lines have messages",
+    ),
     "a part of a chat": (("--chat", "--prompt", "x", "--truncate-prompts"), "--truncate-prompts: .* --chat out"),
     "special tokens twice": (
         ("--chat", "--prompt", "x", "--prompt-with-special-tokens"),
         "--prompt-with-special-tokens: the chat template writes",
     ),
     "a chat without a template": (("--chat", "--prompt", "x"), "has no chat template .chat_template.jinja"),
-    "an empty stop text": (("--prompt", "x", "--stop", ""), "--stop: an empty text"),
+    "an empty stop text": (("--prompt", "x", "--stop", ""), "--stop: the text is empty"),
     "drawing and beams": (("--prompt", "x", "--num-beams", "2", "--top-k", "3"), "--num-beams 2: .* does not sample"),
     "stops and beams": (("--prompt", "x", "--num-beams", "2", "--stop", "y"), "--num-beams 2: .* no --stop"),
     "a penalty alone": (
