@@ -243,9 +243,7 @@ def find_workers(arguments: argparse.Namespace, settings: "PreprocessSettings", 
     for trial in trials:
         rates = f"{trial.documents_per_second:12.1f} docs/s {trial.megabytes_per_second:9.2f} MB/s"
         print(f"--workers {trial.workers:<4d} {rates}")
-    print(
-        f"--workers {trials[0].workers} is the fastest; no dataset was written. Run again without --find-optimal-num-workers"
-    )
+    print(f"--workers {trials[0].workers} is the fastest; no dataset was written: run again without the search")
 
 
 def powers_of_two(most: int) -> list[int]:
