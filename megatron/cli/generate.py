@@ -37,74 +37,83 @@ Flags that most runs need:
 
 def parser() -> Parser:
     p = Parser(prog="generate.py", first_screen=_FIRST_SCREEN)
-    what = p.add_argument_group("prompts")
-    what.add_argument("--prompt", action="append", default=[], help="Text to continue; may be given several times.")
-    what.add_argument(
+    _add_prompt_flags(p.add_argument_group("prompts"))
+    _add_stopping_flags(p.add_argument_group("stopping"))
+    _add_sampling_flags(p.add_argument_group("sampling"))
+    add_model_flags(p, batch="Prompts at a time", axes=("tensor-model", "pipeline-model", "expert-model"))
+    return p
+
+
+def _add_prompt_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--prompt", action="append", default=[], help="Text to continue; may be given several times.")
+    group.add_argument(
         "--prompts",
         metavar="FILE",
         help="Texts to continue: JSON lines (.jsonl, .json), or one in each line; - is standard input (the default).",
     )
-    what.add_argument("--json-key", default="prompt", help="JSON key of the prompt (default prompt).")
-    what.add_argument(
+    group.add_argument("--json-key", default="prompt", help="JSON key of the prompt (default prompt).")
+    group.add_argument(
         "--truncate-prompts",
         action="store_true",
         help="Drop the beginning of prompts that are longer than the model's positions.",
     )
-    what.add_argument(
+    group.add_argument(
         "--chat",
         action="store_true",
         help="Prompts are conversations, formatted by the model's chat template: a text is one user message, a JSON "
         "line has messages. Special tokens spelled in them stay text.",
     )
-    what.add_argument(
+    group.add_argument(
         "--prompt-with-special-tokens",
         action="store_true",
         help="Encode special tokens that a prompt spells (default: they are text, as in documents).",
     )
-    what.add_argument(
+    group.add_argument(
         "--output", metavar="FILE", help="Write JSON lines to this file, atomically, instead of printing."
     )
-    what.add_argument("--logprobs", action="store_true", help="Log-probability of every token (with --output).")
-    end = p.add_argument_group("stopping")
-    end.add_argument(
+    group.add_argument("--logprobs", action="store_true", help="Log-probability of every token (with --output).")
+
+
+def _add_stopping_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--max-new-tokens",
         type=integer(1, INT32),
         metavar="N",
         help="Most tokens to add (default 64, or the positions that are left).",
     )
-    end.add_argument(
+    group.add_argument(
         "--stop", action="append", default=[], help="Text before which the output ends; may be given several times."
     )
-    end.add_argument("--ignore-eod", action="store_true", help="Continue after an end-of-document token.")
-    choice = p.add_argument_group("sampling")
-    choice.add_argument("--greedy", action="store_true", help="Take the most probable token each time.")
-    choice.add_argument(
+    group.add_argument("--ignore-eod", action="store_true", help="Continue after an end-of-document token.")
+
+
+def _add_sampling_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--greedy", action="store_true", help="Take the most probable token each time.")
+    group.add_argument(
         "--temperature",
         type=number,
         default=1.0,
         help="Divides the logits: below 1 sharpens, above 1 flattens the distribution (default 1).",
     )
-    choice.add_argument(
+    group.add_argument(
         "--top-k", type=integer(0), default=0, help="Sample from the K most probable tokens (default 0: all)."
     )
-    choice.add_argument(
+    group.add_argument(
         "--top-p",
         type=number,
         default=0.0,
         help="Sample from the most probable tokens that together have this probability.",
     )
-    choice.add_argument(
+    group.add_argument(
         "--seed", type=integer(0), default=1234, help="The same seed gives the same text (default 1234)."
     )
-    choice.add_argument("--num-beams", type=integer(1, 4096), default=1, metavar="N", help="Beam search with N beams.")
-    choice.add_argument(
+    group.add_argument("--num-beams", type=integer(1, 4096), default=1, metavar="N", help="Beam search with N beams.")
+    group.add_argument(
         "--length-penalty",
         type=number,
         default=1.0,
         help="Exponent of the length in beam search; larger values favour long texts (default 1).",
     )
-    add_model_flags(p, batch="Prompts at a time", axes=("tensor-model", "pipeline-model", "expert-model"))
-    return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -168,11 +168,9 @@ _SENTENCES: dict[str, str] = {
 
 
 @cache
-def names() -> Mapping[str, str]:
+def answers() -> Mapping[str, str]:
     """Name without dashes at the front -> flags or a sentence."""
-    table = {
-        name: answer for answers in (_FLAGS, _SENTENCES) for answer, names in answers.items() for name in names.split()
-    }
+    table = {name: answer for part in (_FLAGS, _SENTENCES) for answer, names in part.items() for name in names.split()}
     return MappingProxyType(table)
 
 
@@ -182,7 +180,7 @@ def given_elsewhere(spelling: str) -> str | None:
     Of `--training.seq_len` the part after the last dot counts, if the whole is unknown.
     """
     name = spelling.lstrip("-").replace("_", "-").lower()
-    answer = names().get(name.replace(".", "-")) or names().get(name.rpartition(".")[2])
+    answer = answers().get(name.replace(".", "-")) or answers().get(name.rpartition(".")[2])
     if answer is None:
         return None
     return f"here it is {answer}" if answer.startswith("--") else answer

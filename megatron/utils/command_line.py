@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.errors import ConfigError, InterruptError, MegatronError
-from megatron.utils.help import Entry, Help, more
+from megatron.utils.help import Help, HelpEntry, more
 from megatron.utils.loading import before_torch
 from megatron.utils.log import escape_unprintable, print_line, print_lines
 from megatron.utils.nearest_flag import nearest_flag
@@ -67,12 +67,12 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{flag}: no such flag; {hint}" if flag.startswith("-") else f"{word}: not a flag; {hint}")
 
 
-def _entry(section: str, action: argparse.Action) -> Entry:
+def _entry(section: str, action: argparse.Action) -> HelpEntry:
     several = " ..." if action.nargs in ("+", "*") else ""
     named = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.metavar or action.dest.upper()
     marks = " [required]" if action.required else ""
     value = "" if action.nargs == 0 else f"{named}{several}"
-    return Entry(section, tuple(action.option_strings), value, f"{action.help or ''}{marks}".strip())
+    return HelpEntry(section, tuple(action.option_strings), value, f"{action.help or ''}{marks}".strip())
 
 
 class _Once(argparse.Action):
