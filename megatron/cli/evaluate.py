@@ -2,9 +2,11 @@
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import megatron_anywhere
 from megatron.cli.model_flags import add_model_flags
 from megatron.errors import ConfigError
 from megatron.training.exit import StopReason, run_as_program
@@ -86,3 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     run_as_program(body)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(megatron_anywhere.evaluate())

@@ -1,9 +1,11 @@
 """The command line of tools/generate.py."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import megatron_anywhere
 from megatron.cli.model_flags import add_model_flags
 from megatron.errors import ConfigError
 from megatron.training.exit import StopReason, run_as_program
@@ -183,3 +185,7 @@ def check_sampling_flags(given: argparse.Namespace) -> None:
         raise ConfigError("--logprobs: has no effect without --output FILE; add that")
     if "" in given.stop:
         raise ConfigError("--stop: the text is empty and would end the output at once; give a text")
+
+
+if __name__ == "__main__":
+    sys.exit(megatron_anywhere.generate())

@@ -25,7 +25,7 @@ from megatron.distributed.start_watch import watched_start
 from megatron.errors import ConfigError, printable
 from megatron.layout import padded_vocab_size
 from megatron.ops.library import Library, library
-from megatron.ops.select import Kernels, left_to_compiler, usable_library
+from megatron.ops.select import Kernels, left_to_compiler, slower_without_kernels, usable_library
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.chat import build_chat_encoder
 from megatron.tokenizer_types import TOKENIZERS
@@ -117,7 +117,7 @@ def start(
     refusals = Refusals()
     check_world(config, launch.world_size, refusals)
     log = RankLog(launch.rank, stream or sys.stdout, stamped=LOG_FORMS[config.logging.log_format].stamped)
-    log.info(*map(printable, config.notices))
+    log.info(*slower_without_kernels(config.kernels.spec), *map(printable, config.notices))
     device, backend = None, "gloo"
     with refusals.of_checking():
         device = resolve_device(config.runtime.device, launch.local_rank)

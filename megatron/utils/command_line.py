@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron.commands import as_typed_here
 from megatron.errors import ConfigError, InterruptError, MegatronError
 from megatron.utils.help import Help, HelpEntry, more
 from megatron.utils.loading import before_torch
@@ -33,11 +34,14 @@ class Parser(argparse.ArgumentParser):
     With a `first_screen`, --help prints that; --help WORD and --help-all print the flags.
     """
 
-    def __init__(self, first_screen: str = "", **options: Any) -> None:
-        super().__init__(allow_abbrev=False, add_help=not first_screen, **options)
-        self._first_screen = first_screen
+    def __init__(self, first_screen: str = "", *, prog: str | None = None, **options: Any) -> None:
+        super().__init__(prog=prog and as_typed_here(prog), allow_abbrev=False, add_help=not first_screen, **options)
+        self._first_screen = as_typed_here(first_screen)
         self.register("action", None, _Once)
         self.register("type", Path, _path)
+
+    def format_help(self) -> str:
+        return as_typed_here(super().format_help())
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message[:1].lower()}{message[1:]}; see --help".removeprefix("argument "))
@@ -140,7 +144,7 @@ def run_tool(name: str, job: Callable[[], int | None]) -> int:
     escape_unprintable(sys.stdout)
     try:
         try:
-            return _exit_code(name, job)
+            return _exit_code(as_typed_here(name), job)
         finally:  # also after SystemExit of --help: a failing flush at interpreter exit would print a traceback
             sys.stdout.flush()
     except BrokenPipeError:

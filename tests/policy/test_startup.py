@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import megatron_anywhere
+from tests.policy import rules
 from tests.policy.rules import ROOT
 
 # Fails the process as soon as anything imports torch.
@@ -90,6 +92,10 @@ def test_another_package_of_the_name_is_one_line(program: str, place: str, tmp_p
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     hides = f"error: {tmp_path}/megatron/__init__.py: another package megatron hides this one; take its folder from "
     assert done.returncode == 2 and done.stderr.startswith(hides) and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_the_guard_knows_every_part() -> None:
+    assert set(megatron_anywhere.PARTS) == rules.LEVELS.keys()
 
 
 def test_the_guard_sees_torch() -> None:
