@@ -39,7 +39,7 @@ def _gathering(asking: str) -> Iterator[Exclude]:
         ("cuda_graphs", "a graph needs fixed addresses, and gathered weights have none"),
         ("compile", "the combination is untested"),
         ("store_param_remainders", "the sharded weights are the fp32 masters"),
-        ("optimizer_offload_fraction", "with sharded weights all of the optimizer's state is offloaded, or none"),
+        ("optimizer_offload_fraction", "with sharded weights all of the optimizer's state is offloaded or none"),
     ):
         yield Exclude(other=other, why=why, own=lambda run: run.parallel.zero_asked.get(asking, 0) >= 2)
 
