@@ -101,7 +101,7 @@ LATER: dict[str, str] = {
     "--vocab-file A-FILE --merge-file A-FILE": "--vocab-file",
     "--tokenizer-type HuggingFaceTokenizer --tokenizer-model TOKENIZER --vocab-size 9": "--vocab-size 9: the tokenizer",
     "--tokenizer-type HuggingFaceTokenizer --tokenizer-model TOKENIZER --fim-data": "--fim-prefix-token",
-    "--fim-data": "--fim-data: cuts text",
+    "--fim-data": "--fim-data: needs a text tokenizer",
     "--tiktoken-special-tokens <unk> --tokenizer-type TikTokenizer --tokenizer-model A-FILE": "--ti",
 }
 
