@@ -26,9 +26,20 @@ if (3, 11) <= sys.version_info[:2] <= (3, 13):
     echo "$first"
 }
 
+# Installs the packages and builds the C++ parts. The kernels that need no package compile meanwhile: pip keeps one core busy.
 setup_environment() {
-    local base
+    local base ahead failed=0
     base=$(find_python) || return 2
-    "$base" "$ROOT/tools/setup_environment.py" "$@" || return 2
+    "$base" "$ROOT/csrc/build.py" --ahead >/dev/null 2>&1 &
+    ahead=$!
+    trap 'kill "$ahead" 2>/dev/null; exit 130' INT
+    "$base" "$ROOT/tools/setup_environment.py" "$@" || failed=$?
+    if [ "$failed" -ne 0 ]; then
+        kill "$ahead" 2>/dev/null || :
+        return "$failed"
+    fi
+    trap - INT
     PYTHON=$ROOT/.venv/bin/python
+    (cd "$ROOT" && "$PYTHON" -u setup.py build_ext --inplace 2>&1 | tee -a .venv/setup.log | grep -E '^(kernels|megatron\.data\._helpers):') ||
+        echo "C++ parts: not built, see $ROOT/.venv/setup.log; numpy and PyTorch's own operations are used (slower)"
 }

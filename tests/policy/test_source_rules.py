@@ -242,7 +242,7 @@ def test_a_second_definition_is_found() -> None:
 
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 # Closed lists: nothing is added; whoever shortens one takes it out.
-LONG_FILES = {"csrc/build.py", "tools/setup_environment.py"}  # each is one program that imports nothing of ours
+LONG_FILES = {"csrc/build.py"}  # one program that imports nothing of ours
 LONG_FUNCTIONS: set[str] = set()
 
 
