@@ -10,6 +10,7 @@ from types import ModuleType
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 NAME = "megatron.data._helpers"
 KERNELS = Path("megatron", "ops", "_kernels.so")
@@ -23,6 +24,26 @@ def kernel_builder() -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+class WithConfigs(build_py):
+    """Puts configs/ of the checkout beside the packages, where --config NAME finds them once installed."""
+
+    def run(self) -> None:
+        super().run()
+        for file in self._configs():
+            self.copy_file(str(file), str(self._target(file)))
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        return [*super().get_outputs(include_bytecode), *(str(self._target(file)) for file in self._configs())]
+
+    def _configs(self) -> list[Path]:
+        return [] if self.editable_mode else sorted(Path("configs").glob("*.yaml"))
+
+    def _target(self, file: Path) -> Path:
+        target = Path(self.build_lib, "megatron", "configs", file.name)
+        self.mkpath(str(target.parent))
+        return target
 
 
 class BuildIfPossible(build_ext):
@@ -79,5 +100,5 @@ class BuildIfPossible(build_ext):
 
 setup(
     ext_modules=[Extension(NAME, ["csrc/data/helpers.cpp"], language="c++")],
-    cmdclass={"build_ext": BuildIfPossible},
+    cmdclass={"build_ext": BuildIfPossible, "build_py": WithConfigs},
 )

@@ -68,7 +68,7 @@ def test_what_is_copied_trains_and_installs(image: Path) -> None:
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0 and "pretrain_gpt.py --num-layers 28" in done.stdout, done.stderr
+    assert done.returncode == 0 and "pretrain_gpt.py --config qwen3-0.6b" in done.stdout, done.stderr
     reads = (
         "import sys; sys.path.insert(0, '.')\n"
         "from tools import setup_environment as s\n"

@@ -25,7 +25,9 @@ class RuntimeConfig:
     local_rank: int | None = flag(
         None, "Set by torch.distributed.launch; must agree with LOCAL_RANK.", at_least=0, cli_only=True
     )
-    config: str | None = flag(None, "YAML file of settings; flags override it.", cli_only=True)
+    config: str | None = flag(
+        None, "YAML file of settings, or the name of one in configs/; flags override it.", cli_only=True
+    )
     deepspeed: bool = flag(
         False,
         "Take the settings of a DeepSpeed configuration.",
