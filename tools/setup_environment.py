@@ -62,8 +62,8 @@ def outside_torch() -> str:
 
 def imported_torch(python: Path, modules: str, problem: str) -> str:
     """Version of the torch that imports with `modules`. Their compiled form is kept, whatever the user's setting."""
-    command = [str(python), "-c", f"import {modules}; print(torch.__version__)"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""})
+    code = f"import sys; sys.dont_write_bytecode = False; import {modules}; print(torch.__version__)"
+    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SetupError(problem.format((done.stderr.strip().splitlines() or ["no message"])[-1]))
     return done.stdout.split()[-1]

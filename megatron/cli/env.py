@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import megatron
 from megatron.errors import ConfigError
 from megatron.utils.command_line import Parser, run_tool
 from megatron.utils.log import print_line
@@ -107,9 +106,9 @@ def _devices_and_kernels(problem: Callable[[str], None]) -> Rows:
     for choice in resolve("auto", kind, native=native, warn=lambda _: None).choices:
         yield f"  {choice.op}", f"{choice.backend} ({choice.reason})"
     try:
-        importlib.import_module("megatron.pretrain")
+        importlib.import_module("megatron.training.assemble")
     except ImportError as error:
-        problem(f"megatron.pretrain: does not import ({error}); python -m pip install -r requirements.txt")
+        problem(f"megatron.training: does not import ({error}); python -m pip install -r requirements.txt")
 
 
 def _packages(problem: Callable[[str], None]) -> Rows:
@@ -121,9 +120,9 @@ def _packages(problem: Callable[[str], None]) -> Rows:
 
 
 def _conflicts(problem: Callable[[str], None]) -> Rows:
-    """Other folders of the namespace `megatron`; one that is searched first hides packages of ours."""
+    """Other folders of the namespace `megatron`. A folder that Python searches first hides our packages."""
     ours = {path.stem for path in HERE.iterdir() if path.name[0] not in "_."}
-    folders = [Path(path).resolve() for path in megatron.__path__]
+    folders = [Path(path).resolve() for path in sys.modules["megatron"].__path__]
     for folder in (folder for folder in folders if folder != HERE and folder.is_dir()):
         both = sorted(ours & {path.stem for path in folder.iterdir()})
         first = both and folders.index(folder) < folders.index(HERE)

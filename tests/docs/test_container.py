@@ -72,8 +72,7 @@ def test_what_is_copied_trains_and_installs(image: Path) -> None:
     reads = (
         "import sys; sys.path.insert(0, '.')\n"
         "from tools import setup_environment as s\n"
-        "assert s.wanted(()) and s.fingerprint("
-        ") and (s.ROOT / 'csrc' / 'build.py').is_file()\n"
+        "assert s.wanted(()) and s.fingerprint('') and (s.ROOT / 'csrc' / 'build.py').is_file()\n"
     )
     for command in ([sys.executable, "-c", reads], [sys.executable, "setup.py", "--version"]):
         done = subprocess.run(command, cwd=image, capture_output=True, text=True)

@@ -269,7 +269,7 @@ def test_what_the_lock_does_not_have_is_refused(checkout: Path, index: Path, pla
 def test_beside_a_vendors_torch_only_what_is_missing_is_installed(
     checkout: Path, index: Path, plain_python: str
 ) -> None:
-    """A numpy that was chosen with that torch stays; what is there in a version that is too old is replaced."""
+    """The numpy that was chosen with that torch stays, and a package that is too old is replaced."""
     vendor = fake_torch(checkout.parent / "vendor", VENDOR)
     for name, version in {"numpy": "0.9", "tokenizers": "0.1"}.items():
         with zipfile.ZipFile(index / f"{name}-1.0-py3-none-any.whl") as archive:
@@ -306,13 +306,17 @@ def test_uv_installs_the_same_lines_and_pip_where_it_fails(
 
 
 @pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed")
-def test_the_real_uv_keeps_the_same_promises(checkout: Path, index: Path, plain_python: str) -> None:
+def test_the_real_uv_keeps_the_same_promises(
+    checkout: Path, index: Path, plain_python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UV_NO_CACHE", "1")  # which has the right file after a first installation
+    right = wheel(index, "needed", "1.0", "value = 'of a stranger'")
+    refused(set_up(checkout, python=plain_python), "pip could not install")
+    assert "Hash mismatch for `needed==1.0`" in (checkout / ".venv" / "setup.log").read_text()
+    assert not {"needed", "torch"} & installed(checkout)
+    assert right != wheel(index, "needed", "1.0")
     done = set_up(checkout, python=plain_python)
     assert done.returncode == 0 and len(pip_calls(checkout)) == 2, done.stdout + done.stderr
-    shutil.rmtree(checkout / ".venv")
-    wheel(index, "needed", "1.0", "value = 'of a stranger'")
-    refused(set_up(checkout, python=plain_python), "pip could not install")
-    assert not {"needed", "torch"} & installed(checkout)
 
 
 def test_two_set_ups_at_once_make_one_environment(checkout: Path, index: Path, plain_python: str) -> None:
