@@ -77,6 +77,7 @@ def train() -> int:
 check_layout = partial(run, "check_layout")
 convert_checkpoint = partial(run, "convert_checkpoint")
 draw_pipeline = partial(run, "draw_pipeline")
+env = partial(run, "env")
 evaluate = partial(run, "evaluate")
 generate = partial(run, "generate")
 harness = partial(run, "harness")

@@ -10,6 +10,7 @@ from types import ModuleType
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 
 def load_builder() -> ModuleType:
@@ -23,6 +24,26 @@ def load_builder() -> ModuleType:
 
 
 BUILDER = load_builder()
+
+
+class WithConfigs(build_py):
+    """Puts configs/ of the checkout beside the packages, where --config NAME finds them once installed."""
+
+    def run(self) -> None:
+        super().run()
+        for file in self._configs():
+            self.copy_file(str(file), str(self._target(file)))
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        return [*super().get_outputs(include_bytecode), *(str(self._target(file)) for file in self._configs())]
+
+    def _configs(self) -> list[Path]:
+        return [] if self.editable_mode else sorted(Path("configs").glob("*.yaml"))
+
+    def _target(self, file: Path) -> Path:
+        target = Path(self.build_lib, "megatron", "configs", file.name)
+        self.mkpath(str(target.parent))
+        return target
 
 
 class BuildIfPossible(build_ext):
@@ -54,4 +75,7 @@ class AnyPythonWheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-setup(distclass=WithLibraries, cmdclass={"build_ext": BuildIfPossible, "bdist_wheel": AnyPythonWheel})
+setup(
+    distclass=WithLibraries,
+    cmdclass={"build_ext": BuildIfPossible, "build_py": WithConfigs, "bdist_wheel": AnyPythonWheel},
+)

@@ -13,8 +13,16 @@ _ROOT = Path(__file__).resolve().parents[1]
 _DISTRIBUTION = "megatron-anywhere"
 IN_CHECKOUT = (_ROOT / "csrc" / "build.py").is_file()
 TOOLS = (
-    *("check_layout", "convert_checkpoint", "draw_pipeline", "evaluate", "generate", "harness", "inspect_dataset"),
-    *("merge_datasets", "plot_loss", "preprocess_data", "profile_summary", "results_table", "train_tokenizer"),
+    *("check_layout", "convert_checkpoint", "draw_pipeline", "env", "evaluate", "generate", "harness"),
+    *(
+        "inspect_dataset",
+        "merge_datasets",
+        "plot_loss",
+        "preprocess_data",
+        "profile_summary",
+        "results_table",
+        "train_tokenizer",
+    ),
     *("verify_checkpoint",),
 )
 """Files of tools/ that are also installed as commands; each has a module of its name in `megatron.cli`."""

@@ -95,7 +95,7 @@ def flags_page() -> str:
     lines += _table(("prefix", "answer"), [(f"`{prefix}*`", note) for prefix, note in FAMILIES.items()])
     lines += ["", "## Presets", "", "`--model NAME` sets these; any flag overrides them.", ""]
     presets = [
-        (f"`{name}`", ", ".join(f"{field} {show(value)}" for field, value in values.items()))
+        (f"`{name}`", ", ".join(f"`{field} {show(value)}`" for field, value in values.items()))
         for name, values in PRESETS.items()
     ]
     lines += _table(("preset", "values"), presets)

@@ -27,7 +27,9 @@ class RuntimeConfig:
     local_rank: int | None = flag(
         None, "Local rank, set by torch.distributed.launch. Must agree with LOCAL_RANK.", at_least=0, cli_only=True
     )
-    config: str | None = flag(None, "YAML file of settings. Flags override it.", cli_only=True)
+    config: str | None = flag(
+        None, "YAML file of settings, or the name of one in configs/; flags override it.", cli_only=True
+    )
     deepspeed: bool = flag(
         False,
         "Read settings from --deepspeed_config.",
