@@ -1,8 +1,8 @@
 """Builds the documentation site without a network; warnings are errors.
 
-    pip install -e '.[docs]' -c constraints.txt
-    python tools/build_docs.py                  # into build/site
-    python tools/build_docs.py --check          # and checks links, anchors and the search index
+pip install -e '.[docs]' -c constraints.txt
+python tools/build_docs.py                  # into build/site
+python tools/build_docs.py --check          # and checks links, anchors and the search index
 """
 
 from __future__ import annotations

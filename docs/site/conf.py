@@ -18,9 +18,11 @@ include_patterns = ["docs/*.md", "docs/design/*.md", "CONTRIBUTING.md", "CHANGEL
 exclude_patterns = [".*", "build", "csrc", "megatron", "runs", "experiments", "tests"]
 
 myst_heading_anchors = 4
-myst_links_external_new_tab = False
+
+smartquotes = False  # "--seq-length" in a table stays as it is typed
 
 html_theme = "furo"
+pygments_dark_style = "monokai"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
@@ -28,5 +30,3 @@ html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}
 copybutton_prompt_text = r"\$ |>>> "
 copybutton_prompt_is_regexp = True
-# Nothing is loaded from another server: the site works without a network.
-html_baseurl = ""

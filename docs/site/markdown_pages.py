@@ -82,7 +82,9 @@ class Figures(SphinxTransform):
         for paragraph in list(self.document.findall(nodes.paragraph)):
             parts = [part for part in paragraph.children if part.astext().strip() or isinstance(part, nodes.image)]
             if [type(part) for part in parts] == [nodes.image, nodes.emphasis]:
-                paragraph.replace_self(nodes.figure("", parts[0], nodes.caption("", "", *parts[1].children)))
+                figure = nodes.figure("", parts[0], nodes.caption("", "", *parts[1].children))
+                figure["ids"] = [nodes.make_id(f"picture-{Path(parts[0]['uri']).stem}")]
+                paragraph.replace_self(figure)
 
 
 def redirect_to_start(app: Sphinx, error: Exception | None) -> None:

@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Read in this order, in one checkout: later pages use what earlier ones made.
 PAGES = (
     "README.md",
+    "docs/index.md",
     "docs/getting_started.md",
     "docs/from_megatron_lm.md",
     "docs/from_deepspeed.md",
@@ -27,6 +28,7 @@ PAGES = (
     "docs/numerics.md",
     "docs/performance.md",
     "docs/kernels.md",
+    "docs/api.md",
     "CONTRIBUTING.md",
 )
 
