@@ -22,7 +22,7 @@ myst_heading_anchors = 4
 smartquotes = False  # "--seq-length" in a table stays as it is typed
 
 html_theme = "furo"
-pygments_dark_style = "monokai"
+pygments_dark_style = "github-dark"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False

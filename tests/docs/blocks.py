@@ -28,8 +28,8 @@ PAGES = (
     "docs/numerics.md",
     "docs/performance.md",
     "docs/kernels.md",
-    "docs/api.md",
     "CONTRIBUTING.md",
+    "docs/api.md",
 )
 
 
