@@ -1,8 +1,7 @@
 """Builds the documentation site without a network; warnings are errors.
 
-pip install -e '.[docs]' -c constraints.txt
-python tools/build_docs.py                  # into build/site
-python tools/build_docs.py --check          # and checks links, anchors and the search index
+It needs the extra `docs`: pip install -e '.[docs]' -c constraints.txt. The site is written to build/site.
+With --check the command also checks links, anchors and the search index.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def read_search_index(site: Path) -> dict[str, Any]:
 
 
 def not_found(index: dict[str, Any], wanted: Iterable[str]) -> list[str]:
-    """Those of `wanted` for which the site's search has no entry of exactly that text that leads to an anchor."""
+    """Lists the texts that have no entry with an anchor in the site's search index."""
     entries = index["indexentries"]
     return [text for text in wanted if not any(anchor for _, anchor, _ in entries.get(text.lower(), ()))]
 

@@ -1,7 +1,6 @@
 """Draws the pictures of docs/ into docs/pictures/ as SVG, from the code and from docs/pictures/data/.
 
-python tools/draw_docs.py               # after a change of the data, a schedule or a formula
-python tools/draw_docs.py --output DIR  # elsewhere
+Run it after a change of the data, a schedule or a formula. `--output DIR` writes the pictures to another folder.
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ _ZERO = """--num-layers 1 --hidden-size 64 --num-attention-heads 1 --seq-length 
 
 
 def zero_bytes() -> dict[int, StateBytes]:
-    """What a rank keeps between steps at each stage, by the dry run's formula."""
+    """Bytes that a rank keeps between steps at each stage, by the dry run's formula."""
     configs = {stage: parse_args([*_ZERO.split(), str(stage)], needs_data=False) for stage in range(4)}
     return {stage: state_bytes(config, ZERO_PARAMETERS, ZERO_RANKS) for stage, config in configs.items()}
 

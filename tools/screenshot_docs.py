@@ -1,9 +1,7 @@
 """Takes pictures of the documentation site in a real browser, on a phone and on a desk, light and dark.
 
-    python tools/build_docs.py && python tools/screenshot_docs.py --chromium /usr/bin/chromium
-
-It fails if a page scrolls sideways, an image does not load or the console has an error, and if the site's own search
-does not list a flag and an exit code first.
+Build the site first (tools/build_docs.py). The command fails if a page scrolls sideways, an image does not load or the
+console has an error. It also fails if the site's own search does not list a flag and an exit code first.
 """
 
 from __future__ import annotations
@@ -136,7 +134,7 @@ class Browser:
 
 
 def mistakes(browser: Browser) -> list[str]:
-    """What is wrong with the page that is open."""
+    """Lists what is wrong with the page that is open."""
     found = [f"console: {text}" for text in browser.console_errors()]
     if (pixels := browser.value(_SIDEWAYS)) > 0:
         found.append(f"scrolls sideways by {pixels} pixels")

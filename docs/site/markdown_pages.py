@@ -64,7 +64,7 @@ class TableRows(SphinxTransform):
 
 
 def row_names(columns: list[str], cells: list[str]) -> list[str]:
-    """What a reader searches to find this row: a flag with its other spellings, or "exit code 14"."""
+    """Lists the texts that find this row in a search: a flag with its other spellings, or "exit code 14"."""
     if columns[0] in ("code", "exit code") and cells[0].isdigit():
         return [f"exit code {cells[0]}"]
     if columns[0] not in ("flag", "prefix"):

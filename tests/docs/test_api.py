@@ -48,7 +48,7 @@ def test_every_name_has_an_example_that_uses_it() -> None:
 
 
 def test_the_examples_run(tmp_path: Path) -> None:
-    """In the page's order and in one folder, as a reader runs them."""
+    """Runs them in the page's order and in one folder, as a reader does."""
     root, script = copy_checkout(tmp_path).root, []
     for block in blocks_of(PAGE.read_text(encoding="utf-8"), "docs/api.md"):
         example = f"example_{block.line}.py"
