@@ -1,12 +1,11 @@
-"""A benchmark of this checkout against that of an earlier commit, in turns on the same machine.
+"""Compares a benchmark of this checkout with an earlier commit's, in turns on the same machine.
 
     python benchmarks/against.py 33be30b train_step.py --dtype bf16 --steps 3 --only plain
     python benchmarks/against.py 33be30b parallel.py --only layouts --rounds 1
 
-The commit's files are unpacked into a temporary folder and its kernels built there; then each round runs the script of
-both checkouts, the earlier one first in every other round. Of each of the script's times the ratio, this checkout over
-the commit, is the median over rounds: above 1 it has become slower. Contenders that are not ours show what the machine
-itself did in the meantime.
+The script unpacks the commit into a temporary folder and builds its kernels. Each round runs the benchmark of both
+checkouts, in alternating order. A ratio is this checkout's time over the commit's, as the median over rounds: above 1
+it has become slower. Other contenders show the machine's drift.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def unpack(commit: str, folder: Path) -> None:
     build = [sys.executable, "setup.py", "build_ext", "--inplace"]
     done = subprocess.run(build, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"{commit} was not built: {done.stderr[-2000:]}")
+        raise SystemExit(f"{commit}: the build failed: {done.stderr[-2000:]}")
 
 
 def measure(checkout: Path, script: str, arguments: list[str], result: Path) -> dict[str, float]:
@@ -42,7 +41,7 @@ def measure(checkout: Path, script: str, arguments: list[str], result: Path) -> 
 
 
 def times(content: dict[str, Any]) -> dict[str, float]:
-    """Seconds of train_step.py's contenders; of parallel.py milliseconds a step, and the pipelines' bubbles."""
+    """Returns the seconds of train_step.py's contenders, or parallel.py's milliseconds per step and bubbles."""
     if "seconds" in content:
         return {name: statistics.median(found) for name, found in content["seconds"].items()}
     layouts = {row["layout"]: row["ms_per_step"] for row in content["layouts"]}
@@ -53,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit")
     parser.add_argument("script", choices=SCRIPTS)
-    parser.add_argument("--turns", type=int, default=3, help="of both checkouts (3)")
+    parser.add_argument("--turns", type=int, default=3, help="runs of each checkout (3)")
     args, arguments = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as name:
         before = Path(name, "checkout")

@@ -1,11 +1,11 @@
-"""Bandwidth of our collectives between the devices of this machine, beside torch's own and nccl's own program.
+"""Bandwidth of our collectives between this machine's devices, compared with torch and nccl-tests.
 
     python benchmarks/bus_bandwidth.py                     # all GPUs, over nccl
     python benchmarks/bus_bandwidth.py --device cpu --ranks 2 --sizes 1
 
-Bus bandwidth is what nccl-tests calls so: bytes of the whole buffer over time, times 2 (n - 1) / n for an all-reduce
-and (n - 1) / n for the others (1 for a ring shift), so that it compares with the link's. Ours and torch's take turns;
-the medians count. If `all_reduce_perf` of nccl-tests is on PATH, it runs last.
+Bus bandwidth is defined as in nccl-tests, comparable to the link's: bytes of the whole buffer over time, times
+2 (n - 1) / n for an all-reduce, 1 for a ring shift and (n - 1) / n for the others. Ours and torch's take turns; the
+result is the median. If `all_reduce_perf` of nccl-tests is on PATH, it runs last.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Run = Callable[[], object]
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--ranks", type=int, help="unset: every GPU, or two on the CPU")
-    parser.add_argument("--sizes", nargs="+", type=int, default=[1, 16, 256], help="of the whole buffer, in MiB")
+    parser.add_argument("--ranks", type=int, help="number of ranks (default: every GPU, or two on the CPU)")
+    parser.add_argument("--sizes", nargs="+", type=int, default=[1, 16, 256], help="sizes of the whole buffer in MiB")
     parser.add_argument("--rounds", type=int, default=10)
     return parser.parse_args(arguments)
 
@@ -47,21 +47,21 @@ def main(arguments: list[str]) -> int:
         return 0
     ranks = args.ranks or (2 if args.device == "cpu" else torch.cuda.device_count())
     if args.device == "cuda" and ranks < 2:
-        print(f"--device cuda: {ranks} found, and two are needed", file=sys.stderr)
+        print(f"--device cuda: needs two GPUs, found {ranks}", file=sys.stderr)
         return 2
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     code = subprocess.run([*launcher, __file__, *arguments], check=False).returncode
     program = shutil.which("all_reduce_perf")
     if args.device == "cuda":
         command = [program or "all_reduce_perf", "-b", "1M", "-e", "256M", "-f", "16", "-g", str(ranks)]
-        print("nccl's own:", "not installed (nccl-tests)" if program is None else " ".join(command), flush=True)
+        print("nccl-tests:", "not installed (nccl-tests)" if program is None else " ".join(command), flush=True)
         if program is not None:
             code = code or subprocess.run(command, check=False).returncode
     return code
 
 
 def measure(args: argparse.Namespace, local: int) -> None:
-    """One rank of the measurement; rank 0 prints."""
+    """Runs one rank of the measurement. Rank 0 prints."""
     import torch
     import torch.distributed as dist
 
@@ -81,7 +81,7 @@ def measure(args: argparse.Namespace, local: int) -> None:
 
 
 def contenders(size: int, device: Any) -> dict[str, tuple[Run, Run, float]]:
-    """(ours, torch's, share of the buffer that crosses a link) by name, for a whole buffer of `size` bytes."""
+    """Returns name -> (ours, torch's, share of the buffer that crosses a link), for a whole buffer of `size` bytes."""
     import torch
     import torch.distributed as dist
 
@@ -100,7 +100,7 @@ def contenders(size: int, device: Any) -> dict[str, tuple[Run, Run, float]]:
         for work in dist.batch_isend_irecv(messages):
             work.wait()
 
-    # torch 2.13 renamed these and warns of the old names, which older ones alone have.
+    # torch 2.13 renamed these and warns about the old names; older versions have only the old names.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     share = (ranks - 1) / ranks
@@ -126,7 +126,7 @@ def contenders(size: int, device: Any) -> dict[str, tuple[Run, Run, float]]:
 
 
 def in_turns(runs: Sequence[Run], rounds: int, device: Any) -> list[float]:
-    """Median seconds of each, after a first call that connects."""
+    """Measures the median seconds of each, after a first call that connects."""
     import torch
 
     times: list[list[float]] = [[] for _ in runs]

@@ -1,13 +1,13 @@
-"""Steps on a machine with other work and on an idle one, by how waiting threads wait: asleep, spinning, or as ours.
+"""Compares ways of waiting threads (sleep, spin, ours) on an idle and on a busy machine.
 
-    python benchmarks/busy_machine.py                    # the machine as it is, and with two busy processes per core
+    python benchmarks/busy_machine.py                    # without other work, and with two busy processes per core
     python benchmarks/busy_machine.py --rounds 2 --steps 4 --layers 2 --hidden 64 --heads 4 --seq 32 --vocab 512
 
-Three contenders, each a whole run of pretrain_gpt.py as a user starts it: "ours" at its defaults; "exported" with
-OMP_WAIT_POLICY=PASSIVE from the shell, which ours is to equal on a busy machine; "spinning" with GOMP_SPINCOUNT=300000,
-which is what the OpenMP library of torch's wheels does if nobody says anything, and which ours is to equal on an idle
-one. They take turns, and a ratio is the median over rounds of times taken within the same round. A step's time is the
-median of a run's steps after the first two.
+Each contender is a whole run of pretrain_gpt.py. Contender "ours" has default settings. Contender "exported" has
+OMP_WAIT_POLICY=PASSIVE from the shell, which ours should equal on a busy machine. Contender "spinning" has
+GOMP_SPINCOUNT=300000, the default of the OpenMP library in torch's wheels, which ours should equal on an idle machine.
+They take turns, and a ratio is the median over rounds of times within one round. A step's time is the median of a run's
+steps after the first two.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ CONTENDERS: Mapping[str, tuple[str, ...]] = {
     "spinning": ("-u", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT=300000"),
 }
 _FIRST = 2
-"""Steps that are not counted."""
+"""Number of first steps that are not counted."""
 
 
 def run(name: str, shape: argparse.Namespace, folder: Path) -> float:
-    """Median seconds of a step, from the run's own metrics file."""
+    """Runs a contender. Returns the median seconds per step from its metrics file."""
     metrics = folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     command = ["env", *CONTENDERS[name], sys.executable, str(ROOT / "pretrain_gpt.py"), *model_flags(shape)]
@@ -67,7 +67,7 @@ def model_flags(shape: argparse.Namespace) -> list[str]:
 
 @contextmanager
 def other_work(processes: int) -> Iterator[None]:
-    """So many processes that always have something to do."""
+    """Keeps this many busy processes running."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
         yield
@@ -96,7 +96,9 @@ def report(title: str, times: Mapping[str, Sequence[float]]) -> dict[str, float]
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--load", type=int, nargs="+", default=[0, 2 * usable_cpus()], help="busy processes, by turns")
+    parser.add_argument(
+        "--load", type=int, nargs="+", default=[0, 2 * usable_cpus()], help="numbers of busy processes to measure with"
+    )
     for name, default in (("rounds", 5), ("steps", 10), ("layers", 4), ("hidden", 128), ("heads", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
     for name, default in (("seq", 64), ("vocab", 4096), ("batch", 4)):

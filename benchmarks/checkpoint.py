@@ -1,19 +1,19 @@
-"""A checkpoint saved and loaded: ours, in the foreground and in the background, beside what the disk and torch do.
+"""Compares saving and loading a checkpoint, synchronous and asynchronous, with torch and the disk.
 
     python benchmarks/checkpoint.py --folder /fast/disk        # 1024 MB, five rounds
     python benchmarks/checkpoint.py --megabytes 16 --rounds 1
 
-The state is that of Adam for bf16 weights, in one process: weights, fp32 masters, two moments. All contenders end with
-fsync, and take turns; "of raw" is the median over rounds of the raw file's time over theirs in the same round.
+The state is Adam's for bf16 weights, in one process: weights, fp32 masters, two moments. All contenders end with fsync
+and take turns. "of raw" is the raw file's time over theirs, as the median over rounds.
 
-    raw file             the same bytes from one buffer; reading: hashed while they are in the cache
+    raw file             the same bytes from one buffer; reading hashes them while they are in the cache
     torch.save           one file
-    ours                 save_checkpoint and load_checkpoint: checksums while writing and while loading, the commit
-    ours, async          --async-save: how long training waits, and until the step is committed
+    ours                 save_checkpoint and load_checkpoint, with checksums and the commit
+    ours, async          --async-save: time that training waits, and time until the commit
     DCP, DCP async       torch.distributed.checkpoint, without checksums
 
-Reading is from the page cache, unless the files are larger than the memory, and into memory that is there already, as a
-model and an optimizer are (torch.save's excepted: torch.load makes its own).
+Reading is from the page cache, unless the files exceed the memory. All but torch.load read into allocated memory, like
+that of a model and an optimizer.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class State:
         self.memory = torch.ones(self.size, dtype=torch.uint8)
 
     def target(self) -> dict[str, Tensor]:
-        """As `flat`, in the memory that all contenders load into."""
+        """Returns the tensors of `flat`, in the memory that all contenders load into."""
         found, place = {}, 0
         for name, tensor in self.flat().items():
             found[name] = self.memory[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -142,7 +142,7 @@ def load_ours(state: State, folder: Path) -> None:
     own = {name: {kind: target[f"{place}/{name}"] for place, kind in places} for name in state.weights}
     loaded = load_checkpoint(found, parallel=state.parallel, params=params, own=own, load_rng=False)
     assert loaded.optimizer is not None
-    for name, kinds in own.items():  # as an optimizer copies what is not there yet
+    for name, kinds in own.items():  # as an optimizer copies tensors of other memory
         for kind, tensor in kinds.items():
             if loaded.optimizer[name][kind] is not tensor:
                 tensor.copy_(loaded.optimizer[name][kind])
@@ -158,7 +158,7 @@ def ours(state: State, folder: Path) -> Times:
 
 
 class OursInBackground:
-    """Its memory is kept from one save to the next, as in a run: the first one is not measured."""
+    """Asynchronous saves. Their memory is kept between saves, as in a run; the first save is not measured."""
 
     def __init__(self, state: State) -> None:
         self._background = Background(state.parallel, CPU, later=False)
@@ -191,7 +191,7 @@ def dcp_async(state: State, folder: Path) -> Times:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="where to write; the system's temporary folder by default")
+    parser.add_argument("--folder", type=Path, help="folder to write in (default: the system's temporary folder)")
     parser.add_argument("--megabytes", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
@@ -216,7 +216,7 @@ def main() -> None:
 def measured(
     state: State, contenders: dict[str, Callable[[State, Path], Times]], rounds: int, folder: Path | None
 ) -> dict[str, list[Times]]:
-    """After one round that is not counted."""
+    """Measures all rounds after one that is not counted."""
     found: dict[str, list[Times]] = {name: [] for name in contenders}
     for number in range(rounds + 1):
         for name in rotated(list(contenders), number):
@@ -225,7 +225,7 @@ def measured(
                 times = contenders[name](state, place)
             finally:
                 shutil.rmtree(place)
-                os.sync()  # what one has left to the disk is not another's time
+                os.sync()  # pending writes of one contender must not slow the next
             if number:
                 found[name].append(times)
     return found

@@ -1,10 +1,10 @@
-"""The engine for any model beside a plain loop with torch's DistributedDataParallel: time per step.
+"""Compares the step time of the engine for any model with a plain DistributedDataParallel loop.
 
     python benchmarks/engine.py                     # the model of the ZeRO article, two ranks on the CPU
     python benchmarks/engine.py --width 512 --layers 8 --batch 64
 
-Both train the same model with torch.optim.AdamW in the same processes and take turns, so a ratio is of times that were
-taken one after the other. Above 1 the engine is faster.
+Both train the same model with torch.optim.AdamW in the same processes and take turns. A ratio compares successive
+times; above 1 the engine is faster.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def measure(rank: int, arguments: argparse.Namespace, meeting: str) -> None:
         ),
     }
     for step in loops.values():
-        seconds(step, x, y, arguments.steps)  # what is allocated in the first steps
+        seconds(step, x, y, arguments.steps)  # warm-up: the first steps allocate
     ratios = []
     for number in range(arguments.rounds):
         order = list(loops) if number % 2 == 0 else list(reversed(loops))
@@ -101,10 +101,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=10)
     parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--batch", type=int, default=4, help="samples of each rank")
+    parser.add_argument("--batch", type=int, default=4, help="samples per rank")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--stage", type=int, default=0, help="of ZeRO, for the engine")
-    parser.add_argument("--steps", type=int, default=300, help="of a turn")
+    parser.add_argument("--stage", type=int, default=0, help="stage of ZeRO, for the engine")
+    parser.add_argument("--steps", type=int, default=300, help="steps per turn")
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,10 +1,10 @@
-"""Tokens per second of an evaluation, over the same work in `transformers` on the same weights.
+"""Compares an evaluation's tokens per second with `transformers` on the same weights.
 
     python benchmarks/evaluate.py                  # perplexity and multiple choice, about five minutes on two cores
 
 Both score the same rows with the same model: overlapping windows of a text, and choices of short contexts. The peer
-does it as one does there: rows sorted by length, batches padded, the model's logits, log-softmax, gather. Each has a
-process of its own, and they take turns. Tokens are those that the rows read, without padding.
+sorts rows by length, pads batches, and gathers from the log-softmax of the logits. Each contender has a separate
+process, and they take turns. Padding does not count as tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WINDOW, BATCH, VOCABULARY = 512, 8, 50257
 
 
 def rows_of(work: str, count: int) -> list[Scored]:
-    """Ids are random: what is computed does not depend on them."""
+    """Makes rows of random ids, because the cost does not depend on them."""
     random = np.random.default_rng(1)
     if work == "perplexity":
         return list(windows(random.integers(0, VOCABULARY, 1 + count * WINDOW // 2), WINDOW, WINDOW // 2))
@@ -97,7 +97,7 @@ def prepare(name: str, folder: Path, threads: int, rows: list[Scored]) -> Turn:
 
 
 def race(work: str, args: argparse.Namespace, folder: Path) -> float:
-    """The ratio of our speed to theirs."""
+    """Races the contenders. Returns the ratio of our speed to theirs."""
     rows = rows_of(work, args.rows)
     tokens = sum(row.length for row in rows)
     contenders = {name: partial(prepare, name, folder, args.threads, rows) for name in CONTENDERS}

@@ -1,10 +1,10 @@
-"""Tokens per second of greedy generation, over `transformers.generate()` with its cache on the same weights.
+"""Compares greedy generation's tokens per second with `transformers.generate()` on the same weights.
 
     python benchmarks/generate.py                  # GPT-2 small and a Llama of its size, batches of 1 and 8, fp32
 
-Each has a process of its own, and they take turns. The third contender is the limit: the bare products of a step's
-weights with so many rows, once per token, and nothing between them. Our packed copies of the weights are made before
-the clock starts, as the tool makes them once.
+Each contender has a separate process, and they take turns. The third contender is the limit: only the matrix products
+of a step with that many rows, once per token. Our packed copies of the weights are made before the clock starts,
+because the tool makes them once.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def theirs(folder: Path, args: argparse.Namespace) -> Generate:
 
 
 def limit(folder: Path, args: argparse.Namespace) -> Generate:
-    """The products of the matrices alone."""
+    """Computes only the matrix products."""
     from transformers import AutoModelForCausalLM
 
     from megatron.ops import resolve
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=768)
     parser.add_argument("--vocabulary", type=int, default=50257)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt (128)")
-    parser.add_argument("--new", type=int, default=128, help="tokens that follow (128)")
+    parser.add_argument("--new", type=int, default=128, help="number of generated tokens (128)")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -1,16 +1,16 @@
-"""Training steps side by side on one GPU: ours, transformers' GPT-2 and a nanoGPT-shaped model, both compiled.
+"""Compares training steps on one GPU: ours, compiled transformers GPT-2, a compiled nanoGPT-like model.
 
     python benchmarks/gpu_peers.py --json peers.json           # 124M, 345M and the tutorial's 110M, within 450 s
     python benchmarks/gpu_peers.py --sizes 345M --only ours ours-compile compiled compiled-autocast
-    python benchmarks/gpu_peers.py --sizes tiny --device cpu --rounds 2 --steps 2 --warm-up 1   # to see that it runs
+    python benchmarks/gpu_peers.py --sizes tiny --device cpu --rounds 2 --steps 2 --warm-up 1   # smoke test
 
-Ours is what pretrain_gpt.py makes of the flags of benchmarks/gpu_steps.py, its loader and settling included; the peers
-are benchmarks/parts/peers.py on batches of the same loader, with the same AdamW. All are bf16, without dropout.
+Ours is pretrain_gpt.py with the flags of benchmarks/gpu_steps.py, including its loader. The peers are
+benchmarks/parts/peers.py on batches of the same loader, with the same AdamW. All are bf16, without dropout.
 
-Every contender has a process of its own. They take turns: a few steps that do not count, a block between two readings
-of the clock, the device idle at both; then what they do not hold is given back, for all share one memory. A ratio is
-the median over rounds of times of the same round. Who does not fit, is not installed or takes too long is left out,
-with the reason. What has been measured is in the record after every round, and the end comes before --seconds.
+Every contender has a separate process. In its turn it runs a few uncounted steps, then a timed block that begins and
+ends with an idle device. Then it frees memory, because all share the device. A ratio is the median over rounds of times
+within one round. A contender that does not fit, is not installed or takes too long is left out, with the reason. The
+record is written after every round. The script ends before --seconds.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from megatron.model.flops import flops_per_token
 from megatron.utils.device import accelerator_memory
 from megatron.utils.process import peak_resident_bytes
 
-WAITS = (5.0, 10.0, 20.0, 30.0)  # seconds for memory, in the first steps: others hold theirs while they compile
-SETTLING = 2  # steps of a turn that do not count: memory that was given back is taken again
-GETTING_READY = 0.8  # of a size's time, at most; the rest is for measuring
-ENDLESS = 10**6  # iterations: more than anybody takes
+WAITS = (5.0, 10.0, 20.0, 30.0)  # seconds to wait for memory in the first steps, while others compile
+SETTLING = 2  # uncounted steps of a turn, which allocate freed memory again
+GETTING_READY = 0.8  # largest share of a size's time for starting; the rest is for measuring
+ENDLESS = 10**6  # iterations, more than any contender runs
 OPTIMIZER = (
     f"--lr {peers.LEARNING_RATE} --lr-decay-style constant --adam-beta1 {peers.BETAS[0]} --adam-beta2 {peers.BETAS[1]} "
     f"--weight-decay {peers.WEIGHT_DECAY} --clip-grad {peers.CLIP}"
 )
 Block = Callable[[int], float]
-"""Makes so many steps, and returns the last one's loss."""
+"""Makes this many steps, and returns the last loss."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Task:
 
     @property
     def vocab(self) -> int:
-        """With its padding: the same products for everybody."""
+        """Padded vocabulary, so that all contenders compute the same products."""
         return padded_vocab_size(self.size.vocab, 128, 1)
 
     @property
@@ -89,18 +89,18 @@ class Ready:
     block: Block
     about: dict[str, Any] = field(default_factory=dict)
     rest: Callable[[], None] = lambda: None
-    """Gives back what it need not hold between its turns."""
+    """Frees memory that is not needed between turns."""
 
 
 @dataclass(frozen=True)
 class Contender:
     prepare: Callable[[Task], Ready]
     compiles_all: bool = False
-    """Its first step takes a minute or more of the processor."""
+    """True if compiling makes its first step take a minute or more."""
 
 
 def our_block(task: Task, extra: str = "") -> Ready:
-    """The trainer of pretrain_gpt.py, an iteration at a time; and which kernels it takes."""
+    """Makes a block of the trainer of pretrain_gpt.py, and records its kernels."""
     from megatron.engine import GraphedPasses
     from megatron.pretrain import setup
     from megatron.training.assemble import assemble
@@ -123,13 +123,13 @@ def our_block(task: Task, extra: str = "") -> Ready:
 
     def rest() -> None:
         if isinstance(trainer.engine.passes, GraphedPasses):
-            trainer.engine.passes.forget()  # a recording holds the memory of a whole pass
+            trainer.engine.passes.forget()  # a CUDA graph holds the memory of a whole pass
 
     return Ready(block, about, rest)
 
 
 def host_waits(step: Callable[[], object]) -> list[str]:
-    """Where two steps make the host wait for the device, as torch's sync-debug mode sees it. Nowhere, that is."""
+    """Returns the places of host syncs in two steps, from torch's sync-debug mode. There should be none."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -143,7 +143,7 @@ def host_waits(step: Callable[[], object]) -> list[str]:
 
 
 def peer_block(task: Task, make: Callable[..., peers.Step], **how: bool) -> Ready:
-    """A plain loop that reads its loss once a block."""
+    """Makes a plain loop that reads its loss once per block."""
     torch.manual_seed(1)
     size, on_gpu = task.size, task.device != "cpu"
     data = MockDataset(size=ENDLESS, seq_length=size.seq, vocab_size=size.vocab, seed=1, split=0)
@@ -176,7 +176,7 @@ CONTENDERS = {
     "ours-compile": Contender(partial(our_block, extra="--compile")),
     "transformers": Contender(partial(TRANSFORMERS, compiled=True), compiles_all=True),
     "compiled": Contender(partial(PLAIN, compiled=True), compiles_all=True),
-    # Not run unless named: fp32 weights, as nanoGPT itself has them, and without a compiler.
+    # Run only if named: fp32 weights, as in nanoGPT, and a version without a compiler.
     "transformers-autocast": Contender(partial(TRANSFORMERS, compiled=True, autocast=True), compiles_all=True),
     "compiled-autocast": Contender(partial(PLAIN, compiled=True, autocast=True), compiles_all=True),
     "plain": Contender(PLAIN),
@@ -186,7 +186,7 @@ USUAL = ("ours", "ours-graphs", "ours-compile", "transformers", "compiled")
 
 
 def prepare(name: str, task: Task) -> Turn:
-    """In a contender's process. Its first turn only warms up."""
+    """Prepares a contender in its process. The first turn only warms up."""
     ready = CONTENDERS[name].prepare(task)
     block, about = ready.block, ready.about
     on_gpu = task.device != "cpu"
@@ -218,7 +218,7 @@ def prepare(name: str, task: Task) -> Turn:
 
 
 def first_steps(block: Block, steps: int, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Others make theirs at the same time, and memory may not hold them all: what is compiled stays compiled."""
+    """Makes the first steps, and retries if other contenders take the memory. Compiled code is kept between tries."""
     for seconds in WAITS:
         with contextlib.suppress(torch.OutOfMemoryError):
             block(steps)
@@ -232,8 +232,8 @@ def first_steps(block: Block, steps: int, sleep: Callable[[float], None] = time.
 
 
 def get_ready(contenders: Contenders, names: Sequence[str], task: Task, steps: int, until: float) -> None:
-    """All begin at once, and those whose model is compiled whole take their first steps as soon as they can. The others
-    take theirs one by one meanwhile: memory does not hold the first steps of all."""
+    """Starts all contenders at once. Those that compile the whole model make their first steps at once. The others
+    make theirs one by one meanwhile, because memory does not hold the first steps of all."""
     slow = [name for name in names if CONTENDERS[name].compiles_all]
     quick = [name for name in names if name not in slow]
     for name in (*slow, *quick):
@@ -252,7 +252,7 @@ def get_ready(contenders: Contenders, names: Sequence[str], task: Task, steps: i
 def compare(
     task: Task, names: Sequence[str], rounds: int, steps: int, until: float, save: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Rounds until there are enough or the time is out; `save` is given the result so far after each."""
+    """Runs rounds until there are enough or the time is over. Passes the result so far to `save` after each."""
     begun = time.monotonic()
     contenders = Contenders()
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
@@ -298,7 +298,7 @@ def summary(task: Task, measured: Mapping[str, list[dict[str, Any]]], left_out: 
 def table(size: Size, result: dict[str, Any]) -> str:
     lines = [
         f"{size.name:<22} {'ms/step':>8} {'tokens/s':>9} {'samples/s':>9} {'TFLOP/s':>8} {'of 989':>7} {'peak GiB':>8} "
-        f"{'loss':>7}   speed of ours / theirs"
+        f"{'loss':>7}   our speed / theirs"
     ]
     for name, found in result["contenders"].items():
         ratio = found["our_speed_over_theirs"]
@@ -312,10 +312,10 @@ def table(size: Size, result: dict[str, Any]) -> str:
 
 
 def verdicts(size: Size, found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The fastest of ours against the fastest peer, and what was published."""
+    """Compares our fastest contender with the fastest peer and with published numbers."""
     ours, theirs = ([name for name in found if name.startswith("ours") is own] for own in (True, False))
     waits = {name: found[name]["host_waits"] for name in ours if found[name].get("host_waits")}
-    lines = [f"{name}: the host waits for the device in a step: {', '.join(places)}" for name, places in waits.items()]
+    lines = [f"{name}: a step has host syncs: {', '.join(places)}" for name, places in waits.items()]
     if ours and theirs:
         mine, peer = (min(names, key=lambda name: found[name]["ms"]) for names in (ours, theirs))
         ratio = found[peer]["ms"] / found[mine]["ms"]
@@ -323,27 +323,29 @@ def verdicts(size: Size, found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     if ours and size.published_tokens is not None:
         mine = min(ours, key=lambda name: found[name]["ms"])
         ratio = found[mine]["tokens_per_second"] / size.published_tokens
-        lines.append(f"{mine}: {ratio:.2f}x of what is published: {size.published}")
+        lines.append(f"{mine}: {ratio:.2f}x of the published result: {size.published}")
     return lines
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=NAMED, default=["124M", "345M", "110M"])
-    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=USUAL, help="contenders, besides ours")
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=USUAL, help="contenders to run besides ours")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--flags", default="", help='more flags for all of ours, as in --flags="--kernels native"')
-    parser.add_argument("--rounds", type=int, default=6, help="at most; as many as fit into the time")
-    parser.add_argument("--steps", type=int, default=5, help="of a block")
+    parser.add_argument(
+        "--flags", default="", help='more flags for all our contenders, as in --flags="--kernels native"'
+    )
+    parser.add_argument("--rounds", type=int, default=6, help="largest number of rounds, if the time allows")
+    parser.add_argument("--steps", type=int, default=5, help="steps per block")
     parser.add_argument("--warm-up", type=int, default=10, help="steps before the first block")
-    parser.add_argument("--workers", type=int, default=2, help="processes that load each contender's data")
-    parser.add_argument("--seconds", type=float, default=450, help="for everything")
-    parser.add_argument("--json", type=Path, help="also write the results here, after every round")
+    parser.add_argument("--workers", type=int, default=2, help="data-loading processes per contender")
+    parser.add_argument("--seconds", type=float, default=450, help="time limit of the whole script")
+    parser.add_argument("--json", type=Path, help="file for the results, written after every round")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None, about: Mapping[str, Any] | None = None) -> int:
-    """`about`: what else the record is to say."""
+    """Runs the benchmark. `about`: further entries of the record."""
     args = parse(arguments)
     until = time.monotonic() + args.seconds
     names = list(dict.fromkeys(["ours", *args.only]))

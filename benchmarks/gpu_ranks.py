@@ -1,13 +1,13 @@
-"""Every kind of parallelism on two real devices, beside one: does each layout start, end and train the same?
+"""Checks that every parallel layout starts, ends and trains alike on two real devices and on one.
 
     python benchmarks/gpu_ranks.py                                # every case on the first two GPUs, over nccl
     python benchmarks/gpu_ranks.py --cases TP2 "PP2 1f1b" --connections 1
-    python benchmarks/gpu_ranks.py --device cpu --cases TP2       # over gloo, to see that it runs
+    python benchmarks/gpu_ranks.py --device cpu --cases TP2       # smoke test over gloo
 
-Each case is a run of pretrain_gpt.py in processes of its own with a time limit, so that a hang is a row of the report
-and not the end of it. Its losses and gradient norms in fp32 are held against those of one device. Every case runs with
-CUDA_DEVICE_MAX_CONNECTIONS at 1, which many scripts export, and at 8, which is CUDA's default. Then the kernels are
-compared with fp64 on the second device, and bus bandwidths are measured (benchmarks/bus_bandwidth.py).
+Each case is a run of pretrain_gpt.py in separate processes with a time limit, so the report survives a hang. Its fp32
+losses and gradient norms are compared with those of one device. Every case runs with CUDA_DEVICE_MAX_CONNECTIONS at 1,
+which many scripts export, and at 8, CUDA's default. Then the script compares the kernels with fp64 on the second device
+and measures bus bandwidths (benchmarks/bus_bandwidth.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 LOSS_GATE, NORM_GATE = 1e-5, 1e-4
-"""Relative, in fp32: rounding is 1e-7 in a loss and 1e-6 in a norm; a lost sum or a wrong mask is above 1e-4."""
+"""Relative limits in fp32. Rounding is 1e-7 in a loss and 1e-6 in a norm; a lost sum or a wrong mask is above 1e-4."""
 STEPS = 4
 TP, EP, CP = "--tensor-model-parallel-size", "--expert-model-parallel-size", "--context-parallel-size"
 PP, VIRTUAL = "--pipeline-model-parallel-size", "--num-layers-per-virtual-pipeline-stage"
@@ -44,7 +44,7 @@ class Case:
     flags: tuple[str, ...]
     ranks: int = 2
     model: tuple[str, ...] = ()
-    """Flags that the single device gets, too."""
+    """Flags that the single device gets too."""
 
 
 CASES = (
@@ -69,7 +69,7 @@ NAMED = {case.name: case for case in CASES}
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended: its exit code, None if it was ended at the time limit, and the last of what it said."""
+    """Outcome of a command: its exit code (None if it was killed at the time limit) and its last output."""
 
     code: int | None
     said: tuple[str, ...]
@@ -77,7 +77,7 @@ class Ended:
 
 
 def run_within(command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> Ended:
-    """Runs a command in a session of its own, all of which is killed when the time is over."""
+    """Runs a command in a new session, and kills the whole session at the time limit."""
     started = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
@@ -101,7 +101,7 @@ def run_within(command: Sequence[str], seconds: float, environment: Mapping[str,
 
 
 def train(ranks: int, flags: Sequence[str], device: str, seconds: float, environment: Mapping[str, str]) -> Any:
-    """The records of a run's steps, or how it ended if it did not end well."""
+    """Runs a training. Returns the records of its steps, or its outcome if it failed."""
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
@@ -124,7 +124,7 @@ def _model(device: str) -> list[str]:
 
 
 def held_against(got: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The largest relative differences of losses and gradient norms, and whether they are those of rounding."""
+    """Returns the largest relative differences of losses and gradient norms, with a verdict: rounding or not."""
 
     def largest(name: str) -> float:
         pairs = [(ours[name], theirs[name]) for ours, theirs in zip(got, expected, strict=True)]
@@ -137,14 +137,14 @@ def held_against(got: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[st
 
 
 def judge(case: Case, expected: Any, device: str, seconds: float, environment: Mapping[str, str]) -> dict[str, Any]:
-    """One row of the report."""
+    """Runs a case and returns its row of the report."""
     started = time.monotonic()
     got = train(case.ranks, [*case.model, *case.flags], device, seconds, environment)
     row: dict[str, Any] = {"case": case.name, **environment, "seconds": round(time.monotonic() - started, 1)}
     if isinstance(got, Ended):
         return row | failure(got, seconds)
     if isinstance(expected, Ended):
-        return row | {"verdict": "ended well; one device did not, so nothing is compared"}
+        return row | {"verdict": "succeeded; the run on one device failed, so nothing is compared"}
     return row | held_against(got, expected)
 
 
@@ -165,7 +165,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def kernels_on(device: str) -> int:
-    """Compares every native operation with fp64 on a device that need not be the first; returns the exit code."""
+    """Compares every native operation with fp64 on a device, which need not be the first. Returns the exit code."""
     import torch
 
     from megatron.ops.library import library
@@ -189,7 +189,7 @@ def kernels_on(device: str) -> int:
 
 
 def devices(kind: str) -> int:
-    """How many there are; asked in a process of its own, which takes no memory of a GPU here."""
+    """Number of devices, from a separate process so that this one takes no GPU memory."""
     if kind == "cpu":
         return 2
     found = run_within([sys.executable, "-c", "import torch; print(torch.cuda.device_count())"], 120, {})
@@ -197,21 +197,21 @@ def devices(kind: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None, about: Mapping[str, Any] | None = None) -> int:
-    """`about`: what else the record is to say."""
+    """Runs all cases. `about`: further entries of the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=NAMED, default=list(NAMED))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--connections", nargs="+", type=int, default=[1, 8], help="CUDA_DEVICE_MAX_CONNECTIONS")
-    parser.add_argument("--case-seconds", type=float, default=90, help="for one case")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="for everything")
-    parser.add_argument("--json", type=Path, help="also write the results here, after every row")
-    parser.add_argument("--kernels-on", metavar="DEVICE", help="only compare the kernels there with fp64")
+    parser.add_argument("--case-seconds", type=float, default=90, help="time limit of one case")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="time limit of the whole script")
+    parser.add_argument("--json", type=Path, help="file for the results, written after every row")
+    parser.add_argument("--kernels-on", metavar="DEVICE", help="only compare the kernels on this device with fp64")
     args = parser.parse_args(arguments)
     if args.kernels_on is not None:
         return kernels_on(args.kernels_on)
     found = devices(args.device)
     if found < 2:
-        parser.error(f"--device {args.device}: {found} found, and two are needed; --device cpu shows that it runs")
+        parser.error(f"--device {args.device}: needs two devices, found {found}; use --device cpu as a smoke test")
     report = Report(args, about or {})
     for connections in args.connections if args.device == "cuda" else [None]:
         variable = {} if connections is None else {"CUDA_DEVICE_MAX_CONNECTIONS": str(connections)}
@@ -219,7 +219,7 @@ def main(arguments: Sequence[str] | None = None, about: Mapping[str, Any] | None
             if NAMED[name].ranks <= max(found, 2 if args.device == "cuda" else 4):
                 report.case(NAMED[name], variable)
             else:
-                report.left_out(NAMED[name], variable, f"left out: needs {NAMED[name].ranks} devices, {found} are here")
+                report.left_out(NAMED[name], variable, f"left out: needs {NAMED[name].ranks} devices, found {found}")
     if args.device == "cuda":
         report.command("kernels on cuda:1", [str(Path(__file__)), "--kernels-on", "cuda:1"])
     small = ["--sizes", "1", "--rounds", "2"] if args.device == "cpu" else []
@@ -228,7 +228,7 @@ def main(arguments: Sequence[str] | None = None, about: Mapping[str, Any] | None
 
 
 class Report:
-    """Rows that are printed and written as they come."""
+    """Report whose rows are printed and written at once."""
 
     def __init__(self, args: argparse.Namespace, about: Mapping[str, Any]) -> None:
         self._args, self._about = args, about
@@ -245,7 +245,7 @@ class Report:
         seconds = self._left()
         row = judge(case, self._one_device[case.model], device, seconds, environment)
         if seconds < self._args.case_seconds and row["verdict"].startswith("HUNG"):
-            row["verdict"] = f"NOT RUN to its end: the time for everything was over after {seconds:.0f} s of it"
+            row["verdict"] = f"NOT RUN to its end: --seconds were over after {seconds:.0f} s of it"
         return self._add(row)
 
     def left_out(self, case: Case, environment: Mapping[str, str], why: str) -> None:

@@ -1,12 +1,12 @@
-"""Whole training steps on one GPU, as a user starts them, beside the bars that this project set itself.
+"""Measures whole training steps on one GPU and compares them with this project's targets.
 
     python benchmarks/gpu_steps.py                       # every size, bf16, dropout 0, no recompute
     python benchmarks/gpu_steps.py --sizes 124M 345M --flags="--cuda-graphs"
-    python benchmarks/gpu_steps.py --sizes tiny --device cpu --iters 10 --warm-up 4   # to see that it runs
+    python benchmarks/gpu_steps.py --sizes tiny --device cpu --iters 10 --warm-up 4   # smoke test
 
-Each size is a run of pretrain_gpt.py on mock data: optimizer, loader and copies to the device included. Iterations are
-timed in blocks, the clock read once a block after the device has finished; the first ones are warm-up. Model FLOPs are
-Megatron's (attention's full square, padded vocabulary), over 989 TFLOP/s: a bf16 H100 or H200 without sparsity.
+Each size is a run of pretrain_gpt.py on mock data, including optimizer, loader and copies to the device. Iterations are
+timed in blocks: the clock is read once per block, when the device has finished. The first iterations are warm-up. Model
+FLOPs are Megatron's (attention's full square, padded vocabulary), over the 989 TFLOP/s of a dense bf16 H100 or H200.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Size:
     seq: int
     micro_batch: int
     vocab: int
-    floor: float | None = None  # of 989 TFLOP/s, what must be reached; `aim` is what we would like
-    aim: float | None = None
-    published: str = ""  # what a tutorial reports, and its tokens/s for one GPU
-    published_tokens: float | None = None
+    floor: float | None = None  # required share of 989 TFLOP/s
+    aim: float | None = None  # desired share
+    published: str = ""  # result of a tutorial
+    published_tokens: float | None = None  # its tokens/s for one GPU
 
 
 SIZES = (
@@ -57,7 +57,7 @@ NAMED = {size.name: size for size in SIZES}
 
 
 def run_flags(size: Size, device: str, iters: int, *, log_interval: int = BLOCK) -> list[str]:
-    """For pretrain_gpt.py."""
+    """Returns the flags for pretrain_gpt.py."""
     flags: dict[str, Any] = {
         "--num-layers": size.layers, "--hidden-size": size.hidden, "--num-attention-heads": size.heads,
         "--seq-length": size.seq, "--max-position-embeddings": size.seq, "--vocab-size": size.vocab,
@@ -70,7 +70,7 @@ def run_flags(size: Size, device: str, iters: int, *, log_interval: int = BLOCK)
 def measure(
     size: Size, device: str, iters: int, warm_up: int, extra: list[str], until: float = math.inf
 ) -> dict[str, Any]:
-    """`until`: by time.monotonic(), when it must be over. What memory does not hold is tried with half the batch."""
+    """Measures a size, and retries with half the batch if memory is too small. `until`: a time.monotonic() deadline."""
     result = measure_once(size, device, iters, warm_up, extra, until)
     too_large = any("out of memory" in text for text in result.get("said", ()))
     if too_large and size.micro_batch > 1 and time.monotonic() < until:
@@ -92,7 +92,7 @@ def measure_once(size: Size, device: str, iters: int, warm_up: int, extra: list[
             failed = done.returncode != 0
             said = done.stderr.strip().splitlines() or ["no message"]
         except subprocess.TimeoutExpired:
-            failed, said = True, [f"not done within the {seconds:.0f} s that were left"]
+            failed, said = True, [f"not done within the remaining {seconds:.0f} s"]
         records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
     blocks = [r for r in records if r["split"] == "train" and r["iteration"] > warm_up]
     result = {
@@ -138,18 +138,18 @@ def line(size: Size, result: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None, about: Mapping[str, Any] | None = None) -> int:
-    """`about`: what else the record is to say."""
+    """Runs the benchmark. `about`: further entries of the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=NAMED, default=[s.name for s in SIZES if s.name != "tiny"])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--iters", type=int, default=40)
-    parser.add_argument("--warm-up", type=int, default=15, help="iterations that do not count")
+    parser.add_argument("--warm-up", type=int, default=15, help="number of first iterations that do not count")
     parser.add_argument("--flags", default="", help='more flags for pretrain_gpt.py, as in --flags="--cuda-graphs"')
-    parser.add_argument("--seconds", type=float, default=math.inf, help="for everything")
-    parser.add_argument("--json", type=Path, help="also write the results here, after every size")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="time limit of the whole script")
+    parser.add_argument("--json", type=Path, help="file for the results, written after every size")
     args = parser.parse_args(arguments)
     if args.iters < args.warm_up + BLOCK:
-        parser.error(f"--iters {args.iters}: nothing is left to measure after --warm-up {args.warm_up}")
+        parser.error(f"--iters {args.iters}: leaves nothing to measure after --warm-up {args.warm_up}; raise it")
     results: list[dict[str, Any]] = []
     until = time.monotonic() + args.seconds
     for name in args.sizes:

@@ -1,15 +1,15 @@
-"""Speed of index building against numpy and lower bounds, of start-up, and of the first batch of a run.
+"""Measures index building (against numpy and lower bounds), start-up, and a run's first batch.
 
     python benchmarks/index_build.py                            # 10 M documents, 1 G tokens, one epoch of seq 1024
     python benchmarks/index_build.py --start-up 1e8             # opening 1e8 documents: 2 GB of index
     python benchmarks/index_build.py --first-batch 1e7          # from an empty cache and from a warm one
 
-Megatron-LM's helpers cannot be installed without building them, so the peer is its algorithm in numpy: np.mgrid,
-RandomState.shuffle, cumsum and searchsorted instead of the C++ loop (measured: as fast), and a shuffled arange. Its
-arrays are checked to equal ours. The lower bounds are RandomState.shuffle alone, gathering the lengths in shuffled
-order, and copying as many bytes as the arrays have. Contenders take turns, and a ratio is the median over rounds of
-times from the same round. Memory is the growth of a fresh process from its resident size to ru_maxrss (Linux), over the
-bytes of the arrays.
+Megatron-LM's helpers cannot be installed without a build, so the peer is its algorithm in numpy: np.mgrid,
+RandomState.shuffle, cumsum and searchsorted instead of the C++ loop (measured: as fast), and a shuffled arange. The
+script checks that its arrays equal ours. The lower bounds are RandomState.shuffle alone, gathering the lengths in
+shuffled order, and copying as many bytes as the arrays have. Contenders take turns, and a ratio is the median over
+rounds of times within one round. Memory is the growth of a fresh process from its resident size to ru_maxrss (Linux),
+over the bytes of the arrays.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SEED, VOCAB = 1234, 50304
 
 
 def make_lengths(documents: int, tokens: int) -> np.ndarray:
-    """Lengths between 1 and about twice the mean, without temporaries that would distort the measured memory."""
+    """Draws lengths between 1 and about twice the mean, without temporaries that would distort the measured memory."""
     lengths = np.empty(documents, dtype=np.int32)
     random, most = np.random.default_rng(SEED), max(2, 2 * tokens // documents)
     for start in range(0, documents, 1 << 14):
@@ -53,7 +53,7 @@ def make_lengths(documents: int, tokens: int) -> np.ndarray:
 
 
 def ours(lengths: np.ndarray, seq: int, builders: Builders) -> Arrays:
-    """The arrays as GPTDataset builds them."""
+    """Builds the arrays as GPTDataset does."""
     random = np.random.RandomState(SEED)
     total = samples_in(int(lengths.sum(dtype=np.int64)), seq)
     documents = builders.document_index(0, len(lengths), 1, False, random)
@@ -77,13 +77,12 @@ def peer(lengths: np.ndarray, seq: int) -> Arrays:
 
 
 def contenders(lengths: np.ndarray, seq: int) -> dict[str, Callable[[], Any]]:
-    """The makers of an index."""
     makers: dict[str, Callable[[], Any]] = {}
     fast = Builders.resolve()
     if fast.helpers is not None:
         makers[f"ours, C++, {fast.threads} threads"] = lambda: ours(lengths, seq, fast)
     else:
-        print(f"ours in C++ is left out: {fast.reason}")
+        print(f"ours in C++: left out: {fast.reason}")
     makers["ours, numpy"] = lambda: ours(lengths, seq, Builders.resolve("numpy"))
     makers["peer"] = lambda: peer(lengths, seq)
     return makers
@@ -113,7 +112,7 @@ def in_turns(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[
 
 
 def memory_growth(name: str, documents: int, tokens: int, seq: int) -> float:
-    """The memory growth of a fresh process, over the bytes of the arrays."""
+    """Memory growth of a fresh process, over the bytes of the arrays."""
     call = [sys.executable, __file__, "--memory-of", name]
     call += ["--documents", str(documents), "--tokens", str(tokens), "--seq", str(seq)]
     return float(subprocess.run(call, check=True, capture_output=True, text=True).stdout.split()[-1])
@@ -121,7 +120,7 @@ def memory_growth(name: str, documents: int, tokens: int, seq: int) -> float:
 
 def print_memory_growth(name: str, documents: int, tokens: int, seq: int) -> None:
     lengths = make_lengths(documents, tokens)
-    contenders(lengths[:1000], 8)[name]()  # memory of what is loaded at first use does not count
+    contenders(lengths[:1000], 8)[name]()  # memory of code that is loaded at first use does not count
     make = contenders(lengths, seq)[name]
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()  # now; the peak was higher
     arrays = make()
@@ -138,7 +137,7 @@ def measure_index(documents: int, tokens: int, seq: int, rounds: int) -> dict[st
     makers = contenders(lengths, seq)
     arrays = peer(lengths, seq)
     for name, make in makers.items():
-        assert all(np.array_equal(a, b) for a, b in zip(arrays, make(), strict=True)), f"{name}: other numbers"
+        assert all(np.array_equal(a, b) for a, b in zip(arrays, make(), strict=True)), f"{name}: different arrays"
     times = in_turns({**makers, **limits(lengths, arrays)}, rounds)
     size = sum(array.nbytes for array in arrays) / 1e6
     print(
@@ -156,7 +155,7 @@ def measure_index(documents: int, tokens: int, seq: int, rounds: int) -> dict[st
 
 
 def write_synthetic(prefix: Path, documents: int, mean: int) -> None:
-    """Writes an .idx of so many documents, a sparse .bin of zeros, and their record."""
+    """Writes an .idx of `documents` documents, a sparse .bin of zeros, and their record."""
     from megatron.data.indexed.dataset import IndexedDataset
     from megatron.data.indexed.record import DataRecord, write_record
 
@@ -180,7 +179,7 @@ def write_synthetic(prefix: Path, documents: int, mean: int) -> None:
 
 
 class Clock:
-    """The seconds of each part of a start, in order."""
+    """Seconds of each part of a start, in order."""
 
     def __init__(self) -> None:
         self.parts: dict[str, float] = {}
@@ -193,7 +192,7 @@ class Clock:
 
 
 def start_up(prefix: Path, cache: Path, seq: int) -> dict[str, float]:
-    """One start in parts, in this process."""
+    """Measures the parts of one start in this process."""
     clock = Clock()
     with clock("import of megatron.data"):
         from megatron.data.cache import CachePlace, IndexCache
@@ -213,7 +212,7 @@ def start_up(prefix: Path, cache: Path, seq: int) -> dict[str, float]:
 
 
 def first_batch(prefix: Path, cache: Path, seq: int, workers: int, step: float) -> dict[str, float]:
-    """What pretrain_gpt.py does with data before its first step; then the waits of 40 steps."""
+    """Measures pretrain_gpt.py's data work before its first step, then the waits of 40 steps."""
     clock = Clock()
     with clock("import of torch"):
         import torch
@@ -243,7 +242,7 @@ def first_batch(prefix: Path, cache: Path, seq: int, workers: int, step: float) 
 
 
 def measure_start(kind: str, documents: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Each start in a fresh process; the first from an empty cache, the medians of the others from a warm one."""
+    """Measures starts in fresh processes: one with an empty cache, and the median of others with a warm one."""
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         prefix = Path(folder) / "data"
         write_synthetic(prefix, documents, args.tokens // args.documents)
@@ -282,12 +281,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=count, default=1_000_000_000)
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--start-up", type=count, help="measure a start on so many documents instead")
-    parser.add_argument("--first-batch", type=count, help="measure the first batch on so many documents instead")
-    parser.add_argument("--workers", type=int, default=2, help="of the loader")
-    parser.add_argument("--step", type=float, default=0.05, help="seconds of a training step that does nothing")
-    parser.add_argument("--folder", help="for the synthetic files; 20 bytes a document (default: the temporary space)")
-    parser.add_argument("--json", type=Path, help="also write the measurements here")
+    parser.add_argument("--start-up", type=count, help="measure a start on this many documents instead")
+    parser.add_argument("--first-batch", type=count, help="measure the first batch on this many documents instead")
+    parser.add_argument("--workers", type=int, default=2, help="processes of the data loader")
+    parser.add_argument("--step", type=float, default=0.05, help="seconds of a simulated training step")
+    parser.add_argument("--folder", help="folder for the synthetic files, 20 bytes per document (default: temporary)")
+    parser.add_argument("--json", type=Path, help="file for the measurements")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()

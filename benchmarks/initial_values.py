@@ -1,10 +1,9 @@
-"""Speed of drawing initial values: ours and its numpy twin, which draw any slice alone, and torch's generator, which
-draws the whole.
+"""Compares the speed of drawing initial values: ours and numpy's (any slice) and torch's (the whole).
 
     python benchmarks/initial_values.py            # one thread, then all; about 20 s
 
-CPU time on one thread, wall clock on all; contenders take turns, and a ratio is of times of the same round. Memory is
-allocated as in a run of pretrain_gpt.py.
+Times are CPU time on one thread and wall clock on all. Contenders take turns, and a ratio compares times of one round.
+Memory is allocated as in a run of pretrain_gpt.py.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ ROWS, COLUMNS, RANKS = 4096, 4096, 8
 
 
 def slices(split: str) -> list[Run]:
-    """The slices of the first of eight ranks."""
+    """Slices of the first of eight ranks."""
     if split == "rows":
         return [(0, ROWS // RANKS * COLUMNS)]
     return [(row * COLUMNS, COLUMNS // RANKS) for row in range(ROWS)]
@@ -62,8 +61,8 @@ def main() -> None:
                 for other in ("torch, whole", "numpy, whole")
             ]
             print(
-                f"{threads} threads  {name:<24} {each:6.2f} ns a value; takes {ratios[0]:.2f} times as long as torch's "
-                f"whole, {ratios[1]:.2f} times as long as numpy's whole"
+                f"{threads} threads  {name:<24} {each:6.2f} ns per value; {ratios[0]:.2f} x the time of torch, whole; "
+                f"{ratios[1]:.2f} x numpy, whole"
             )
 
 

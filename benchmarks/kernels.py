@@ -1,13 +1,13 @@
-"""Every kernel of csrc/ beside PyTorch's own functions, torch.compile, and the time to copy the bytes it must move.
+"""Compares every kernel of csrc/ with PyTorch, torch.compile, and a copy of the bytes it must move.
 
     python benchmarks/kernels.py                                  # every operation, fp32 and bf16, one thread
     python benchmarks/kernels.py --op swiglu --dtype bf16 --threads 2 --rounds 50
     python benchmarks/kernels.py --device cuda --json result.json
 
-A case is a forward pass and, where there is one, its backward pass. The contenders take turns within every round; times
-are the median over rounds, of this process's CPU time with one thread (other processes do not count) and of the clock
-otherwise. The floor copies as many bytes as the operation must read and write. Freed memory is kept by the process, as
-in training: a page that is new costs more than the arithmetic on it. A GPU is given many more rows (grown.py).
+A case is a forward pass and, if it exists, a backward pass. The contenders take turns within every round. Times are
+medians over rounds: CPU time of this process with one thread, wall clock otherwise. The floor copies as many bytes as
+the operation must read and write. The process keeps freed memory, as in training, because touching a fresh page costs
+more than the arithmetic on it. GPUs get many more rows (grown.py).
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ CONTENDERS = ("ours", "eager", "compile", "floor")
 
 @dataclass(frozen=True)
 class Case:
-    """`ours` is given torch.ops.<namespace>; `eager` is PyTorch's best; `formula` is what torch.compile is given."""
+    """One operation to measure. `ours(torch.ops.<namespace>)` is the kernel, `eager` PyTorch's best function, and
+    `formula` the input of torch.compile."""
 
     op: str
     shape: str
@@ -72,8 +73,8 @@ class Case:
 
 
 def case_of(op: str, shape: str, inputs: Any, moved: Callable[[tuple[Any, ...]], int], **options: Any) -> Case:
-    """The case of a model's operation, beside PyTorch's own function, or the formula where there is none. `arguments`
-    are given to all."""
+    """Makes the case of a model's operation. The peer is PyTorch's own function, or the formula if there is none.
+    All contenders get `arguments`."""
     operation, arguments = OPERATIONS[op], options.pop("arguments", {})
     eager = options.pop("eager", operation.without_native(Target("cpu")).function)
     formula = options.pop("formula", operation.formula)
@@ -100,7 +101,7 @@ def randn(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
 
 
 def angles(seq: int, half: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """[1, seq, 1, half], as a model hands them to its layers."""
+    """Returns cos and sin [1, seq, 1, half], as a model passes them to its layers."""
     angle = torch.arange(seq, device=device)[:, None] * 10000 ** -torch.linspace(0, 1, half, device=device)
     return angle.cos().to(dtype)[None, :, None], angle.sin().to(dtype)[None, :, None]
 
@@ -129,7 +130,7 @@ def gelu_case(op: str, name: str, tanh: bool, *tensors: tuple[int, ...], passes:
 
 
 def attention_inputs(batch: int, heads: int, seq: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
-    """Queries, keys and values as they come from a projection: heads side by side in a token."""
+    """Draws queries, keys and values in the layout of a projection: the heads of a token are adjacent."""
     return tuple(randn(batch, seq, heads, 64, dtype=dtype, device=device).transpose(1, 2) for _ in range(3))
 
 
@@ -237,7 +238,7 @@ CASES += OPTIMIZER_CASES
 
 
 def step_of(function: Callable[..., Any], args: Sequence[Any], case: Case) -> Callable[[], None]:
-    """One forward and backward pass; gradients are returned, not accumulated."""
+    """Makes a step of one forward and backward pass, which does not accumulate gradients."""
     if not case.differentiable:
         return lambda: function(*args)
     chosen = [i for i, arg in enumerate(args) if _floating(arg) and i not in case.constants]
@@ -293,7 +294,7 @@ def seconds_of(step: Callable[[], None], device: str, clock: Callable[[], float]
 
 
 def measure(case: Case, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Who fails is left out, with the reason: one of many must not end a run on a borrowed machine."""
+    """Measures a case. A contender that fails is left out, with the reason, so that the script continues."""
     clock = time.process_time if args.threads == 1 else time.perf_counter
     times: dict[str, list[float]] = {}
     failed: dict[str, str] = {}
@@ -328,15 +329,17 @@ def line(result: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", nargs="+", choices=sorted({case.op for case in CASES}), help="only these")
+    parser.add_argument(
+        "--op", nargs="+", choices=sorted({case.op for case in CASES}), help="operations to measure (default: all)"
+    )
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["fp32", "bf16"])
-    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="only these contenders")
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="contenders to run")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="no case is begun after that")
-    parser.add_argument("--json", type=Path, help="also write the results here, after every case")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="time after which no case starts")
+    parser.add_argument("--json", type=Path, help="file for the results, written after every case")
     args = parser.parse_args(arguments)
     if library().missing is not None:
         parser.error(f"the kernels are {library().missing}")

@@ -1,16 +1,17 @@
-"""What a rank keeps in memory at each stage of ZeRO, measured beside our formula and beside torch's fully_shard alone.
+"""Measures a rank's memory at each stage of ZeRO, against our formula and torch's fully_shard.
 
     python benchmarks/memory.py                             # stages 0 to 3 on 2, 4 and 8 ranks
     python benchmarks/memory.py --ranks 2 --stages 2 3 --layers 4 --hidden 256 --json result.json
 
-Every case trains two steps of a GPT on gloo ranks of this machine. Bytes are counted from the tensors, a storage once:
-parameters, gradients and the optimizer's state between two steps, and at the end of a forward pass what is gathered and
-what is kept for the backward pass, without the logits, beside the formula of activations. A second table has what the
-process holds in all, by the kernel's count (RSS), since before the model was made: after the build, and after the
-forward pass, the backward pass and the update of the second step, beside the formula's sum of what is kept between
-steps. For that freed memory of 1 MiB and more goes back to the system: glibc's own threshold grows with what is freed,
-and gathered weights, which come and go, then leave holes of twice what is in use. After the update smaller pieces that
-are free go back, too: what is counted is in use.
+Every case trains two steps of a GPT on gloo ranks of this machine. The first table counts the bytes of tensors. Between
+two steps these are parameters, gradients and optimizer state. At the end of a forward pass they are gathered weights,
+and activations without the logits, next to the formula.
+
+The second table has the growth of the process (RSS) since before the model was made. It is read after the build, and
+after forward, backward and update of the second step, next to the formula's sum of the state between steps.
+
+For RSS, freed blocks of 1 MiB and more return to the system at once. Glibc's own threshold would grow with freed sizes,
+and gathered weights would leave holes of twice the memory in use. After the update, smaller free blocks return too.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # what fully_shard imports when it first runs: 100 MB in every process, once
+import torch._dynamo  # fully_shard imports it at first use: 100 MB per process
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -63,18 +64,18 @@ class Measured:
     gradients: int
     optimizer: int
     gathered: int
-    """Weights that a pass needs, beside those that are kept; at the end of a forward pass, as are activations."""
+    """Weights that a pass needs besides the stored ones, counted like activations at the end of a forward pass."""
     activations: int
     resident: dict[str, int]
-    """RSS at each moment of the second step, since before the model."""
+    """Growth of RSS since before the model, at each moment of the second step."""
 
 
 MOMENTS = ("build", "forward", "backward", "step")
-"""After each of them; before the build is 0."""
+"""Moments after which RSS is read. Before the build it counts as 0."""
 
 
 class Watch:
-    """Counts at the end of every forward pass, and looks at RSS at each moment of a step; the last step counts."""
+    """Counts at the end of every forward pass, and reads RSS at each moment of a step. The last step's numbers stay."""
 
     def __init__(self) -> None:
         self.gathered = self.activations = 0
@@ -116,7 +117,7 @@ def storage(tensor: Tensor) -> int:
 
 
 def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """The bytes of the storages of these tensors, each counted once."""
+    """Bytes of the storages of these tensors, each counted once."""
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors if tensor is not None]
     return sum({storage(tensor): tensor.untyped_storage().nbytes() for tensor in local}.values())
 
@@ -170,7 +171,7 @@ def weights_of(engine: Engine) -> list[Tensor]:
 
 
 def measure_alone(config: RunConfig, rank: int, ranks: int) -> Measured:
-    """The same model as torch's users divide it, with torch's own optimizer."""
+    """Measures the same model with torch's fully_shard and optimizer."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     watch = Watch()
     vocabulary, micro, seq = config.tokenizer.vocab_size, config.training.micro_batch_size, config.data.seq_length
@@ -201,7 +202,7 @@ Measure = Callable[[RunConfig, int, int], Measured]
 
 
 def measure(ranks: int, config: RunConfig, how: Measure) -> Measured:
-    """Measures the rank that keeps most."""
+    """Measures all ranks. Returns the result of the rank that keeps most."""
 
     def body(rank: int) -> bytes:
         set_allocator("system")
@@ -230,19 +231,19 @@ def parameters_of(config: RunConfig) -> int:
 
 
 def layer_bytes(config: RunConfig) -> float:
-    """The formula of what the layers keep for the backward pass."""
+    """Bytes that layers keep for the backward pass, by the formula."""
     kernels, micro = resolve(config.kernels.kernels, "cpu"), config.training.micro_batch_size or 1
     found = activation_bytes(config, 0, micro_batch=micro, micro_batches=1, vocabulary=0, backend=kernels.backend)
     return found.layers
 
 
 MOST_OFF, CONSTANT = 0.05, 50_000_000
-"""How far RSS after a step may be from the formula's sum: this share of it, and this many bytes for what the formula
-does not count (code that a first step loads, threads, buffers of gloo and of products, the batch)."""
+"""Largest difference of RSS after a step from the formula's sum: this share of it, plus these bytes. The bytes cover
+code that a first step loads, threads, buffers of gloo and of products, and the batch."""
 
 
 def off(measured: Measured, formula: StateBytes) -> float:
-    """Largest relative difference of what is kept."""
+    """Largest relative difference of the stored bytes."""
     kinds = ("parameters", "gradients", "optimizer")
     return max(abs(getattr(measured, kind) / getattr(formula, kind) - 1) for kind in kinds)
 
@@ -276,13 +277,13 @@ def show(rows: list[dict[str, Any]]) -> None:
         numbers = "".join(f"{row['resident'][name] / 1e6:13.1f}" for name in MOMENTS)
         if row["formula"] is not None:
             kept, near = row["resident"]["step"], row["formula"]
-            within = "" if abs(kept - near) <= MOST_OFF * near + CONSTANT else "   MORE than 5 % and the constant"
+            within = "" if abs(kept - near) <= MOST_OFF * near + CONSTANT else "   DIFFERS by more than the limit"
             numbers += f"{near / 1e6:13.1f}{within}"
         print(f"{row['ranks']:>5}  {row['case']:18}{numbers}")
     for row in (row for row in rows if row.get("predicted")):
         share = row["predicted"] / row["activations"]
         predicted = f"{row['predicted'] / 1e6:.2f} MB of activations predicted"
-        print(f"{row['ranks']} ranks, {row['case']}: {predicted}, {share:.1%} of what is measured")
+        print(f"{row['ranks']} ranks, {row['case']}: {predicted}, {share:.1%} of the measured ones")
     print("\nDeepSpeed: " + ("installed, not measured here" if find_spec("deepspeed") else "not installed, left out"))
 
 
@@ -295,7 +296,7 @@ def main() -> None:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--kernels", default="ref", help="as of a run; the prediction counts what native ones keep")
+    parser.add_argument("--kernels", default="ref", help="value of --kernels for the run and for the prediction")
     parser.add_argument("--json", type=Path)
     shape = parser.parse_args()
     rows = compare(shape)

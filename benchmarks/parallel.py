@@ -1,17 +1,18 @@
-"""Steps of the same model in parallel layouts and in one process with as many threads, and a pipeline's bubble.
+"""Compares steps of a model in parallel layouts and in one process, and measures pipeline bubbles.
 
     python benchmarks/parallel.py                  # two ranks of one thread each against one process of two
     python benchmarks/parallel.py --only bubbles --bubble-steps 14
     python benchmarks/parallel.py --hidden 512 --heads 8 --seq 256 --vocab 8192 --rounds 3 --steps 5 --json result.json
 
-Every contender is a whole run of pretrain_gpt.py as a user starts it; the median of its steps after the first counts.
-The contenders take turns, and a ratio is the median over rounds of times taken within the same round.
+Every contender is a whole run of pretrain_gpt.py, and the one process has as many threads as the ranks together. The
+result is the median of its steps after the first. Contenders take turns, and a ratio is the median over rounds of times
+within one round.
 
-The bubble is idle time over working time of both ranks, from the first pass that begins to the last that ends, by the
-run's own times (--pipeline-trace): the median of the steps after the first two. The stages are of equal cost: with a
-vocabulary of 64, embedding and head weigh nothing. Beside it stand (p - 1) / (m v), and the bubble of the same passes,
-each as long as it was, if messages took no time: the difference is what our messages cost, the rest the unevenness of
-the machine.
+The bubble is idle time over working time of both ranks, from the start of the first pass to the end of the last. It
+comes from the run's own times (--pipeline-trace), as the median of the steps after the first two. The stages cost the
+same, because a vocabulary of 64 makes embedding and head negligible. Two numbers stand next to it: the theoretical
+(p - 1) / (m v), and the bubble of the same passes if messages took no time. The difference to the latter is the cost of
+messages; the rest comes from the unevenness of the machine.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ LAYOUTS = (
 
 
 def run(contender: Contender, shape: argparse.Namespace, folder: Path, *, trace: bool = False) -> float:
-    """Median seconds of a step, from the run's own metrics file."""
+    """Runs a contender. Returns the median seconds per step from its metrics file."""
     metrics = folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     launcher = [sys.executable]
@@ -144,8 +145,8 @@ def main() -> None:
     sizes |= {"steps": 4, "rounds": 2, "bubble-hidden": 1024, "bubble-seq": 256, "bubble-steps": 10}
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"({value})")
-    parser.add_argument("--only", choices=("layouts", "bubbles"), help="measure one of the two")
-    parser.add_argument("--json", metavar="FILE", help="write the results there, too")
+    parser.add_argument("--only", choices=("layouts", "bubbles"), help="measure only one of the two")
+    parser.add_argument("--json", metavar="FILE", help="file for the results")
     shape = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         layouts = measure_layouts(shape, Path(folder)) if shape.only != "bubbles" else []

@@ -1,12 +1,13 @@
-"""Speed of preprocessing: our encoder and tool against `tokenizers`, and against parsing and writing alone.
+"""Compares our encoder and preprocessing tool with `tokenizers`, and with parsing and writing alone.
 
     python benchmarks/preprocess.py                       # everything, a few minutes
     python benchmarks/preprocess.py --part encoder --rounds 7 --json result.json
 
-Two corpora: the standard library's code, and English-like text (words drawn by their frequency in the library's
-docstrings, every thirtieth one invented). One vocabulary, learned from both. The encoder part runs each contender in a
-fresh process on one core, with cold caches; they take turns, and ratios are medians over rounds. The tool part runs
-tools/preprocess_data.py on a corpus and on several copies of it: the difference is the steady state, without start-up.
+There are two corpora, with one vocabulary learned from both: the standard library's code, and English-like text. Its
+words are drawn by their frequency in the library's docstrings, and every thirtieth is invented. The encoder part runs
+each contender in a fresh process on one core, with cold caches. They take turns, and ratios are medians over rounds.
+The tool part runs tools/preprocess_data.py on a corpus and on several copies of it: the difference is the steady state,
+without start-up.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def batches(texts: list[str]) -> Iterator[list[str]]:
 
 
 def measure_encoder(name: str, folder: Path, corpus: str, core: int, clock: str) -> float:
-    """Megabytes of text per second, in a process for this measurement alone."""
+    """Megabytes of text per second, measured in a fresh process."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {core})
     texts = read_texts(folder, corpus)
@@ -160,7 +161,7 @@ def measure_encoder(name: str, folder: Path, corpus: str, core: int, clock: str)
 
 
 def fresh(*arguments: str, threads: bool = False) -> float:
-    # One thread or many: tokenizers has no API for it and reads this variable.
+    # tokenizers has no API for its number of threads, and reads this variable.
     command = ["env", f"TOKENIZERS_PARALLELISM={str(threads).lower()}", sys.executable, __file__, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])
@@ -266,15 +267,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("encoder", "tool", "all"), default="all")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender; medians are shown (5)")
-    parser.add_argument("--megabytes", type=float, default=25.0, help="of the text in the manner of English (25)")
-    parser.add_argument("--workers", type=int, default=2, help="of the tool (2)")
-    parser.add_argument(
-        "--times", type=int, default=12, help="the corpus so many times over, for the steady state (12)"
-    )
-    parser.add_argument("--core", type=int, default=0, help="the core that the encoders run on (0)")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="of the encoders; cpu on a busy machine (wall)")
-    parser.add_argument("--work", type=Path, help="where the corpora are kept for the next run")
-    parser.add_argument("--json", type=Path, help="write the numbers there")
+    parser.add_argument("--megabytes", type=float, default=25.0, help="size of the English-like text (25)")
+    parser.add_argument("--workers", type=int, default=2, help="workers of the tool (2)")
+    parser.add_argument("--times", type=int, default=12, help="copies of the corpus for the steady state (12)")
+    parser.add_argument("--core", type=int, default=0, help="core that the encoders run on (0)")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="clock of the encoders; cpu on busy machines")
+    parser.add_argument("--work", type=Path, help="folder that keeps the corpora for the next run")
+    parser.add_argument("--json", type=Path, help="file for the numbers")
     parser.add_argument("--corpus", choices=CORPORA, default="code", help=argparse.SUPPRESS)
     parser.add_argument("--one", choices=ENCODERS, help=argparse.SUPPRESS)
     parser.add_argument("--threads", action="store_true", help=argparse.SUPPRESS)

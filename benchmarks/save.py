@@ -1,11 +1,11 @@
-"""Writing one rank's checkpoint file: ours, hashed and synced, against torch.save and fsync alone.
+"""Compares writing one rank's checkpoint file, hashed and synced, with torch.save and fsync alone.
 
     python benchmarks/save.py --folder /fast/disk        # 512 MB, five rounds
     python benchmarks/save.py --megabytes 16 --rounds 2
 
-"ours" hashes the bytes as they are handed to the disk; "sha256" is the same with the hash that checkpoints had before,
-in one pass (they took two). The contenders take turns; a ratio is the median over rounds of times of the same round.
-"read" is hashing the file that was written, from the page cache, as a load does it.
+"ours" hashes the bytes while writing them. "sha256" does the same with the former hash of checkpoints, which used to
+take a second pass. The contenders take turns, and a ratio is the median over rounds of times within one round. "read"
+hashes the written file from the page cache, as a load does.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CONTENDERS = {"torch.save, fsync": plain, "ours": hashed(storage.HASH), "sha256"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="where to write; the system's temporary folder by default")
+    parser.add_argument("--folder", type=Path, help="folder to write in (default: the system's temporary folder)")
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()

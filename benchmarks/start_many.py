@@ -1,12 +1,12 @@
-"""Measures how long many real ranks need, and how much memory, until their first step is done: one machine, gloo.
+"""Measures time and memory of many gloo ranks on one machine until their first step is done.
 
     python benchmarks/start_many.py                     # 8, 16, 32 ranks
     python benchmarks/start_many.py --ranks 64          # takes some 200 MB of memory for each
 
-Each size is one launch of torchrun: a tiny GPT on synthetic tokens, one thread a rank, tensor parallel 2 and pipeline
-parallel 2. Times are on the wall clock, from the command until rank 0 prints the line. Processes share the machine's
-cores, so times grow with the number of ranks where nothing is wrong, too; CPU seconds per rank should not. Memory is
-each process's share (PSS: pages that several processes have count in parts), and what is private to one.
+Each size is one launch of torchrun: a tiny GPT on synthetic tokens, one thread per rank, tensor parallel 2 and pipeline
+parallel 2. Times are wall clock, from the command until rank 0 prints the line. Ranks share the machine's cores, so
+times grow with their number; CPU seconds per rank should not grow. Memory is each process's PSS, which divides shared
+pages among their processes, and its private part.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ TRAINING = [
 
 @dataclass(frozen=True)
 class Usage:
-    """What one rank has used when its first step is done."""
+    """Memory and CPU time of one rank at the end of its first step."""
 
     shared: float
-    """MB, of which pages that several processes have count in parts."""
+    """PSS in MB, which divides shared pages among their processes."""
     private: float
     cpu: float
-    """Seconds."""
+    """CPU seconds."""
 
 
 def start(ranks: int, folder: str) -> tuple[dict[str, float], list[Usage]]:
@@ -66,7 +66,7 @@ def start(ranks: int, folder: str) -> tuple[dict[str, float], list[Usage]]:
                 break
         used = [usage(rank) for rank in children(launched.pid)]
         launched.terminate()
-        for _ in launched.stdout:  # what the ranks still say
+        for _ in launched.stdout:  # drains the ranks' last output
             pass
     if len(came) < len(LINES):
         said = Path(folder, "stderr").read_text()[-2000:]
@@ -93,7 +93,7 @@ def usage(process: int) -> Usage:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32], help="multiples of 4")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32], help="numbers of ranks, multiples of 4")
     for ranks in parser.parse_args().ranks:
         with tempfile.TemporaryDirectory() as folder:
             came, used = start(ranks, folder)
@@ -102,7 +102,7 @@ def main() -> None:
         shared, private = sum(rank.shared for rank in used), max(rank.private for rank in used)
         print(
             f"{ranks} ranks: {times}; CPU seconds per rank {sum(cpu) / len(cpu):.1f} (at most {max(cpu):.1f}); memory "
-            f"{shared:.0f} MB together, {shared / len(used):.0f} MB a rank, of which at most {private:.0f} MB private",
+            f"{shared:.0f} MB in total, {shared / len(used):.0f} MB per rank, at most {private:.0f} MB of it private",
             flush=True,
         )
 

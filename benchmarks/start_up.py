@@ -1,10 +1,10 @@
-"""Time from the command to the end of the first iteration, over `import torch` plus that iteration itself.
+"""Measures the time until the end of the first iteration, over `import torch` plus that iteration.
 
     python benchmarks/start_up.py                  # seven rounds, about a minute on an idle machine
 
-Each round starts both programs, one after the other, from nothing: a Python that imports torch and prints a line, and
-`pretrain_gpt.py` on synthetic tokens. Times are on the wall clock, from the start of the process until the line comes,
-so neither counts its end. The iteration's own time is what its line says. A ratio is of times of the same round.
+Each round starts two new processes, one after the other: a Python that imports torch and prints a line, and
+`pretrain_gpt.py` on synthetic tokens. Times are wall clock, from the start of the process until its line appears, so
+exits do not count. The iteration's own time comes from its log line. A ratio compares times of one round.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ITERATION = re.compile(r" iteration +1/ .*elapsed time per iteration \(ms\): ([\
 
 
 def seconds_until(pattern: re.Pattern[str], command: list[str], folder: str) -> tuple[float, re.Match[str]]:
-    """From the start of a process to its first line with that pattern."""
+    """Measures the time from the start of a process to its first line that matches."""
     started = time.perf_counter()
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -39,7 +39,7 @@ def seconds_until(pattern: re.Pattern[str], command: list[str], folder: str) -> 
             if found is None and (match := pattern.search(line)):
                 found = time.perf_counter() - started, match
     if found is None:
-        raise SystemExit(f"{command[1]} ended with code {process.returncode} before its line came")
+        raise SystemExit(f"{command[1]} ended with code {process.returncode} before its line appeared")
     return found
 
 
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as folder:
-        seconds_until(ITERATION, TRAINING, folder)  # files come into the page cache
+        seconds_until(ITERATION, TRAINING, folder)  # loads files into the page cache
         ratios = []
         for _ in range(rounds):
             torch, _ = seconds_until(re.compile("torch is here"), TORCH, folder)

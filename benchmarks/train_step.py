@@ -1,17 +1,15 @@
-"""One training step: ours, transformers' GPT-2, a nanoGPT-shaped plain model, the floor of its matrix products, and the
-processor's peak.
+"""Compares a training step: ours, transformers' GPT-2, a nanoGPT-like model, its products, the CPU's peak.
 
     python benchmarks/train_step.py --dtype fp32 --steps 15
     python benchmarks/train_step.py --dtype bf16 --json result.json
 
-A step is zero the gradients, forward, loss, backward, clip to 1.0, AdamW, without dropout. Ours goes through the real
-model, gradient buffers, optimizer and CPU settings: in bf16 it keeps fp32 masters and fp32 gradients, the peers are
-bf16 throughout. The peers run as their users run them; the floor is taken with each library that multiplies in full
-precision, and the faster one counts. The peak makes the products' operations in registers: nothing can be faster.
+A step is: zero the gradients, forward, loss, backward, clip to 1.0, AdamW, without dropout. Ours uses the real model,
+gradient buffers, optimizer and CPU settings. In bf16 it keeps fp32 masters and fp32 gradients; the peers are bf16
+throughout and run with torch's defaults. The floor is the time of the matrix products alone, with the faster of the
+libraries that multiply in full precision. The peak does the products' operations in registers; nothing can be faster.
 
-Every contender lives in a process of its own, for the allocator and the library of products are settings of a process.
-They take turns, one step each per round, and every ratio is the median over rounds of times taken within the same
-round: machines drift, ratios do not.
+Every contender has a separate process, because the allocator and the matrix library are settings of a process. They
+take turns, one step each per round. A ratio is the median over rounds of times within one round, as machines drift.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 @dataclass(frozen=True)
 class Task:
-    """What every contender is given."""
+    """Inputs of every contender."""
 
     shape: Shape
     dtype: torch.dtype
@@ -103,7 +101,7 @@ def ours_step(shape: Shape, dtype: torch.dtype, tokens: Tensor, labels: Tensor, 
 
 
 def floor_step(shape: Shape, dtype: torch.dtype) -> Step:
-    """The step's matrix products and nothing else, into memory that is already there; attention as the full square."""
+    """Makes a step of only the matrix products, into allocated memory, with the full square of attention."""
     rows, hidden = shape.batch * shape.seq, shape.hidden
     head_dim = hidden // shape.heads
 
@@ -139,13 +137,13 @@ def floor_step(shape: Shape, dtype: torch.dtype) -> Step:
 
 @dataclass(frozen=True)
 class Contender:
-    """How a step is made, and the settings of its process: those of a run, or torch's own."""
+    """The maker of a step, and the settings of its process: those of a run, or torch's own."""
 
     make: Callable[[Task, Tensor, Tensor], Step]
     allocator: str = "system"
     products: str = "mkl"
-    widens: bool | None = False  # whether bf16 is multiplied in fp32; None: as a run decides
-    counts: str = ""  # as a peer or as a limit; else it is only shown
+    widens: bool | None = False  # True: bf16 is multiplied in fp32; None: as a run decides
+    counts: str = ""  # peer or limit that the verdict uses; else it is only shown
     dtype: torch.dtype | None = None  # None: the task's
 
 
@@ -181,7 +179,7 @@ CONTENDERS = {
     "floor": Contender(_floor, counts="floor"),
     "floor-auto": Contender(_floor, "auto", "auto", None, counts="floor"),
     "peak": Contender(_peak, counts="peak"),
-    # Of the settings, what each is worth: not run unless named.
+    # Effect of single settings; run only if named.
     "ours-system": Contender(_ours, "system", "auto", None),
     "ours-mkl": Contender(_ours, "auto", "mkl", None),
     "ours-widened": Contender(_ours, "auto", "auto", True),  # as without bf16 instructions
@@ -192,7 +190,7 @@ USUAL = ("ours", "transformers", "plain", "compiled", "floor", "floor-auto", "pe
 
 
 def prepare(name: str, task: Task) -> Turn:
-    """In a contender's process: what makes a step and tells its time and the peak memory so far."""
+    """Prepares a contender in its process. Its turns return their time and the peak memory so far."""
     contender, clock = CONTENDERS[name], CLOCKS[task.clock]
     task = replace(task, dtype=contender.dtype or task.dtype)
     set_allocator(contender.allocator)
@@ -219,7 +217,7 @@ def prepare(name: str, task: Task) -> Turn:
 def measure(
     contenders: Contenders, rounds: int, warmup: int
 ) -> tuple[dict[str, list[float]], dict[str, int], dict[str, str]]:
-    """Of each contender: seconds of every step, peak memory, and what its products ran through."""
+    """Measures each contender: seconds of every step, peak memory, and the library of its products."""
     times: dict[str, list[float]] = {name: [] for name in contenders.names}
     peaks: dict[str, int] = {}
     products: dict[str, str] = {}
@@ -235,7 +233,7 @@ def measure(
 
 
 def report(times: dict[str, list[float]], peaks: dict[str, int], tokens: int) -> dict[str, float]:
-    """Print medians and ratios; return the ratios of our speed to theirs."""
+    """Prints medians and ratios. Returns the ratios of our speed to theirs."""
     print(f"{'':<14} {'ms/step':>9} {'tokens/s':>9} {'peak MiB':>9}   our speed / theirs")
     ratios = {}
     for name, samples in times.items():
@@ -257,7 +255,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
-        "--clock", choices=CLOCKS, default="wall", help="cpu: of the contender's process; for a busy machine, 1 thread"
+        "--clock",
+        choices=CLOCKS,
+        default="wall",
+        help="clock; cpu is CPU time of the contender's process, for busy machines and 1 thread",
     )
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=384)
@@ -265,12 +266,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=50304)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--kernels", default="auto", help="as pretrain_gpt.py's --kernels")
+    parser.add_argument("--kernels", default="auto", help="value of pretrain_gpt.py's --kernels")
     parser.add_argument(
-        "--onednn-isa", help="the instructions that oneDNN may use, as ONEDNN_MAX_CPU_ISA names them: AVX512_CORE, ..."
+        "--onednn-isa", help="instruction set that oneDNN may use (ONEDNN_MAX_CPU_ISA): AVX512_CORE, ..."
     )
-    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=USUAL, help="contenders to run, besides ours")
-    parser.add_argument("--json", type=Path, help="also write times and ratios here")
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=USUAL, help="contenders to run besides ours")
+    parser.add_argument("--json", type=Path, help="file for times and ratios")
     return parser.parse_args()
 
 

@@ -1,21 +1,22 @@
-"""Compiles csrc/ into one shared object that loads in any torch from 2.10 on, with or without CUDA.
+"""Compiles csrc/ into two shared objects. torch need not be installed.
 
-    python csrc/build.py                   # megatron/ops/_kernels.so
+The kernels load in any torch from 2.10 on, with or without CUDA; the index builders load in any Python.
+
+    python csrc/build.py                   # megatron/ops/_kernels.so and megatron/data/_helpers.so
     python csrc/build.py --emulated DIR    # DIR/_kernels.so: the CUDA kernels, run on the CPU by common/emulator.h
-    python csrc/build.py --ahead           # the objects that need no torch, while it is being installed
 
-setup.py calls it; nothing else ever compiles. Every operation has a folder, and file names say what is built of it:
+It is called by setup.py; nothing else ever compiles. Every operation has a folder, with files by these names:
 
-    math.h      arguments and formulas that the CPU's and the GPU's kernels share
-    cpu*.cpp    CPU kernels, compiled once per instruction set
-    cuda*.cu    CUDA kernels
-    torch.cpp   checks of the tensors and registration with torch
-    product.h   if there: the CPU kernels multiply matrices (see PRODUCT_HEADER)
+    math.h      Arguments and formulas that the CPU's and the GPU's kernels share.
+    cpu*.cpp    CPU kernels, compiled once per instruction set.
+    cuda*.cu    CUDA kernels.
+    torch.cpp   Checks of the tensors, and registration with torch.
+    product.h   If it exists, the CPU kernels multiply matrices (see PRODUCT_HEADER).
 
-common/ holds what several of them share; data/ is another extension. Objects are kept under build/kernels by the hash
-of all that made them, so an unchanged file is never compiled twice. One build at a time holds a lock, which the system
-releases however the holder ends. Where CUDA does not compile, the CPU kernels are built all the same. CXX and CUDA_HOME
-choose compilers. Standard library only.
+common/ holds what several of them share; data/ has the index builders. Objects are kept under
+build/kernels by the hash of all that made them, so an unchanged file is never compiled twice. One build at a time holds
+a lock, which the system releases however the holder ends. Where CUDA does not compile, the CPU kernels are built all
+the same. CXX and CUDA_HOME choose compilers. Standard library only.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -40,7 +42,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent
-OUTPUT = CSRC.parent / "megatron" / "ops" / "_kernels.so"
+KERNELS, HELPERS = Path("megatron", "ops", "_kernels.so"), Path("megatron", "data", "_helpers.so")
+OUTPUT = CSRC.parent / KERNELS
+TORCH_LIBRARY = "libtorch_cpu.so"
 CACHE = CSRC.parent / "build" / "kernels"
 TORCH_TARGET = "0x020a000000000000"  # the stable ABI of torch 2.10
 COMMON_FLAGS = (
@@ -50,31 +54,31 @@ COMMON_FLAGS = (
     "-fvisibility=hidden",
     "-fno-strict-aliasing",
 )
-# Objects do not depend on where the checkout lies, so the path is no part of their hash.
+# Objects do not depend on where the checkout lies, so the path is not part of their hash.
 PREFIX_MAP = f"-ffile-prefix-map={CSRC.parent}=."
 # -Wno-uninitialized: GCC warns about its own intrinsics.
 CPU_FLAGS = ("-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-uninitialized")
 WIDE = ("-march=x86-64-v4", "-mprefer-vector-width=512")
 TIERS = {"v3": ("-march=x86-64-v3",), "v4": WIDE, "v4_bf16": (*WIDE, "-mavx512bf16")}
 # Kernels that multiply matrices are also compiled for the bf16 instructions (v4_bf16), and fuse a multiplication with
-# an addition only where the source says so: the backward pass must compute the very scores of the forward pass.
+# an addition only where the source says so: the backward pass must compute exactly the scores of the forward pass.
 PRODUCT_HEADER, UNFUSED = "product.h", ("-ffp-contract=off",)
-EQUAL_TO_NUMPY = ("random",)  # folders whose results are numpy's bits: nothing is fused there either
+EQUAL_TO_NUMPY = ("random",)  # folders whose results equal numpy's bit for bit: nothing is fused either
 GPUS = (80, 90, 100, 120)  # compute capabilities (A100, H100, B200, RTX 50) that machine code is made for; others JIT
 CUDA_HOME = "/usr/local/cuda"
-OTHER_EXTENSION, SUFFIXES = "data", (".h", ".cpp", ".cu")
+HELPERS_FOLDER, SUFFIXES = "data", (".h", ".cpp", ".cu")
 UNUSED_DAYS = 14  # after which an object is deleted
 LOCK_SECONDS = 900.0
-SAY_SECONDS = 10.0  # between two lines about a build that goes on
+SAY_SECONDS = 10.0  # between two lines about a running build
 SANITIZERS = ("-fsanitize=undefined", "-fno-sanitize-recover=all", "-g1", "-O1")
 
 
 class BuildError(Exception):
-    """Why nothing was built, in one line."""
+    """The build failed; the message is the reason, in one line."""
 
 
 class CudaError(BuildError):
-    """Why the CUDA part was not built, in one line."""
+    """The CUDA part was not built; the message is the reason, in one line."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,8 @@ class Unit:
     failure: type[BuildError] = BuildError
 
     def object(self, cache: Path, compilers: str) -> Path:
-        key = hashlib.sha256("\0".join((compilers, *self.command, source_hash(self.source))).encode())
+        command = (word.replace(str(CSRC), ".") for word in self.command)  # wherever the checkout lies
+        key = hashlib.sha256("\0".join((compilers, *command, source_hash(self.source))).encode())
         return cache / f"{self.source.parent.name}-{self.source.stem}-{key.hexdigest()[:24]}.o"
 
 
@@ -113,8 +118,8 @@ def source_hash(*sources: Path) -> str:
 
 
 def sources() -> list[Path]:
-    """Everything that the shared object is made from."""
-    return sorted(path for path in CSRC.glob("*/*") if path.suffix in SUFFIXES and path.parent.name != OTHER_EXTENSION)
+    """Everything that the kernels are made from."""
+    return sorted(path for path in CSRC.glob("*/*") if path.suffix in SUFFIXES and path.parent.name != HELPERS_FOLDER)
 
 
 def binding_sources() -> list[Path]:
@@ -137,11 +142,8 @@ def cuda_folders() -> list[str]:
 def torch_headers() -> Path:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        raise BuildError("torch is not installed where this is built (pip needs --no-build-isolation)")
-    folder = Path(spec.origin).parent / "include"
-    if not (folder / "torch" / "csrc" / "stable" / "ops.h").is_file():
-        raise BuildError(f"{folder} has no headers of torch's stable ABI (2.10 or newer)")
-    return folder
+        raise BuildError("torch is not installed where this is built")
+    return Path(spec.origin).parent / "include"
 
 
 def compiler() -> tuple[str, ...]:
@@ -155,7 +157,7 @@ def compiler() -> tuple[str, ...]:
 
 
 def cuda_program(name: str) -> str | None:
-    """CUDA_HOME's, else the PATH's, else the usual place's."""
+    """Path of a CUDA program: CUDA_HOME's, else the PATH's, else that of the usual place."""
     home = os.environ.get("CUDA_HOME")
     found = shutil.which(name, path=str(Path(home or CUDA_HOME) / "bin"))
     return found if home is not None else shutil.which(name) or found
@@ -197,7 +199,7 @@ def cuda_units(command: Sequence[str], failure: type[BuildError]) -> list[Unit]:
 
 
 def gpus(cuda: Cuda) -> list[int]:
-    """Those of GPUS that this nvcc knows."""
+    """The compute capabilities in GPUS that this nvcc supports."""
     known = re.findall(r"\bsm_(\d+)\b", run([cuda.nvcc, "--list-gpu-code"], CudaError))
     found = [gpu for gpu in GPUS if str(gpu) in known]
     if not found:
@@ -206,8 +208,8 @@ def gpus(cuda: Cuda) -> list[int]:
 
 
 def nvcc_command(cuda: Cuda) -> tuple[str, ...]:
-    """The front end runs twice, the assembler once per GPU: the oldest's PTX serves all but the newest, whose own one
-    is kept for GPUs to come."""
+    """Returns nvcc with its flags. The front end runs twice, the assembler once per GPU: the oldest GPU's PTX serves
+    all but the newest. The newest one's PTX is kept for future GPUs."""
     *older, newest = gpus(cuda)
     targets = [f"-gencode=arch=compute_{newest},code=[sm_{newest},compute_{newest}]"]
     if older:
@@ -228,7 +230,7 @@ def outcome(command: Sequence[str], failure: type[BuildError]) -> subprocess.Com
 
 
 def run(command: Sequence[str], failure: type[BuildError] = BuildError) -> str:
-    """What the command says."""
+    """Returns the command's output; if it fails, raises its first line with an error."""
     done = outcome(command, failure)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
@@ -238,7 +240,7 @@ def run(command: Sequence[str], failure: type[BuildError] = BuildError) -> str:
 
 
 def compile_unit(unit: Unit, cache: Path, compilers: str) -> Path:
-    """The object. Beside it, .txt: what the compiler said, of a GPU's kernels how many registers and how much stack."""
+    """Compiles a unit. A .txt beside the object has the compiler's output, with registers and stack of CUDA kernels."""
     target = unit.object(cache, compilers)
     if target.exists():
         target.touch()  # still in use
@@ -255,15 +257,22 @@ def compile_unit(unit: Unit, cache: Path, compilers: str) -> Path:
 
 
 def link(cxx: Sequence[str], objects: Sequence[Path], output: Path, flags: Sequence[str]) -> None:
-    # No path to torch is stored: the torch that loads the object is in the process already.
-    command = [*cxx, *map(str, objects), "-shared", "-Wl,-z,relro,-z,now"]
-    command += [f"-L{torch_headers().parent / 'lib'}", "-ltorch_cpu", *flags]
+    output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_suffix(f".{os.getpid()}.tmp")
     try:
-        run((*command, "-o", str(temporary)))
+        run((*cxx, *map(str, objects), "-shared", "-Wl,-z,relro,-z,now", *flags, "-o", str(temporary)))
         temporary.replace(output)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def link_to_torch(cxx: Sequence[str], objects: Sequence[Path], output: Path, flags: Sequence[str]) -> None:
+    """Links against an empty library of the name of torch's: the torch that loads the object is in the process already,
+    and the loader resolves names in it. No path is stored."""
+    with tempfile.TemporaryDirectory() as folder:
+        stand_in = Path(folder) / TORCH_LIBRARY
+        run((*cxx, "-shared", f"-Wl,-soname,{TORCH_LIBRARY}", "-o", str(stand_in)))
+        link(cxx, objects, output, ("-Wl,--no-as-needed", str(stand_in), *flags))
 
 
 @contextmanager
@@ -305,7 +314,7 @@ def clean(cache: Path, output: Path) -> None:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one shared object is compiled and linked."""
+    """Compiler, units and flags of one shared object."""
 
     cxx: tuple[str, ...]
     units: tuple[Unit, ...]
@@ -320,15 +329,10 @@ def recipe(cxx: tuple[str, ...], cuda: Cuda | None, *, emulated: bool) -> Recipe
         units += cuda_units(emulated_command(cxx), BuildError)
         flags = ("-fsanitize=undefined",)
     else:
-        units += kernel_units(cxx, cuda)
+        units += cpu_units(cxx) + (cuda_units(nvcc_command(cuda), CudaError) if cuda is not None else [])
     if cuda is not None:
         flags = (f"-L{cuda.libraries}", "-lcudart_static", "-ldl", "-lrt", "-lpthread")
     return Recipe(cxx, tuple(units), flags, versions(cxx, cuda))
-
-
-def kernel_units(cxx: Sequence[str], cuda: Cuda | None) -> list[Unit]:
-    """The kernels alone, which include nothing of torch."""
-    return cpu_units(cxx) + (cuda_units(nvcc_command(cuda), CudaError) if cuda is not None else [])
 
 
 def versions(cxx: Sequence[str], cuda: Cuda | None) -> str:
@@ -337,13 +341,13 @@ def versions(cxx: Sequence[str], cuda: Cuda | None) -> str:
 
 
 def compile_all(units: Sequence[Unit], compilers: str, cache: Path) -> list[Path]:
-    """The objects of the units, in their order. Says how many have to be compiled, and how many are."""
+    """Compiles the units and returns their objects in order. Prints how many have to be compiled, and progress."""
     workers = os.cpu_count() or 1
     missing = sum(not unit.object(cache, compilers).exists() for unit in units)
     if missing:
         print(f"kernels: compiling {missing} of {len(units)} objects, {workers} at once", flush=True)
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        # Those of CUDA take longest: begun last, one of them would keep one core busy at the end.
+        # CUDA units take longest: if begun last, one of them would keep one core busy at the end.
         longest_first = sorted(units, key=lambda unit: unit.failure is not CudaError)
         jobs = {unit: pool.submit(compile_unit, unit, cache, compilers) for unit in longest_first}
         pending = set(jobs.values())
@@ -353,7 +357,7 @@ def compile_all(units: Sequence[Unit], compilers: str, cache: Path) -> list[Path
                 for job in done:
                     job.result()
                 if pending:
-                    print(f"kernels: {len(jobs) - len(pending)} of {len(units)} objects are there", flush=True)
+                    print(f"kernels: {len(jobs) - len(pending)} of {len(units)} objects are ready", flush=True)
         except BuildError:
             pool.shutdown(cancel_futures=True)
             raise
@@ -362,7 +366,7 @@ def compile_all(units: Sequence[Unit], compilers: str, cache: Path) -> list[Path
 
 def compile_and_link(cxx: tuple[str, ...], cuda: Cuda | None, output: Path, cache: Path, *, emulated: bool) -> None:
     chosen = recipe(cxx, cuda, emulated=emulated)
-    link(cxx, compile_all(chosen.units, chosen.compilers, cache), output, chosen.link_flags)
+    link_to_torch(cxx, compile_all(chosen.units, chosen.compilers, cache), output, chosen.link_flags)
 
 
 def needs_of_cuda(cuda: Cuda) -> dict[str, list[int]]:
@@ -397,9 +401,8 @@ def write_record(output: Path, without_cuda: str | None, needs: dict[str, list[i
 def build(
     output: Path = OUTPUT, *, emulated: bool = False, cache: Path = CACHE, lock_seconds: float = LOCK_SECONDS
 ) -> dict[str, object]:
-    """Writes `output` and, beside it, a .json that says what is in it; returns the latter."""
+    """Writes `output` and a .json that describes it, and returns the description."""
     cxx = compiler()
-    output.parent.mkdir(parents=True, exist_ok=True)
     with alone(cache, lock_seconds):
         clean(cache, output)
         try:
@@ -412,20 +415,32 @@ def build(
             return write_record(output, str(error), None)
 
 
-def build_ahead(*, cache: Path = CACHE, lock_seconds: float = LOCK_SECONDS) -> None:
-    """Compiles what a build needs and torch does not have to be there for; whoever else works has the cores first."""
-    os.nice(10)
+def build_helpers(output: Path, *, cache: Path = CACHE, lock_seconds: float = LOCK_SECONDS) -> None:
+    """Writes the index builders of megatron.data, whose results are numpy's bits."""
     cxx = compiler()
+    flags = (*COMMON_FLAGS, *UNFUSED, "-Wall", "-pthread")
+    units = [Unit(source, (*cxx, *flags)) for source in sorted((CSRC / HELPERS_FOLDER).glob("*.cpp"))]
     with alone(cache, lock_seconds):
-        try:
-            cuda = find_cuda()
-        except CudaError:
-            cuda = None
-        compile_all(kernel_units(cxx, cuda), versions(cxx, cuda), cache)
+        link(cxx, compile_all(units, versions(cxx, None), cache), output, ("-pthread",))
+
+
+def build_into(root: Path) -> list[str]:
+    """Builds everything under a folder that has the layout of a checkout. Returns a line for each library."""
+    lines = []
+    try:
+        lines.append(f"{summary(build(root / KERNELS))}: {root / KERNELS}")
+    except (BuildError, OSError) as error:  # a full disk is no reason either to have no package
+        lines.append(f"kernels: not built ({error}); PyTorch's own operations are used, which are slower")
+    try:
+        build_helpers(root / HELPERS)
+        lines.append(f"index builders: built: {root / HELPERS}")
+    except (BuildError, OSError) as error:
+        lines.append(f"index builders: not built ({error}); numpy is used, which is slower")
+    return lines
 
 
 def summary(record: dict[str, object]) -> str:
-    """The one line about what was built."""
+    """Describes a build in one line."""
     reason = record["without_cuda"]
     return "kernels: built, with CUDA" if reason is None else f"kernels: built for the CPU, without CUDA ({reason})"
 
@@ -433,18 +448,17 @@ def summary(record: dict[str, object]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--emulated", type=Path, metavar="DIR", help="the CUDA kernels for the CPU, with sanitizers")
-    parser.add_argument("--ahead", action="store_true", help="only the objects that need no torch; nothing is linked")
     args = parser.parse_args()
-    output = OUTPUT if args.emulated is None else args.emulated / OUTPUT.name
+    if args.emulated is None:
+        lines = build_into(CSRC.parent)
+        print("\n".join(lines))
+        return int(any("not built" in line for line in lines))
+    output = args.emulated / OUTPUT.name
     try:
-        if args.ahead:
-            build_ahead()
-            return 0
-        record = build(output, emulated=args.emulated is not None)
+        print(f"{summary(build(output, emulated=True))}: {output}")
     except (BuildError, OSError) as error:
         print(f"kernels: not built ({error})", file=sys.stderr)
         return 1
-    print(f"{summary(record)}: {output}")
     return 0
 
 

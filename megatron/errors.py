@@ -1,4 +1,4 @@
-"""All errors meant for users. Each message is one line with the setting, its value and the way out.
+"""All errors meant for users. Each message is one line with the setting, its value, the reason and the fix.
 
 The exit codes are a contract with launch scripts and restart policies (docs/getting_started.md).
 """
@@ -6,13 +6,15 @@ The exit codes are a contract with launch scripts and restart policies (docs/get
 import re
 from collections.abc import Sequence
 
+from megatron.commands import as_typed_here
+
 # With one slash, too: a Path of a URL loses the other.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}:/{1,2})([^\s'\"<>]*[^\s'\"<>:;,.)])")
 
 
 def without_secrets(text: str) -> str:
-    """The text with the user, password and query of every URL in it replaced by dots; signed links carry their key in
-    the query. What is not a secret stays: s3://bucket/a?.json is a pattern, abfs://container@account a place."""
+    """Replaces the user, password and query of every URL in a text by dots, because signed links have their key in the
+    query. Other parts stay: s3://bucket/a?.json is a pattern, abfs://container@account a place."""
     return _URL.sub(lambda found: found[1] + _public(found[1], found[2]), text)
 
 
@@ -35,14 +37,14 @@ pairs, which stand for bytes that are not UTF-8 in names of files and cannot be 
 
 
 def printable(text: str, longest: int = _LONGEST_LINE) -> str:
-    """The text in one line of limited length, without secrets. Characters that a terminal obeys become escapes such as
-    \\x1b. Of a long word the beginning stays; of a long line the beginning and the end, where errors have the reason
+    """Returns the text in one line of limited length, without secrets. Characters that a terminal obeys become escapes
+    such as \\x1b. A long word keeps its beginning, a long line its beginning and its end, where errors have the reason
     and the fix."""
     text = _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), without_secrets(text))
     text = _WORD.sub(lambda found: _beginning(found[0]), text)
     if len(text) <= longest:
         return text
-    half = longest // 2 - 20  # what stands between them included, so that it is cut once
+    half = longest // 2 - 20  # with room for the text between the halves, so that the line is cut once
     return f"{text[:half]} ... ({len(text)} characters) ... {text[-half:]}"
 
 
@@ -57,11 +59,11 @@ class MegatronError(Exception):
     exit_code: int = 1
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(printable(str(message)))
+        super().__init__(printable(as_typed_here(str(message))))
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """What is printed, one line each; a single one, unless several mistakes were found at once."""
+        """Lines to print: a single one, unless several mistakes were found at once."""
         return (str(self),)
 
 
@@ -72,7 +74,7 @@ class ConfigError(MegatronError, ValueError):
 
 
 class ConfigErrors(ConfigError):
-    """Several refusals of one command line."""
+    """Several errors of one command line."""
 
     def __init__(self, errors: Sequence[ConfigError]) -> None:
         self._lines = tuple(map(str, errors))

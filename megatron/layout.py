@@ -1,14 +1,14 @@
-"""The parallel layout: which rank belongs to which group. Pure arithmetic, no torch.
+"""Parallel layout: the ranks of each group. Pure arithmetic, no torch.
 
 Ranks are numbered with tensor parallel fastest, then context, data and pipeline parallel (Megatron's order):
 
     rank = tp + TP * (cp + CP * (dp + DP * pp))
 
-Expert parallelism is no factor of the world size. It divides the CP x DP ranks that share a pipeline stage and a tensor
-slice: with `j = cp + CP * dp`, the expert coordinate is `j % EP`, and `j // EP` numbers the replicas of each expert.
+Expert parallelism is not a factor of the world size. It divides the CP x DP ranks of a pipeline stage and tensor slice.
+With `j = cp + CP * dp`, the expert coordinate is `j % EP`, and `j // EP` numbers the replicas of each expert.
 
-With ZeRO these CP x DP ranks form equal runs of neighbours, the instances of the optimizer (Megatron's order): the
-ranks of an instance divide its state among them, and ranks at the same place of all instances hold the same share.
+ZeRO splits these CP x DP ranks into optimizer instances: equal runs of neighbours (Megatron's order). Ranks of an
+instance divide its state among them. Ranks at the same place of all instances hold the same share.
 """
 
 from collections.abc import Iterator
@@ -33,10 +33,10 @@ AXES = (
 )
 """Every axis that has groups.
 
-`dp_cp` reduces the gradients of dense parameters, `expert_dp` those of experts. `shard` and `expert_shard` are their
-parts within an instance of the optimizer, and `replicate` joins the instances: with one instance `dp_cp`, `expert_dp`
-and each rank by itself. `embedding` joins the first and the last pipeline stage (a tied head is on both), `model`
-(tp x pp) holds one replica of the model, `world` is all ranks.
+Gradients of dense parameters are reduced over `dp_cp`, those of experts over `expert_dp`. Within an instance of the
+optimizer these are `shard` and `expert_shard`, and `replicate` joins the instances. With one instance the three are
+`dp_cp`, `expert_dp` and each rank by itself. The axis `embedding` joins the first and the last pipeline stage (a tied
+head is on both). A group of `model` (tp x pp) holds one replica of the model, and `world` is all ranks.
 """
 
 
@@ -52,7 +52,7 @@ class Coordinates:
     expert_dp: int
     instance: int
     shard: int
-    """Place in the instance."""
+    """Place in the optimizer instance."""
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,9 @@ class Layout:
         return tuple(tp + self.tp * (one + shared * pp) for pp in stages for one in own for tp in slices)
 
     def pipeline_links(self) -> Iterator[tuple[str, dict[int, int]]]:
-        """(what, {sender: receiver}) of the links between neighbouring stages, also around the ends of the pipeline, in
-        one order for all ranks: activations to the next stage, gradients to the previous one. Each round holds links
-        that have no rank in common: those of every other stage, and of an odd number of stages the last by itself."""
+        """Yields (what, {sender: receiver}) of the links between neighbouring stages, also around the ends of the
+        pipeline, in one order for all ranks. Activations go to the next stage, gradients to the previous one. Links of
+        a round share no rank: every other stage sends, and the last of an odd number of stages has its own round."""
         pipelines, whole = self.groups("pp"), self.pp - self.pp % 2
         for what, step in (("activation", 1), ("gradient", -1)):
             for senders in (range(0, whole, 2), range(1, whole, 2), range(whole, self.pp)):

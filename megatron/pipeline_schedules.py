@@ -1,8 +1,8 @@
 """Pipeline schedules as data: the order in which one rank runs its forward and backward passes.
 
-Each schedule is a function of the pipeline's shape that returns a list of actions, with what follows from it elsewhere.
-`pipeline_parallel/pipeline.py` executes such a list, and `report/pipeline_timeline.py` times it, whatever the schedule.
-A rank may hold several chunks of the model (virtual stages): chunk c of rank r is stage c * ranks + r of the model.
+Each schedule is a function of the pipeline's shape that returns a list of actions. Any such list is executed by
+`pipeline_parallel/pipeline.py` and timed by `report/pipeline_timeline.py`. A rank may hold several chunks of the model
+(virtual stages): chunk c of rank r is stage c * ranks + r of the model.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,13 +32,13 @@ Order = Callable[[int, int, int, int], list[Action]]
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """A schedule, and what the rest of a run has to know of it."""
+    """A schedule, and its properties that the rest of a run needs."""
 
     order: Order
     interleaves: bool = False
     """A rank has several chunks of the model, and micro-batches go through them in groups."""
     defers_wgrads: bool = False
-    """Weight gradients are passes of their own (W), which come after the backward pass."""
+    """Weight gradients are passes of their own (W), after the backward pass."""
     keeps_all: bool = False
     """All forward passes come before the first backward pass, so every micro-batch's activations are kept."""
 
@@ -47,7 +47,7 @@ class PipelineSchedule:
 
 
 def fills_groups(micro_batches: int, group: int, ranks: int) -> bool:
-    """Whether the interleaved schedule can take the micro-batches in groups of `group`: the last group may be smaller,
+    """True if the interleaved schedule can take the micro-batches in groups of `group`. The last group may be smaller,
     but no group has fewer than one micro-batch per pipeline rank."""
     rest = micro_batches % group
     return ranks <= group <= micro_batches and (rest == 0 or rest >= ranks)

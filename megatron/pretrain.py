@@ -1,8 +1,8 @@
-"""Trains a model as the command line says; the core, wired with what stands around it.
+"""Entry points of training scripts: the training core, connected to the readers of other programs' files.
 
-`pretrain(datasets_provider, model_provider, forward_step)` is the training loop of your own script (pretrain_gpt.py is
-one), and `Hook` adds to it; `setup(argv)` gives the ranks, device and settings without the loop. Importing this module
-loads no torch: it is loaded after the command line has been read, so `--help` and a mistyped flag answer at once.
+Your own script calls `pretrain(datasets_provider, model_provider, forward_step)`, as pretrain_gpt.py does, and `Hook`
+adds to the training loop. Without the loop, `setup(argv)` gives ranks, device and settings. Importing this module loads
+no torch. That happens after the command line was read, so `--help` and a mistyped flag answer at once.
 """
 
 import sys
@@ -39,9 +39,9 @@ def pretrain(
 ) -> StopReason:
     """Trains as the command line says. Errors end the process with one line and their exit code.
 
-    `needs_data=False`: the datasets are the script's own, so neither --data-path nor a tokenizer is asked for. Each is
-    anything with `len` and `[i]` whose samples are dicts; `forward_step` gets them stacked, with their `sample_ids`,
-    and casts what it feeds to a model in half precision. `hooks` are called at moments of the run: see `Hook`.
+    With `needs_data=False` the datasets are the script's own: neither --data-path nor a tokenizer is required. A
+    dataset is anything with `len` and `[i]` whose samples are dicts. The `forward_step` gets them stacked, with their
+    `sample_ids`, and casts what it feeds to a model in half precision. See `Hook` for `hooks`.
     """
     from megatron.compat.deepspeed_file.source import deepspeed_assignments
     from megatron.interop.source import OTHER_PROGRAMS
@@ -59,9 +59,8 @@ def pretrain(
 
 
 def setup(argv: Sequence[str] | None = None, *, needs_data: bool = True) -> "Run":
-    """The start of a script without the training loop: settings read, ranks connected, random streams seeded. Errors of
-    usage come before any process waits for another. Such a script leaves with `megatron.distributed.launch.shutdown()`.
-    """
+    """Starts a script without the training loop: reads settings, connects ranks, seeds random streams. Usage errors are
+    raised before any process waits for another. Such a script ends with `megatron.distributed.launch.shutdown()`."""
     sleep_at_once()
     from megatron.compat.deepspeed_file.source import deepspeed_assignments
     from megatron.config import describe

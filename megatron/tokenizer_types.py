@@ -4,21 +4,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _OF_ONE_TYPE = ("null_tokenizer_eod_id", "tokenizer_model", "vocab_file", "merge_file")
-"""Settings that are refused with a type that does not read them."""
+"""Settings that are rejected with a type that does not read them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerType:
     made_by: str
-    """Its module and class, in `megatron.tokenizer`."""
+    """Module and class, in `megatron.tokenizer`."""
     needs: tuple[str, ...]
-    """Settings that have to be given."""
+    """Required settings."""
     what: str
-    """What they name, for messages."""
+    """Description of the required settings, for messages."""
     takes: tuple[str, ...] = ()
-    """Settings that may be given."""
+    """Optional settings."""
     fast: bool = False
-    """It has a fast encoder."""
+    """True if there is a fast encoder."""
     pretrains: bool = True
     """GPT pretraining takes it; the others are for preprocessing."""
 
@@ -27,7 +27,7 @@ class TokenizerType:
 
     @property
     def sized_by_settings(self) -> bool:
-        """--vocab-size makes its vocabulary, instead of being compared with it."""
+        """True if --vocab-size sets the vocabulary, instead of being compared with it."""
         return self.reads("vocab_size")
 
     @property
@@ -35,7 +35,7 @@ class TokenizerType:
         return tuple(name for name in _OF_ONE_TYPE if not self.reads(name))
 
     def missing(self, kind: str, settings: object) -> str | None:
-        """An error's text if `settings` lack what this type, by its name `kind`, needs."""
+        """Error text if `settings` lack what this type, named `kind`, needs; else None."""
         absent = [name for name in self.needs if getattr(settings, name) in (None, "")]
         if not absent:
             return None

@@ -327,8 +327,8 @@ def build_helpers(venv: Path, marker: dict) -> str:
         say("C++ parts: no compiler here, numpy and PyTorch's own operations are used (slower)")
         return ""
     say("building the C++ parts (the first time takes a minute)")
-    command = [str(venv / "bin" / "python"), "-u", "setup.py", "build_ext", "--inplace"]
-    if not run_logged(command, venv / "setup.log", r"kernels:|megatron\.data\._helpers:"):
+    command = [str(venv / "bin" / "python"), "-u", "csrc/build.py"]
+    if not run_logged(command, venv / "setup.log", r"kernels:|index builders:"):
         say(f"C++ parts: not built, numpy and PyTorch's own operations are used; see {venv / 'setup.log'}")
         return ""
     if not compiled_parts():
@@ -339,7 +339,7 @@ def build_helpers(venv: Path, marker: dict) -> str:
 
 @contextlib.contextmanager
 def kernels_ahead() -> Iterator[None]:
-    """Compiles the kernels beside what is done here: they need no package, and pip keeps one core busy.
+    """Builds the kernels beside what is done here: they need no package, and pip keeps one core busy.
 
     The build that follows waits for it (csrc/build.py has a lock), and says what went wrong.
     """
@@ -347,7 +347,7 @@ def kernels_ahead() -> Iterator[None]:
     if not script.is_file() or compiler() is None:
         yield
         return
-    command = [sys.executable, str(script), "--ahead"]
+    command = [sys.executable, str(script)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
     try:
         yield
@@ -358,8 +358,7 @@ def kernels_ahead() -> Iterator[None]:
 
 
 def compiled_parts() -> bool:
-    helpers, kernels = (ROOT / "megatron" / "data").glob("_helpers*.so"), ROOT / "megatron" / "ops" / "_kernels.so"
-    return any(helpers) and kernels.is_file()
+    return all((ROOT / "megatron" / name).is_file() for name in ("data/_helpers.so", "ops/_kernels.so"))
 
 
 def right_interpreter(venv: Path, marker: dict) -> None:

@@ -1,4 +1,4 @@
-"""What benchmarks/kernels.py measures of AdamW: on flat buffers, a rank's chunk of them, and shards of ZeRO 2 and 3."""
+"""AdamW cases of benchmarks/kernels.py: flat buffers, a rank's chunk of them, and shards of ZeRO 2 and 3."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ NUMBERS = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "lr": 1e-4, "weight_decay"
 
 
 def adamw_inputs(dtype: torch.dtype, device: str, ranks: int = 1) -> tuple[Any, ...]:
-    """50 million weights, their bf16 copy, moments, and gradients of `dtype` that are to be unscaled; or what the last
-    of some ranks has of them with ZeRO: masters and moments of its chunk, and its chunk of the rest."""
+    """Draws 50 million weights, their bf16 copy, moments, and gradients of `dtype`. With several ranks, it returns the
+    last rank's chunk under ZeRO."""
     count = 50_000_000
     own = slice(count // ranks * (ranks - 1), None)
     weights = torch.randn(count, device=device) * 0.02
@@ -40,7 +40,7 @@ def our_adamw(ops: Any) -> Callable[..., Any]:
 
 
 def torchs_adamw(weights: Tensor, copy: Tensor, m: Tensor, v: Tensor, grad: Tensor) -> None:
-    """Unscale, PyTorch's fused step, write the copy."""
+    """Unscales, runs PyTorch's fused step, and writes the copy."""
     wide = grad.float().mul_(1.0)
     step = torch.ones((), device=grad.device)
     adamw([weights], [wide], [m], [v], [], [step], fused=True, foreach=False, amsgrad=False, maximize=False, **NUMBERS)
@@ -58,11 +58,11 @@ SHARDS = [
     for _ in range(LAYERS)
     for rows in (3 * HIDDEN, 3, HIDDEN, 1, 4 * HIDDEN, 4, 4 * HIDDEN, 1, 1, 1, 1, 1)  # weights and biases; two norms
 ]
-"""What one of the ranks keeps of a GPT's layers with ZeRO 2 or 3: fp32 weights, each by itself."""
+"""Sizes of one rank's shards of a GPT's layers under ZeRO 2 or 3, a separate fp32 tensor per parameter."""
 
 
 def shards_inputs(dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
-    """Weights, moments, gradients."""
+    """Draws weights, moments and gradients."""
     count = sum(SHARDS)
     moments = torch.zeros(2, count, device=device).unbind()
     return torch.randn(count, device=device) * 0.02, *moments, torch.randn(count, device=device).to(dtype)
@@ -85,7 +85,7 @@ def our_adamw_of_shards(ops: Any) -> Callable[..., Any]:
 
 
 def torchs_adamw_of_shards(weights: Tensor, m: Tensor, v: Tensor, grad: Tensor) -> None:
-    """Unscale and clip, a pass each as of GradScaler.unscale_ and clip_grad_norm_, then PyTorch's fused step."""
+    """Unscales and clips, in a pass each like GradScaler.unscale_ and clip_grad_norm_, then runs the fused step."""
     shards = [list(flat.split(SHARDS)) for flat in (weights, grad.mul_(1.0).mul_(1.0).float(), m, v)]
     steps = list(torch.ones(len(SHARDS), device=grad.device).unbind())
     adamw(*shards, [], steps, fused=True, foreach=False, amsgrad=False, maximize=False, **NUMBERS)

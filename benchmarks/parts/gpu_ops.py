@@ -1,4 +1,4 @@
-"""Checks every CUDA kernel (tools/gpu_check.py --part ops): is it correct, repeatable, how fast; writes the record."""
+"""Checks that every CUDA kernel is correct and repeatable, and its speed (tools/gpu_check.py --part ops)."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from megatron.ops.select import why_not_native
 from megatron.utils.durable import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOL = ROOT / "tools" / "gpu_check.py"  # which the processes of this part are started from
-SANITIZER_FOUND = 9  # its exit code when it found something
-WRONG = 3  # our own when a kernel was wrong
-OUR_KERNELS = "kns=2mk4cuda"  # in all their mangled names: torch's own kernels are not checked
-YET_TO_RUN = "not run: the check was cut off before"
+TOOL = ROOT / "tools" / "gpu_check.py"  # starts the processes of this part
+SANITIZER_FOUND = 9  # the sanitizer's exit code for an error in a kernel
+WRONG = 3  # our exit code for a wrong kernel
+OUR_KERNELS = "kns=2mk4cuda"  # part of all our mangled names; torch's own kernels are not checked
+YET_TO_RUN = "not run: the check was interrupted before"
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 BUILD = ROOT / "csrc" / "build.py"
 BUILDING = 180.0  # seconds, at most
@@ -68,14 +68,15 @@ def environment(device: str) -> dict[str, str]:
 
 
 def why_not(device: str) -> str | None:
-    """Why the kernels do not load, asked in a new process, which sees a new build and may crash; or None."""
+    """Returns the reason why the kernels do not load, or None. A new process tests it: it sees a new build, and may
+    crash."""
     code = "from megatron.ops.select import why_not_native as w; from megatron.ops.library import library as l; "
     said = output_of(sys.executable, "-c", f"{code}print(w(l(), {device!r}) or '')", seconds=120)
     return said or None
 
 
 def make_ready(device: str) -> str | None:
-    """Builds the kernels if they do not load. Returns why they still do not, or None."""
+    """Builds the kernels if they do not load. Returns the reason why they still do not, or None."""
     reason = why_not(device)
     if reason is None:
         return None
@@ -113,8 +114,8 @@ def judged(args: argparse.Namespace, seconds: float) -> list[OperationReport]:
 
 
 def sanitize(seed: int, seconds: float = 250) -> Iterator[tuple[str, str]]:
-    """Runs the comparison on small shapes under compute-sanitizer's tools, one after the other: each has the GPU, and
-    the time that it needs of what is left. Yields a tool and 'clean', or the end of its output."""
+    """Runs the comparison on small shapes under compute-sanitizer's tools, one after another within the time limit.
+    Yields each tool with 'clean' or the end of its output."""
     program = cuda_program("compute-sanitizer")
     until = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
@@ -134,12 +135,12 @@ def _sanitized(program: str, tool: str, seed: int, seconds: float, output: Path)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # and the program under it
         process.wait()
-        return f"not run: it took longer than the {seconds:.0f} s that were left"
+        return f"not run: it took longer than the remaining {seconds:.0f} s"
 
 
 def _sanitizing(program: str, tool: str, seed: int, seconds: float, output: Path) -> subprocess.Popen[bytes]:
     command = [program, "--tool", tool, "--error-exitcode", str(SANITIZER_FOUND), "--kernel-name", OUR_KERNELS]
-    # The sanitizer gives up on a program that has not used CUDA for 10 s; importing torch alone may take that long.
+    # The sanitizer aborts a program that does not use CUDA within 10 s; importing torch may take that long.
     command += ["--target-processes", "application-only", "--launch-timeout", f"{max(10, seconds):.0f}"]
     if tool == "memcheck":
         command += ["--report-api-errors", "no"]  # torch probes the driver for optional features
@@ -149,17 +150,17 @@ def _sanitizing(program: str, tool: str, seed: int, seconds: float, output: Path
 
 
 def end_allocations_with_tensors() -> None:
-    """One allocation per tensor, so that compute-sanitizer sees accesses beyond a tensor's end: torch's allocator puts
-    many tensors into one."""
+    """Gives every tensor its own allocation, so that compute-sanitizer sees accesses beyond its end. Torch's allocator
+    would place many tensors in one."""
     torch.cuda.init()  # before it this setting is ignored
     torch.cuda.memory.caching_allocator_enable(False)
 
 
 def _verdict(code: int, said: str) -> str:
-    """'clean', what the tool found, or that it did not run."""
+    """Returns 'clean', the tool's findings, or the reason why it did not run."""
     if code == 0:
         return "clean"
-    # Its own lines, where there are any: the first one says what it is about, behind them come stacks.
+    # The tool's own lines, if any: the first one names the error, stacks follow.
     own = [line for line in said.splitlines() if line.startswith("=========")]
     if broken := [line for line in own if "Internal Sanitizer Error" in line]:
         return f"not run: {broken[0].strip('= ')}"
@@ -172,7 +173,7 @@ def _verdict(code: int, said: str) -> str:
 
 
 def times(device: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """Times of every kernel, first in bf16, which trains. Keeps what was measured before a failure or timeout."""
+    """Measures every kernel, first in bf16. Keeps the results from before a failure or timeout."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "times.json"
         command = [sys.executable, "benchmarks/kernels.py", "--device", device, "--rounds", str(rounds)]
@@ -188,10 +189,10 @@ def times(device: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
 def verified_kernels(
     verdicts: Sequence[OperationReport], built: dict[str, str], sanitized: dict[str, str]
 ) -> dict[str, str]:
-    """Kernel (an operation in one dtype) -> hash of its folder's sources, for the kernels that were right.
+    """Returns kernel (an operation in one dtype) -> hash of its folder's sources, for the correct kernels.
 
-    None if a sanitizer found anything, or while one has still to run. One that does not work here does not count: the
-    record names it, and why."""
+    The result is empty if a sanitizer found anything or has still to run. A sanitizer that does not work on this
+    machine is ignored; the record has its reason."""
     if any(said != "clean" and (said == YET_TO_RUN or not said.startswith("not run")) for said in sanitized.values()):
         return {}
     right = {}
@@ -207,7 +208,7 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
 
 def check_ops(args: argparse.Namespace) -> int:
     start = time.monotonic()
-    # --only-small is for processes that one has started who has prepared everything.
+    # --only-small is for child processes; their parent has prepared everything.
     if (reason := why_not_native(library(), args.device) if args.only_small else make_ready(args.device)) is not None:
         print(f"the kernels are {reason}", file=sys.stderr)
         return 1
@@ -215,7 +216,7 @@ def check_ops(args: argparse.Namespace) -> int:
         if args.device == "cuda":
             end_allocations_with_tensors()
         where = library().ops, args.device
-        # racecheck fails itself in cuBLAS' products in bf16 (H200, CUDA 13.0), although it is to look at ours alone.
+        # racecheck itself fails in cuBLAS' bf16 products (H200, CUDA 13.0), although only our kernels are selected.
         own = [proof for proof in PROOFS.values() if not proof.products]
         return WRONG * any(verdict.wrong for verdict in judge_all(args.seed, where, None, largest=SMALL, proofs=own))
     about = about_run(args)
@@ -247,7 +248,7 @@ def check_ops(args: argparse.Namespace) -> int:
     return int(bool(missed))
 
 
-# ---------------------------------------------------------------- what every part begins with
+# ---------------------------------------------------------------- the start of every part
 
 
 def about_run(args: argparse.Namespace) -> dict[str, Any]:

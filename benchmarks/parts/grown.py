@@ -1,4 +1,4 @@
-"""Enlarges a kernel's arguments for a GPU: small ones stay in its cache, and only the launch time is measured."""
+"""Enlarges a kernel's arguments for a GPU. Small ones would stay in its cache and measure only the launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST = 64  # the largest factor
 
 
 def grown(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Repeats the rows of the first argument and of all arguments with as many rows. Other vectors stay."""
+    """Repeats the rows of the first argument and of all arguments with as many rows, except float vectors."""
     first = args[0]
     if first.dim() < 2:
         return tuple(args)

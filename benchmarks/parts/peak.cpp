@@ -1,13 +1,13 @@
-// What this processor can multiply and add when nothing waits for memory: the limit of every matrix product.
-// Compiled by benchmarks/peak.py for the machine at hand. Known for x86-64 with fused multiplication and addition; for
-// bf16 where the processor multiplies it by AVX512-BF16, or not at all (then it is fp32's).
+// Multiplications and additions at this processor's peak, without waiting for memory: the limit of every matrix product.
+// benchmarks/parts/peak.py compiles it for the machine. Supports x86-64 with fused multiply-add, and bf16 with
+// AVX512-BF16 or without any bf16 instruction (then the peak is fp32's).
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
 
 namespace {
 
-// As many sums as hide a multiplication's latency; each is a register as wide as the processor has.
+// Enough sums to hide a multiplication's latency. Each is a register of the processor's full width.
 constexpr int SUMS = 12;
 #if defined(__AVX512F__)
 constexpr int LANES = 16;

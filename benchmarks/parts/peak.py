@@ -1,7 +1,7 @@
-"""The processor's peak as a contender: the step's multiplications and additions, in registers, and nothing else.
+"""The processor's peak as a contender: only the step's multiplications and additions, in registers.
 
-Below the time that this takes no step can come, with whatever library of products; so it says how much faster than
-another contender one can be at all on the machine at hand.
+No step can be faster, whatever the matrix library. The peak therefore bounds the possible speed-up over another
+contender on this machine.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC")
 
 
 def operations(shape: Shape) -> int:
-    """Multiplications and additions of one step's products, forward and backward, with attention to what came before
-    only, and nothing computed twice."""
+    """Number of multiplications and additions of one step's products, forward and backward, with causal attention and
+    without recomputation."""
     tokens, hidden = shape.batch * shape.seq, shape.hidden
     weights = shape.layers * 12 * hidden**2 + hidden * shape.vocab
     seen = shape.batch * shape.seq * (shape.seq + 1) // 2  # pairs of a query and a key
@@ -35,7 +35,7 @@ def peak_step(shape: Shape, dtype: torch.dtype, threads: int) -> Step:
     library = _compiled()
     at_once = library.peak_operations(halves)
     if at_once == 0:
-        raise NotInstalledError(f"this processor's peak in {dtype} is not known: {_SOURCE.name} says where it is")
+        raise NotInstalledError(f"this processor's peak in {dtype} is unknown; {_SOURCE.name} lists the known ones")
     times = operations(shape) // threads // at_once
     pool = ThreadPoolExecutor(threads)
 
@@ -52,7 +52,7 @@ def _compiled() -> ctypes.CDLL:
         try:
             subprocess.run(["c++", *_FLAGS, str(_SOURCE), "-o", str(made)], check=True, capture_output=True)
         except (OSError, subprocess.CalledProcessError) as error:
-            raise NotInstalledError(f"needs a C++ compiler that knows {' '.join(_FLAGS[:2])}: {error}") from error
+            raise NotInstalledError(f"needs a C++ compiler that supports {' '.join(_FLAGS[:2])}: {error}") from error
         library = ctypes.CDLL(str(made))
     library.peak_operations.restype = ctypes.c_long
     library.peak_repeat.argtypes = [ctypes.c_long, ctypes.c_int]

@@ -1,8 +1,8 @@
-"""What ours is measured against: a training step of transformers' GPT-2, and of a nanoGPT-shaped plain model.
+"""Peers of our training step: transformers' GPT-2, and a nanoGPT-shaped plain model.
 
-A step is zero the gradients, forward, loss, backward, clip to 1.0, AdamW, without dropout: what a plain PyTorch loop
-does, at its best. By default the whole model is in the dtype, AdamW's moments too; under `autocast` the weights stay
-fp32, as nanoGPT and transformers' own trainer have them.
+A step is a well-written plain PyTorch loop: zero the gradients, forward, loss, backward, clip to 1.0, AdamW, without
+dropout. By default the whole model and AdamW's moments are in the dtype. Under `autocast` the weights stay fp32, as in
+nanoGPT and transformers' trainer.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from benchmarks.parts.turns import NotInstalledError
 
 BETAS, LEARNING_RATE, WEIGHT_DECAY, CLIP = (0.9, 0.95), 3e-4, 0.1, 1.0
 Step = Callable[[], Tensor]
-"""Returns the loss, on its device: reading it waits for the step."""
+"""Returns the loss on its device; reading it waits for the step."""
 NextBatch = Callable[[], tuple[Tensor, Tensor]]
-"""Tokens and labels [batch, seq], where the model is."""
+"""Returns tokens and labels [batch, seq] on the model's device."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Place:
-    """Where and in what a model computes."""
+    """Device, dtype and compiler of a model."""
 
     dtype: torch.dtype
     device: str = "cpu"
@@ -54,7 +54,7 @@ class Place:
 
 
 def peer_step(model: nn.Module, place: Place, loss_of: Callable[[Any], Tensor]) -> Step:
-    """Fused AdamW, gradients dropped rather than zeroed."""
+    """Makes a step with fused AdamW, which drops gradients instead of zeroing them."""
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
     called: Any = torch.compile(model) if place.compiled else model
@@ -72,7 +72,7 @@ def peer_step(model: nn.Module, place: Place, loss_of: Callable[[Any], Tensor]) 
 
 
 def transformers_step(shape: Shape, place: Place, next_batch: NextBatch) -> Step:
-    # A script finds the scripts beside it, and transformers would take kernels.py for the package of that name.
+    # A script can import its siblings, and transformers would mistake kernels.py for the package of that name.
     sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).resolve().parents[1]]
     try:
         from transformers import GPT2Config, GPT2LMHeadModel

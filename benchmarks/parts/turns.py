@@ -1,6 +1,6 @@
-"""Contenders in processes of their own that take turns: what one sets, or what it breaks, is not another's.
+"""Contenders that take turns in separate processes, so that settings and crashes of one do not affect another.
 
-Machines drift within minutes; ratios of times that were taken one after the other do not.
+Machines drift within minutes; ratios of successive times do not.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 Turn = Callable[[int], dict[str, Any]]
-"""Makes that many steps; what was measured."""
+"""Makes this many steps and returns the measurements."""
 
 
 class NotInstalledError(Exception):
-    """What a contender is made of is not here."""
+    """Raised if a contender's library or compiler is missing."""
 
 
 def serve(prepare: Callable[[], Turn], link: Connection) -> None:
-    """A contender's process: says that it is ready, then answers every number of steps with a turn."""
+    """Runs a contender's process: reports that it is ready, then answers every number of steps with a turn."""
     try:
         turn = prepare()
         link.send(("ready", {}))
         while steps := link.recv():
             link.send(("done", turn(steps)))
-    except EOFError:  # the one who asked is gone
+    except EOFError:  # the parent is gone
         return
     except NotInstalledError as error:
         link.send(("left out", str(error)))
@@ -39,7 +39,7 @@ def serve(prepare: Callable[[], Turn], link: Connection) -> None:
 
 
 class Contenders:
-    """The contenders that are still in the race; `left_out` says why the others are not."""
+    """The contenders that are still in the race. `left_out` has the reasons of the others."""
 
     def __init__(self) -> None:
         self.left_out: dict[str, str] = {}
@@ -52,7 +52,7 @@ class Contenders:
         return list(self._links)
 
     def start(self, name: str, prepare: Callable[[], Turn]) -> None:
-        """`answer` says when it is ready."""
+        """Starts a contender. `answer` returns when it is ready."""
         here, there = self._context.Pipe()
         process = self._context.Process(target=serve, args=(prepare, there), name=name)
         process.start()
@@ -60,11 +60,11 @@ class Contenders:
         self._links[name], self._processes[name] = here, process
 
     def ask(self, name: str, steps: int) -> None:
-        with suppress(OSError):  # it is dead: `answer` says so
+        with suppress(OSError):  # a dead contender; `answer` reports it
             self._links[name].send(steps)
 
     def answer(self, name: str, seconds: float | None = None) -> dict[str, Any] | None:
-        """What it measured; None if it is out of the race from now on."""
+        """Returns a contender's measurements; None if it dropped out of the race."""
         link, process = self._links[name], self._processes[name]
         seconds = None if seconds is None else max(0.0, seconds)
         kind, said = self._received(link, process, seconds)
@@ -80,7 +80,7 @@ class Contenders:
             if link.poll(seconds):
                 kind, said = link.recv()
                 return kind, said
-            return "left out", f"no answer within the {seconds:.0f} s left"
+            return "left out", f"no answer within the remaining {seconds:.0f} s"
         except (EOFError, OSError):
             process.join(5)
             return "left out", f"its process ended with exit code {process.exitcode}"
@@ -90,7 +90,7 @@ class Contenders:
         return self.answer(name, seconds)
 
     def close(self, patience: float = 5) -> None:
-        """Ends their processes, at the latest after `patience` seconds."""
+        """Ends the processes, after at most `patience` seconds."""
         until = time.monotonic() + patience
         for name in self.names:
             self.ask(name, 0)
@@ -101,8 +101,8 @@ class Contenders:
 
 
 def race(prepare: Mapping[str, Callable[[], Turn]], rounds: int) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    """The "seconds" of every contender in every round, behind one that is not counted, and what each measured last.
-    All must finish."""
+    """Races contenders, all of which must finish. Returns every contender's "seconds" per round, without the uncounted
+    first round, and its last measurements."""
     contenders = Contenders()
     times: dict[str, list[float]] = {name: [] for name in prepare}
     last: dict[str, Any] = {}
@@ -125,11 +125,11 @@ def race(prepare: Mapping[str, Callable[[], Turn]], rounds: int) -> tuple[dict[s
 
 
 def rotated(names: Sequence[str], number: int) -> list[str]:
-    """The order of a round, so that nobody always follows the same."""
+    """Returns the order of a round, rotated so that no contender always follows the same one."""
     first = number % len(names) if names else 0
     return [*names[first:], *names[:first]]
 
 
 def speed_over(times: Mapping[str, Sequence[float]], name: str, ours: str = "ours") -> list[float]:
-    """How many times as fast as `name` ours was, in every round that both finished."""
+    """Ratios of our speed to that of `name`, for every round that both finished."""
     return [theirs / own for theirs, own in zip(times[name], times.get(ours, ()))]

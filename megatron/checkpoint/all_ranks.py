@@ -21,20 +21,20 @@ _TOLD = {
         *(errors.NoProgressError, errors.InterruptError, MegatronError),
     )
 }
-"""The errors that travel between ranks, by name."""
+"""Errors that are raised again on the other ranks, by name."""
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """How `work` ended on one rank: an error by its name in `_TOLD` and its text, or neither."""
+    """Outcome of `work` on one rank: the error's name in `_TOLD` and its text, or neither."""
 
     error: str = ""
     text: str = ""
 
 
 def run_on_all(work: Callable[[], T], axis: Axis) -> T:
-    """Runs `work` on every rank and returns this rank's result; if any rank fails, all ranks raise an error. However
-    long it takes on one rank, the others wait for it while the heartbeat finds those that are lost."""
+    """Runs `work` on every rank and returns this rank's result. If any rank fails, all ranks raise an error. A rank may
+    take any time: the others wait for it, and the heartbeat detects lost ranks."""
     result: T | None = None
     error: Exception | None = None
     try:
@@ -61,7 +61,7 @@ def do_on_first(work: Callable[[], object], axis: Axis) -> None:
 
 
 def share(identify: Callable[[], str], world: Axis) -> tuple[int, int]:
-    """This rank's number among the ranks that see the same files, and their count. `identify`: an id of the files."""
+    """This rank's number among the ranks that see the same files, by the id from `identify`, and their count."""
     seen = all_gather_json(run_on_all(identify, world), world, str)
     sharing = [rank for rank, each in enumerate(seen) if each == seen[world.rank]]
     return sharing.index(world.rank), len(sharing)

@@ -1,4 +1,4 @@
-"""Checks that a checkpoint is of the model about to be built, before anything is allocated."""
+"""Checks, before anything is allocated, that a checkpoint and this run have the same model."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -43,7 +43,7 @@ def model_config(values: Any) -> ModelConfig:
 
 
 def moe_config(saved: Mapping[str, Any]) -> MoEConfig:
-    """The experts of a saved configuration; older ones have none."""
+    """The MoE section of a saved configuration; older ones have none."""
     values = saved.get("moe") or {}
     if isinstance(values, dict) and not values.get("num_experts"):
         return MoEConfig()
@@ -54,7 +54,7 @@ Section = TypeVar("Section", ModelConfig, MoEConfig)
 
 
 def _section(what: str, values: Any, section: type[Section]) -> Section:
-    """Checked as flags are: the file may be another's."""
+    """Builds a section and checks its values as flags are checked, because the file may come from anyone."""
     if isinstance(values, Mapping):
         _refuse_unknown(what, values, section)
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
@@ -66,7 +66,7 @@ def _section(what: str, values: Any, section: type[Section]) -> Section:
                 if one is not None and one != setting.default:
                     check_one(setting, one)
     except ValueError as error:
-        raise CheckpointError(f"the checkpoint's {what} a setting that cannot be: {error}") from None
+        raise CheckpointError(f"the checkpoint's {what} an invalid setting: {error}") from None
     return made
 
 
@@ -74,12 +74,12 @@ def _refuse_unknown(what: str, values: Mapping[str, Any], section: type[ModelCon
     unknown = sorted(set(values) - {field.name for field in fields(section)})
     if unknown:
         raise CheckpointError(
-            f"the checkpoint's {what} settings unknown to this version: {', '.join(unknown)}; use a newer one"
+            f"the checkpoint's {what} settings unknown to this version: {', '.join(unknown)}; use a newer version"
         )
 
 
 def architecture(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
-    """The effective settings that define the function of a model; without experts, those of experts are left out."""
+    """The effective settings that define what a model computes, including those of experts if it has any."""
     values = {name: getattr(config, name) for name in _EFFECTIVE}
     if config.positions == "learned":
         values["max_position_embeddings"] = config.max_position_embeddings
@@ -98,7 +98,7 @@ def architecture(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
 
 
 def differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """field -> (value in the checkpoint, value in this run), for all fields that differ."""
+    """Maps each field that differs to (value in the checkpoint, value in this run)."""
     names = [*left, *(name for name in right if name not in left)]
     return {name: (left.get(name), right.get(name)) for name in names if left.get(name) != right.get(name)}
 
@@ -106,17 +106,15 @@ def differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, 
 def check_architecture(
     saved: Mapping[str, Any], ours: ModelConfig, moe: MoEConfig | None = None, *, finetune: bool = False
 ) -> list[str]:
-    """Refuses another model than that of the `saved` configuration, listing every field. Returns the changes that
-    --finetune allows."""
+    """Raises an error that lists every differing field if the `saved` configuration has another model. Returns the
+    changes that --finetune allows."""
     theirs = model_config(saved["model"])
     found = differences(architecture(theirs, moe_config(saved)), architecture(ours, moe or MoEConfig()))
     allowed = {name for name in found if finetune and name in CONTEXT}
     refused = {name: pair for name, pair in found.items() if name not in allowed}
     if refused:
         listed = "; ".join(f"{_flag(name)}: checkpoint {old}, this run {new}" for name, (old, new) in refused.items())
-        raise CheckpointError(
-            f"the checkpoint is of another model ({listed}); give the same settings, or another --load"
-        )
+        raise CheckpointError(f"the checkpoint has another model ({listed}); give the same settings, or another --load")
     return [f"{_flag(name)} changes from {found[name][0]} to {found[name][1]}" for name in sorted(allowed)]
 
 

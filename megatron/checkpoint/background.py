@@ -1,12 +1,12 @@
-"""Saves while the training goes on: it is blocked for the copy to host memory, and a thread does the rest.
+"""Saves in the background: training waits only for the copy to host memory, and a thread writes the files.
 
-    background.start(save, ...)          # copies; the thread writes, hashes and syncs
-    for info in background.poll(): ...   # after every iteration: moves on if all ranks have come so far
-    for info in background.finish(): ... # before the next save, and at the end: waits
+    background.start(save, ...)   # Copies; the thread writes, hashes and syncs.
+    info = background.poll()      # After every iteration: commits once all ranks have written.
+    info = background.finish()    # Before the next save, and at the end: waits.
 
-The thread takes part in no collective. At the boundaries of iterations the training's own thread exchanges how far the
-ranks are: when all have written, the first one commits, again in a thread, and when that is done the step is saved. An
-error on one rank is raised on all ranks, at a boundary.
+Background threads call no collectives. Between iterations the training thread exchanges the progress of all ranks. Once
+all have written, rank 0 commits the step, again in a thread. An error on one rank is raised on all ranks, between two
+iterations.
 """
 
 import time
@@ -30,12 +30,12 @@ from megatron.utils.dtype import resolved
 from megatron.utils.task import Task
 
 _STOPS_WITHIN = 10.0
-"""Seconds that a run which ends by an error leaves to its thread; what it wrote is no checkpoint."""
+"""Seconds that a failing run waits for its thread. The files written so far are not a checkpoint."""
 
 
 @dataclass
 class _Flight:
-    """A save that is under way."""
+    """A save in flight."""
 
     save: Save
     commit: Callable[[], Committed]
@@ -44,17 +44,17 @@ class _Flight:
     """Seconds that the training waited for the copy."""
     task: Task
     writes: bool = True
-    """Whether the ranks still write their files; afterwards the step is committed."""
+    """True while ranks still write their files; then the step is committed."""
     exchanged: ToHost | None = None
-    """After the last iteration: [1 if a rank failed, 1 if one has not ended]."""
+    """Flags exchanged after the last iteration: [1 if a rank failed, 1 if a rank has not ended]."""
     stop: Event = field(default_factory=Event)
 
 
 class Background:
-    """The saves of one run. All ranks call the same at the same places."""
+    """The background saves of one run. All ranks make the same calls in the same order."""
 
     def __init__(self, parallel: ParallelState, device: torch.device, *, later: bool) -> None:
-        """`later`: what the ranks exchange is read after the next iteration, as a step's outcome is."""
+        """Reads progress flags one iteration after their exchange if `later`, as the outcome of a step is read."""
         self._parallel, self._device, self._later = parallel, device, later
         self._memory = HostMemory(pinned=device.type != "cpu")
         self._flight: _Flight | None = None
@@ -64,8 +64,8 @@ class Background:
         return self._flight is not None
 
     def start(self, save: Save, retention: Retention) -> SavedInfo | None:
-        """Begins `save`; what it is given may change as soon as this has returned. The result says that the step is
-        saved already."""
+        """Begins `save`; the caller may change its tensors afterwards. Returns a result only if the step is saved
+        already."""
         assert self._flight is None, "finish() first"
         started = time.monotonic()
         if (there := save.begin()) is not None:
@@ -90,7 +90,7 @@ class Background:
         return content
 
     def poll(self) -> SavedInfo | None:
-        """After an iteration: a step that has just been committed, if there is one. Does not wait."""
+        """Returns a step that was just committed, if any. Called every iteration; waits only if a rank has failed."""
         flight = self._flight
         if flight is None:
             return None
@@ -106,14 +106,14 @@ class Background:
         return None if under_way and not failed else self._move_on(flight)
 
     def finish(self) -> SavedInfo | None:
-        """Waits until the save that is under way is committed."""
+        """Waits until the save in flight is committed."""
         info = None
         while self._flight is not None:
             info = self._move_on(self._flight)
         return info
 
     def _move_on(self, flight: _Flight) -> SavedInfo | None:
-        """To the commit, or past it. All ranks are here; a rank that has not ended is waited for, as its error is."""
+        """Moves a save to its commit, or past it. All ranks call it. Waits for slower ranks and raises their errors."""
         flight.exchanged = None
         if flight.writes:
             try:
@@ -129,14 +129,14 @@ class Background:
         return flight.save.conclude(flight.task.result, flight.started, flight.blocked)
 
     def close(self) -> None:
-        """Where a run ends by an error, which other ranks may not have: nothing is committed any more."""
+        """Ends the thread after an error, maybe on this rank only. A partly written step is not committed."""
         if self._flight is not None:
             self._flight.stop.set()
             self._flight.task.wait(_STOPS_WITHIN)
 
 
 def _without_tensors(save: Save) -> Save:
-    """Copies the save without its tensors, so that their memory is not kept while it is written."""
+    """Copies the save without its tensors, so that their memory can be freed while the files are written."""
     nothing, held = torch.empty(0), save.state.optimizer
     params = {name: (shard, nothing) for name, (shard, _) in save.state.params.items()}
     optimizer: dict[str, dict[str, Sharded]] | None = None if held is None else {name: {} for name in held}
@@ -148,25 +148,24 @@ _ALIGNED = 64
 
 
 class HostMemory:
-    """Gives out the memory of its blocks, piece after piece. Each piece is a tensor with a storage of its own, so that
-    a file holds no more than the piece.
+    """Host memory for copies. Each copy is a tensor with its own storage, so that a file holds no more than the tensor.
 
-    It is allocated once: new pages cost several times what a copy does, and pinned ones more."""
+    Blocks are allocated once, because fresh pages cost several times as much as a copy, and pinned ones more."""
 
     def __init__(self, *, pinned: bool) -> None:
-        """`pinned`: for copies from an accelerator, which then need no wait of the host."""
+        """Uses pinned memory if `pinned`, so that copies from an accelerator are asynchronous."""
         self._pinned = pinned
         self._blocks: list[Any] = []  # numpy arrays of bytes
         self._block = self._used = 0
 
     def begin(self) -> None:
-        """What was given out before may be overwritten."""
+        """Starts over: earlier copies may be overwritten."""
         self._block = self._used = 0
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy in host memory. If the tensor is on an accelerator, the copy is complete after
+        """Returns a copy in host memory. From an accelerator, it is complete after
         `torch.accelerator.synchronize()`."""
-        tensor = resolved(tensor.detach())  # before the copy: torch would do it after one that is still under way
+        tensor = resolved(tensor.detach())  # before the copy, which may still be in flight when it returns
         if tensor.numel() == 0:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         copied = self._empty(tensor.shape, tensor.dtype)

@@ -1,5 +1,5 @@
-"""What a checkpoint holds besides the model's and the optimizer's tensors: counters, schedules, random states. They are
-in each `.pt` file, for other programs, and in a `.state.json` beside it, from which they are read."""
+"""Plain values of a checkpoint besides the model's and the optimizer's tensors: counters, schedules, random states.
+They are in each `.pt` file, for other programs, and in a `.state.json` beside it, from which they are read."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -17,20 +17,20 @@ from megatron.utils.dtype import resolved
 
 
 def values_file(file: str) -> str:
-    """The name of the file with the plain values of a `.pt` file."""
+    """Name of the file with the plain values of a `.pt` file."""
     return PurePosixPath(file).with_suffix(".state.json").as_posix()
 
 
 def values_of_file(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the content of a `.pt` file is also in the file beside it. What a script of the user's own puts into a
-    checkpoint, which may be of any size, is in the `.pt` file alone; where there is none, this says so."""
+    """Selects the values of a `.pt` file that are also written beside it. The `extra` of a user's script may have any
+    size and is only in the `.pt` file; an entry of None says that there is none."""
     found = {key: content[key] for key in ("iteration", "opt_param_scheduler", "rng_state") if key in content}
     found["optimizer"] = {"extra": (content["optimizer"] or {}).get("extra")}
     return found if "extra" in content else {**found, "extra": None}
 
 
 def encode_values(values: Mapping[str, Any]) -> bytes:
-    """As JSON: small tensors are in a list of their own, with the keys that lead to them."""
+    """Encodes values as JSON. Tensors, which are small, are in a list of their own with the keys that lead to them."""
     tensors: list[dict[str, Any]] = []
 
     def plain(value: Any, key: tuple[str | int, ...]) -> Any:
@@ -73,9 +73,9 @@ def _tensor(described: Mapping[str, Any]) -> Tensor:
 
 @contextmanager
 def saved_values(what: str, step: Path, way_out: str) -> Iterator[None]:
-    """Wraps the reading and restoring of a checkpoint's plain values: those that no run saves become an error that
-    names them. Checksums cannot tell, since a forger computes them too. A RuntimeError stays, which a lost
-    peer may have caused."""
+    """Turns errors from reading or restoring a checkpoint's plain values into a CheckpointError that names them.
+    Checksums do not catch forged values, because a forger computes them too. A RuntimeError passes through, because a
+    lost peer may have caused it."""
     try:
         yield
     except MegatronError:

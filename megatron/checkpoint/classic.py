@@ -1,7 +1,7 @@
-"""The contents of Megatron 23.06's `model_optim_rng.pt`; `model.parameters.classic_path` says where a parameter lies.
+"""Contents of Megatron 23.06's `model_optim_rng.pt`; `model.parameters.classic_path` gives a parameter's place in it.
 
-There the model is nested three levels deep with a flat `encoder`, layer numbers restart on each pipeline stage, and
-`args` is read by attribute. Whoever reads that file (Megatron, the converter that transformers 4 shipped) finds it.
+The model is nested three levels deep with a flat `encoder`, layer numbers restart on each pipeline stage, and `args` is
+read by attribute. Megatron and the converter that transformers 4 shipped can read it.
 """
 
 from collections import OrderedDict
@@ -36,14 +36,14 @@ def lookup(tree: Any, key: Iterable[str]) -> Any:
 
 
 def attribute_dict(values: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """`args` that the weights-only loader admits and that still answers `args.hidden_size`."""
+    """Makes `args` that the weights-only loader admits and that also answer `args.hidden_size`."""
     arguments: OrderedDict[str, Any] = OrderedDict((key, plain(value)) for key, value in values.items())
     arguments.__dict__.update(arguments)
     return arguments
 
 
 def model_arguments(config: ModelConfig, vocab_size: int, tp: int) -> dict[str, Any]:
-    """What the old converters ask of `args`, under the names that they ask for."""
+    """The `args` that the old converters read, under their names."""
     tanh = config.activation == "gelu_tanh"
     return {
         "num_layers": config.num_layers,
@@ -63,7 +63,7 @@ def model_arguments(config: ModelConfig, vocab_size: int, tp: int) -> dict[str, 
 
 
 def plain(value: Any) -> Any:
-    """Only what the weights-only loader admits and JSON can say; anything else is our own mistake."""
+    """Converts to values that the weights-only loader admits and JSON can represent. Anything else is a bug."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):

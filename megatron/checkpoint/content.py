@@ -1,8 +1,8 @@
-"""What one rank writes: its tensors in the classic tree, and a record of the logical slice that each of them is.
+"""Content that one rank writes: its tensors in the classic tree, and a record of the logical slice that each one is.
 
-Once they are written, a rank leaves the records as a note beside its files, for the rank that makes the manifest. Then
-nothing has to be sent: no rank holds what all others wrote, and a thread beside the training can do it. Notes are gone
-before the step is committed, so they are not synced.
+After writing, a rank leaves the records as a note beside its files, and the rank that makes the manifest reads all
+notes. So ranks send each other nothing, and a background thread can do it. Notes are deleted before the step is
+committed, so they are not synced.
 """
 
 import json
@@ -32,14 +32,14 @@ from megatron.utils.dtype import is_finite
 from megatron.utils.typed import json_value, typed
 
 _Divided = tuple[Division, tuple[str, ...], Tensor]
-"""A rank's part of a divided tensor, and the key of the tensor."""
+"""Division of a tensor, the tensor's key, and this rank's part."""
 Copy = Callable[[Tensor], Tensor]
-"""A tensor -> its copy in host memory, contiguous and with a storage of its own: a view into a flat buffer would be
+"""Function that copies a tensor to host memory, contiguous and with its own storage. A view into a flat buffer would be
 saved with the whole buffer."""
 
 
 def plain_copy(tensor: Tensor) -> Tensor:
-    """No copy of what has a storage of its own already: for a save during which nothing changes."""
+    """Copies a tensor unless it has its own storage already. Used for saves during which no tensor changes."""
     if isinstance(tensor, Deferred):
         return tensor
     tensor = tensor.detach()
@@ -54,44 +54,44 @@ Records = dict[str, TensorRecord]
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's place among those that divide tensors: its file is one of the division's."""
+    """A rank's place in a division of tensors, and its file."""
 
     file: str
     number: int
     of: int
     starts: dict[str, int] = field(default_factory=dict)
-    """As of `DividedFiles` in the manifest, of the kinds that it has."""
+    """First byte of each kind in this file, as in `DividedFiles` of the manifest."""
     order: str = ""
-    """A digest of the tensors that are divided, in their order: the same on all ranks."""
+    """Digest of the divided tensors in their order: the same on all ranks."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank has written."""
+    """Files and records that one rank has written."""
 
     files: dict[str, FileRecord] = field(default_factory=dict)
     model: Records = field(default_factory=dict)
     optimizer: dict[str, Records] = field(default_factory=dict)
     shares: dict[str, Share] = field(default_factory=dict)
-    """By the names of the divisions."""
+    """Share of this rank in each division, by name."""
 
 
 @dataclass
 class RankContent:
-    """What one rank writes, in host memory."""
+    """Everything that one rank writes, in host memory."""
 
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     part: Part = field(default_factory=Part)
     divided: dict[tuple[str, str], Storage] = field(default_factory=dict)
-    """By division and kind: this rank's parts of tensors, in the file of its share."""
+    """This rank's parts of tensors, in the file of its share, by division and kind."""
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
-    """All of them, with what they are."""
+    """All tensors, with their names for messages."""
 
     def storages(self, file: str) -> list[Storage]:
         return [storage for (name, _), storage in self.divided.items() if self.part.shares[name].file == file]
 
     def written(self, file: str, record: FileRecord, starts: Mapping[int, int]) -> None:
-        """Notes a file, and where in it its storages and tensors begin, by their ids."""
+        """Records a written file and where its storages and tensors begin; `starts` is by their ids."""
         self.part.files[file] = record
         for records in (self.part.model, *self.part.optimizer.values()):
             for name, tensor in records.items():
@@ -104,7 +104,7 @@ class RankContent:
                 self.part.shares[name].starts[kind] = starts[id(storage)]
 
     def check_finite(self) -> None:
-        """What is deferred is checked when it is read."""
+        """Raises if a tensor is not finite. Deferred tensors are checked when they are read."""
         for name, tensor in self.tensors:
             if not isinstance(tensor, Deferred):
                 check_finite(name, tensor)
@@ -119,7 +119,7 @@ def check_finite(name: str, tensor: Tensor) -> None:
 def rank_content(
     state: TrainState, parallel: ParallelState, arguments: Mapping[str, Any], copy: Copy = plain_copy
 ) -> RankContent:
-    """Copies what this rank writes. `arguments` come from `classic_arguments`."""
+    """Copies everything that this rank writes. `arguments` come from `classic_arguments`."""
     content, own_file = RankContent(), share_file(parallel)
 
     def kept(name: str, tensor: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def _main_content(
     base = min((layer for name in state.params if (layer := layer_of(name)) is not None), default=0)
     tensors: dict[tuple[str, ...], Tensor] = {}
     for name, (spec, tensor) in state.params.items():
-        if name in VOCABULARY_TABLES:  # before it is copied: the copy may still be on its way from the device
+        if name in VOCABULARY_TABLES:  # before the copy, which may still be in flight from the device
             tensor = _pad_rows(tensor, padded_rows)
         stored = kept(name, tensor)
         key = ("model", *classic_path(name, base))
@@ -180,7 +180,7 @@ def _main_content(
 
 
 def classic_arguments(state: TrainState, tp: int) -> dict[str, Any]:
-    """`args` as old tools read it: derived from the model's settings, then overridden by what the run gives."""
+    """Returns `args` for old tools: derived from the model's settings, then overridden by the run's."""
     derived: dict[str, Any] = {}
     words = state.params.get(WORD_TABLE)
     if "model" in state.config and words is not None:
@@ -197,7 +197,7 @@ def classic_arguments(state: TrainState, tp: int) -> dict[str, Any]:
 def _optimizer(
     state: TrainState, parallel: ParallelState, content: RankContent, kept: Callable[[str, Tensor], Tensor]
 ) -> None:
-    """Each rank's share of the state: the pieces that it has, or those that it is dealt of what all replicas have."""
+    """Adds this rank's share of the state: its parts of divided state, or its dealt part of replicated state."""
     shared = _dealt(state)
     divided: dict[tuple[Members, str], list[_Divided]] = {}
     for name, kinds in (state.optimizer or {}).items():
@@ -233,9 +233,9 @@ def _optimizer(
 def _storages(
     divided: Mapping[tuple[Members, str], list[_Divided]], shares: dict[str, Share]
 ) -> dict[tuple[str, str], Storage]:
-    """By division and kind. A storage begins at the same byte in all files of its division: those before it are as long
-    in each as in the fullest. The members of a smaller group are all in the same larger one, which comes first. Of what
-    is dealt the first file, which has less, has no room for more."""
+    """Groups parts into storages, by division and kind. A storage begins at the same byte in all files of its division,
+    so those before it are padded to the longest. A smaller group lies within one larger group, which comes first. The
+    first file, which is dealt less, is not padded: storages of dealt tensors may begin elsewhere in it."""
 
     def order(of: tuple[Members, str]) -> tuple[int, str, int, str]:
         return -of[0].size, of[0].name, -sum(division.elements for division, *_ in divided[of]), of[1]
@@ -255,13 +255,13 @@ def _storages(
 
 
 def _division(kinds: Mapping[str, Sharded]) -> Division | None:
-    """How ranks divide the state of one parameter. Some kinds, such as sums of rows, are whole on each."""
+    """Division of one parameter's state among ranks. Some kinds, such as sums of rows, are whole on each."""
     return next((shard.division for shard, _ in kinds.values() if shard.division is not None), None)
 
 
 def _dealt(state: TrainState) -> dict[str, Division]:
-    """Which replica saves which part of the optimizer state that all of them have. The first, which also writes the
-    weights, gets a smaller part."""
+    """Deals the optimizer state that all replicas have to the replicas that save it. The first one, which also writes
+    the weights, gets a smaller part."""
     by_axis: dict[str, tuple[Axis, list[str]]] = {}
     for name, kinds in (state.optimizer or {}).items():
         axis = state.replicas.get(name)
@@ -311,7 +311,7 @@ def leave_note(folder: Path, rank: int, part: Part) -> None:
 
 
 def collect_notes(folder: Path, ranks: Iterable[int]) -> list[Part]:
-    """What these ranks have left; it is removed."""
+    """Reads and deletes the notes of these ranks."""
     found = []
     for rank in ranks:
         path = _path(folder, rank)
@@ -324,7 +324,7 @@ def collect_notes(folder: Path, ranks: Iterable[int]) -> list[Part]:
 
 
 def join_notes(header: Manifest, parts: list[Part]) -> Manifest:
-    """The manifest of a step, from what all ranks have written of it."""
+    """Completes the manifest of a step from the notes of all ranks."""
     names = sorted({name for part in parts for name in part.optimizer})
     return replace(
         header,
@@ -347,9 +347,9 @@ def divisions(parts: Iterable[Part]) -> dict[str, DividedFiles]:
         size = next(iter(by_number.values())).of
         assert sorted(by_number) == list(range(size)), f"{name}: shares {sorted(by_number)} of {size}"
         in_order = [by_number[number] for number in range(size)]
-        assert len({share.order for share in in_order}) == 1, f"{name}: ranks divide other tensors, or in other orders"
+        assert len({share.order for share in in_order}) == 1, f"{name}: ranks divide different tensors or orders"
         starts = {kind: start for share in in_order for kind, start in share.starts.items()}
-        for share in in_order[1:]:  # a file has no start of a kind that it has nothing of
+        for share in in_order[1:]:  # a file without elements of a kind has no start for it
             assert share.starts.items() <= starts.items(), f"{name}: {share.file} has {share.starts}, others {starts}"
         first = in_order[0].starts
         less = {} if first.items() <= starts.items() else first

@@ -1,6 +1,6 @@
-"""The determinism fingerprint of a run: what must be equal, besides the settings, for the next loss to be bit-equal.
+"""Determinism fingerprint of a run: everything besides the settings that must be equal for a bit-equal next loss.
 
-It is saved in the manifest, and a resume under other conditions prints a warning.
+The manifest holds it; a resume under other conditions prints a warning.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ Fingerprint = Mapping[str, Any]
 
 
 def determinism_fingerprint(device: torch.device, kernels: Kernels) -> dict[str, Any]:
-    """Plain values. The layout is not repeated here: the manifest has it, and a changed one is reported by itself."""
+    """Returns plain values. The layout is left out: the manifest has it, and the load reports a changed one."""
     return {
         "device": device_name(device),
         **(_cpu() if device.type == "cpu" else {}),
@@ -40,7 +40,7 @@ def _cpu() -> dict[str, Any]:
 
 
 def changes(saved: Fingerprint, ours: Fingerprint) -> list[str]:
-    """What both fingerprints record and where they differ. Checkpoints of earlier versions recorded nothing."""
+    """Lists the values that differ among those that both fingerprints record. Earlier versions recorded nothing."""
     theirs = dict(_flat(saved))
     return [
         f"{name} {theirs[name]} -> {value}" for name, value in _flat(ours) if name in theirs and theirs[name] != value

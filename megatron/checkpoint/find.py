@@ -1,7 +1,7 @@
 """Chooses the step that `--load` takes.
 
-A valid tracker file decides, so writing another step into it rewinds; `--ckpt-step` overrides it. If the tracker is
-missing, unreadable or names no committed step, the newest valid step is taken, with a warning.
+A valid tracker file decides, so writing another step into it rewinds the run. `--ckpt-step` overrides the tracker. If
+the tracker is missing, unreadable or names no committed step, the newest valid step is taken, with a warning.
 """
 
 from dataclasses import dataclass
@@ -14,23 +14,23 @@ from megatron.utils.foreign import hub_hint, is_not_a_directory, refuse_hugging_
 
 @dataclass(frozen=True)
 class Candidates:
-    """Step directories in the order in which they are tried; none means a fresh start."""
+    """Step directories in the order in which they are tried; an empty list means a fresh start."""
 
     directories: tuple[Path, ...]
     release: bool = False
     warning: str | None = None
-    if_damaged: str = "no valid checkpoint is left to fall back to"  # said if none of the directories is valid
+    if_damaged: str = "no valid checkpoint is left to fall back to"  # the error if none of the directories is valid
 
     @property
     def first_step(self) -> int | None:
-        """None: a start at iteration 0."""
+        """The first step that is tried; None for a start at iteration 0."""
         return None if self.release or not self.directories else paths.step_of(self.directories[0].name)
 
 
 def find_candidates(
     directory: Path, *, save_dir: Path | None = None, step: int | None = None, strict: bool = False
 ) -> Candidates:
-    """The rule of --load. With `strict` or an explicit step there is only one candidate."""
+    """Applies the rules of --load. With `strict` or an explicit step there is only one candidate."""
     same_as_save = save_dir is not None and directory.resolve() == save_dir.resolve()
     refuse_hugging_face(directory)
     refuse_shares(directory, f"--load {directory}")
@@ -57,7 +57,7 @@ def find_candidates(
             newest = paths.step_directory(directory, tracker.step)
             return Candidates((newest,), if_damaged=_not_taken(f"step {tracker.step} alone", older))
         return Candidates(tuple(paths.step_directory(directory, s) for s in (tracker.step, *older)))
-    problem = tracker.problem or f"{directory / paths.TRACKER} names step {tracker.step}, which is not there"
+    problem = tracker.problem or f"{directory / paths.TRACKER} names step {tracker.step}, which does not exist"
     if not steps:
         raise CheckpointError(
             f"--load {directory}: no valid checkpoint ({problem}{_set_aside(directory)}); {_way_out(directory)}"
@@ -69,15 +69,15 @@ def find_candidates(
 
 
 def refuse_shares(directory: Path, given: str) -> None:
-    """Refuses the shares of a local step (`local/`), which is complete only with those of all ranks. Recognises the
-    folder of one share, of one rank, of one run, and the run's --non-persistent-local-ckpt-dir."""
+    """Rejects a directory with shares of a local step (`local/`), which is complete only with those of all ranks.
+    Recognises the folder of one share, of one rank, of one run, and the run's --non-persistent-local-ckpt-dir."""
     steps = "rank_*/iter_*/"
     depths = ("", "iter_*/") if paths.list_steps(directory) else ("", "iter_*/", steps, f"*/{steps}")
     if any(True for depth in depths for _ in directory.glob(depth + paths.SHARE)):
         raise CheckpointError(
-            f"{given}: holds shares of a local non-persistent checkpoint, which is whole only with those of all ranks. "
-            "Start its run again with the same --save, --load and --non-persistent-local-ckpt-dir: it goes on from "
-            "there, and what it saves is a checkpoint to give here"
+            f"{given}: holds shares of a local non-persistent checkpoint, which needs the shares of all ranks. Restart "
+            "its run with the same --save, --load and --non-persistent-local-ckpt-dir: it resumes from there, and its "
+            "next persistent checkpoint can be given here"
         )
 
 
@@ -90,14 +90,14 @@ def _explicit(directory: Path, step: int) -> Path:
 
 
 def _not_taken(asked: str, others: list[int]) -> str:
-    there = f"the others that it has are {_some(others)}: name one with --ckpt-step" if others else "it has no other"
+    there = f"the other steps are {_some(others)}: name one with --ckpt-step" if others else "there is no other"
     return f"{asked} was asked for, so no other step was tried; {there}"
 
 
 def _release(directory: Path) -> Path:
     chosen = directory / paths.RELEASE
     if not paths.is_plain_directory(chosen):
-        raise CheckpointError(f"--load {directory}: its tracker says release, but {chosen} is not there")
+        raise CheckpointError(f"--load {directory}: its tracker names the release, but {chosen} does not exist")
     return chosen
 
 

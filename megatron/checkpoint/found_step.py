@@ -24,33 +24,33 @@ from megatron.tokenizer.for_transformers import TokenizerFiles
 
 Log = Callable[[str], object]
 AtHand = Callable[[Collection[str]], AbstractContextManager[Path]]
-"""The files that this rank needs -> the directory with them. All ranks call it."""
+"""Function that returns a directory with the files that this rank needs. All ranks call it."""
 Newer = Callable[[int | None, Log], "FoundStep | None"]
-"""A step, or None for a start at iteration 0 -> a newer step of the same run. All ranks call it."""
+"""Function that finds a newer step of the same run than the given one (None: iteration 0). All ranks call it."""
 
 
 @dataclass(frozen=True)
 class FoundStep:
-    """A verified step of which only the manifest has been read."""
+    """A verified step; only its manifest has been read."""
 
     directory: Path
     manifest: Manifest
     release: bool
     foreign: ForeignStep | None = None
-    """If Megatron-LM wrote it: then the manifest is made from its files."""
+    """A step that Megatron-LM wrote; the manifest is then made from its files."""
     save: Path | None = None
-    """For a non-persistent step: the save directory of its run."""
+    """Save directory of the run, for a non-persistent step."""
     at_hand: AtHand | None = None
-    """For a local step, whose files are on several machines."""
+    """Collects the files of a local step, which are on several machines."""
     unhashed: bool = False
-    """Its sizes alone have been compared: the load hashes what it reads, and raises a DamagedCheckpointError."""
+    """True if only sizes were compared. The load then hashes what it reads and may raise a DamagedCheckpointError."""
 
     def reader(self, directory: Path | None = None) -> StepReader:
-        """`directory`: with the files, if they have been brought together there."""
+        """Returns a reader. The files are in `directory` if they were collected elsewhere."""
         return StepReader(directory or self.directory, self.manifest) if self.foreign is None else self.foreign.reader
 
     def in_save_directory(self) -> dict[Path, int]:
-        """The step of the save directory that a run resumes from."""
+        """Maps the save directory to the step that a run resumes from."""
         line = self.manifest.line
         step = self.manifest.step if line is None else line.base
         return {} if step is None else {self.saved_by.resolve(): step}
@@ -61,7 +61,7 @@ class FoundStep:
         return self.directory.parent if self.save is None else self.save
 
     def with_vocabulary(self, rows: int) -> "FoundStep":
-        """The step with its vocabulary tables cut to `rows` rows: Megatron-LM saves them with their padding."""
+        """Returns the step with its vocabulary tables cut to `rows` rows; Megatron-LM saves them with padding."""
         if self.foreign is None:
             return self
         foreign = self.foreign.with_vocabulary(rows)
@@ -81,7 +81,7 @@ class FoundStep:
         return None if folder is None or not names else TokenizerFiles(folder, names)
 
     def saved_settings(self) -> dict[str, dict[str, Any]]:
-        """The saved configuration, with the vocabulary size of the saved table: a tokenizer may have fewer entries."""
+        """Saved configuration. An unset vocabulary size is taken from the saved table: a tokenizer may be smaller."""
         settings = {section: dict(values) for section, values in self.manifest.config.items()}
         words, tokenizer = self.manifest.model.get(WORD_TABLE), settings.setdefault("tokenizer", {})
         if words is not None and tokenizer.get("vocab_size") is None:
@@ -103,11 +103,11 @@ def find_checkpoint(
     newer: Newer | None = None,
     source: StepSource = OWN_STEPS,
 ) -> FoundStep | None:
-    """The step that --load takes, verified on every rank; None is a fresh start, which is logged. A `newer` one is
-    taken instead if it goes on from that step. `hash_later`: the load verifies the checksums, which reads the files
-    once; then what it raises takes the place of an older step. `source`: opens what other programs wrote.
+    """Finds the step that --load takes and verifies it on every rank. Returns None for a fresh start, which is logged.
 
-    All ranks call it; `log` is called on the first one only.
+    A `newer` step is taken instead if it continues from that one. With `hash_later` the load verifies the checksums, so
+    that the files are read once; the caller falls back to an older step if it raises. Steps of other programs are
+    opened by `source`. All ranks call this function; `log` is called on the first one only.
     """
     say = log if parallel.world.rank == 0 else say_nothing
     candidates = run_on_first(
@@ -155,23 +155,23 @@ def warn_of_unlisted(directory: Path, record: Manifest, say: Log) -> None:
 
 
 def _checked(check_hashes: bool) -> str:
-    how = "is compared with" if check_hashes else "is not compared (--skip-hash) with"
-    return f"what is read of it {how} the CRC-32 that torch.save wrote beside it"
+    how = "are verified when it is read" if check_hashes else "are not verified (--skip-hash)"
+    return f"its CRC-32 checksums {how}"
 
 
 def verify_together(directory: Path, record: Manifest, world: Axis) -> None:
-    """Ranks that see the same files hash a share of them each, and the verdict of one is that of all. A copy that only
-    the ranks of one machine see is hashed by them."""
+    """Verifies checksums. Ranks that see the same files split the hashing and share the result; a copy that only one
+    machine sees is hashed by the ranks of that machine."""
     number, count = share(partial(identity, directory, record), world)
     run_on_all(partial(verify_share, directory, record, number, count), world)
 
 
 def say_nothing(text: str) -> None:
-    """Only the first rank logs."""
+    """Discards a log line; for ranks other than the first."""
 
 
 describe_step = partial(find_checkpoint, parallel=ParallelState.plan(Layout(1), 0), check_hashes=False, log=say_nothing)
-"""Finds the step that --load takes for one process, and prints nothing. Hashes are not checked: the load does that."""
+"""Finds the step that --load takes, for one process, and prints nothing. Hashes are left to the load."""
 
 
 def saved_tokenizer(found: FoundStep) -> Tokenizer | None:

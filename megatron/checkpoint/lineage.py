@@ -1,7 +1,7 @@
-"""Which run a non-persistent step belongs to: the one of a save directory, and there the one that went on from a step.
+"""Lineage of a non-persistent step: the save directory of its run, and the step there that the run continued from.
 
-So a step that another run left in the same place, one of a save directory that was emptied or copied since, or one that
-was rewound past, is never taken for the newest.
+A load takes only steps of its own lineage. Other runs may have left steps in the same place, the save directory may
+have been emptied or copied since, and the run may have been rewound past a step.
 """
 
 import hashlib
@@ -17,13 +17,13 @@ from megatron.utils import durable
 @dataclass(frozen=True)
 class Line:
     save: str
-    """The save directory, as `name_of` has it."""
+    """Id of the save directory (`name_of`)."""
     base: int | None
-    """Its step that the run had saved or loaded last; None: it started afresh, and had saved none."""
+    """The step there that the run saved or loaded last; None if it started afresh and had saved none."""
 
 
 def name_of(save: Path) -> str | None:
-    """The name of this directory at this place; None: it has none, so no non-persistent step belongs to it."""
+    """Id of this directory at this place. None if it has none, so that no non-persistent step belongs to it."""
     try:
         with open(save / paths.LINEAGE, "rb") as file:
             token = file.read(64)
@@ -31,14 +31,14 @@ def name_of(save: Path) -> str | None:
         return None
     except OSError as error:
         raise CheckpointError(
-            f"{save / paths.LINEAGE} cannot be read ({error.strerror}), which says which non-persistent checkpoints "
-            "are this run's: make it readable, or leave out --non-persistent-save-interval"
+            f"{save / paths.LINEAGE} cannot be read ({error.strerror}); it identifies this run's non-persistent "
+            "checkpoints: make it readable, or leave out --non-persistent-save-interval"
         ) from error
     return hashlib.sha256(token + b"\0" + str(save.resolve()).encode()).hexdigest()[:16]
 
 
 def named(save: Path) -> str:
-    """As `name_of`, but a directory without a name is given one, which it then keeps."""
+    """Returns `name_of`, after giving the directory a permanent id if it has none."""
     if name_of(save) is None:
         durable.write_once(save / paths.LINEAGE, [secrets.token_hex(16).encode()])
     name = name_of(save)

@@ -1,4 +1,4 @@
-"""Loading: refuses what does not fit, and copies the slices that this rank holds."""
+"""Loads a checkpoint: rejects what does not fit, and copies the slices that this rank holds."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -51,12 +51,12 @@ def load_checkpoint(
     deterministic: bool = False,
     log: Log = print,
 ) -> LoadedState:
-    """Fills `params` in place and returns the rest of the run's state. All ranks call it. `take`: see `in_memory`;
-    `held`: the elements of a parameter whose optimizer state this rank keeps, if not all; `own`: the tensors that it
-    keeps them in, some of which the result may have, filled.
+    """Fills `params` in place and returns the rest of the run's state. All ranks call it.
 
-    `finetune` takes the weights alone and starts at iteration 0. `fingerprint` is this run's (`determinism.py`);
-    a `deterministic` run goes on with the kernels that it began with, or not at all.
+    The function `take` is described in `in_memory`. The function `held` gives the elements of a parameter's optimizer
+    state that this rank keeps (default: all). This rank's optimizer tensors are `own`; the result may have some of
+    them, filled. With `finetune` only the weights are taken, at iteration 0. The `fingerprint` is this run's
+    (`determinism.py`). With `deterministic`, the load raises if the kernels differ from those of the saving run.
     """
     say = log if parallel.world.rank == 0 else say_nothing
     if WORD_TABLE in params:
@@ -91,7 +91,7 @@ class _Load:
     say: Log
 
     def check_fit(self, model_config: ModelConfig | None, moe_config: MoEConfig | None) -> None:
-        """Refuses a checkpoint that does not fit before any tensor is read."""
+        """Raises if the checkpoint does not fit, before any tensor is read."""
         saved = self.found.manifest
         if model_config is not None and "model" in saved.config:
             for change in check_architecture(saved.config, model_config, moe_config, finetune=self.weights_only):
@@ -108,7 +108,7 @@ class _Load:
         elif self.load_rng:
             self.say(
                 f"warning: the random states of {self.found.directory} are Megatron-LM's and do not apply; with "
-                "dropout the next steps differ from those of the run there"
+                "dropout the next steps differ from the original run"
             )
         if self.load_optim:
             without = [n for n, (_, t) in self.params.items() if t.requires_grad and n not in saved.optimizer]
@@ -119,8 +119,8 @@ class _Load:
                 )
 
     def report_changes(self, ours: determinism.Fingerprint, deterministic: bool) -> None:
-        """Warns if this run computes under other conditions than the run that saved the step; refuses other kernels if
-        it is to be `deterministic`."""
+        """Warns if this run computes under other conditions than the run that saved the step. Raises for other kernels
+        if it is to be `deterministic`."""
         changed = [] if self.weights_only else determinism.changes(self.found.manifest.fingerprint, ours)
         kernels = [change for change in changed if change.startswith("kernels.")]
         if kernels and deterministic:
@@ -165,8 +165,8 @@ class _Load:
     def _check_holds(self, part: str, wanted: bool, flag: str) -> None:
         if wanted and part not in self.found.manifest.holds:
             raise CheckpointError(
-                f"{self.found.directory} was saved without its {part} state; give {flag} to go on without, "
-                "or --finetune to take the weights alone"
+                f"{self.found.directory} was saved without its {part} state; give {flag} to resume without it, "
+                "or --finetune to load only the weights"
             )
 
     def files_needed(self) -> set[str]:
@@ -194,7 +194,7 @@ class _Load:
             if tensor.is_meta and self.take is not None:
                 mapped = reader.mapped(spec, tensor, saved.model[name], cast=self.weights_only)
                 if mapped is not None:
-                    self.take(name, mapped)  # which reads its piece of it alone
+                    self.take(name, mapped)  # reads only the piece that it keeps
                     continue
             with in_memory(name, tensor, self.take) as target:
                 reader.fill(spec, target, saved.model[name], cast=self.weights_only)
@@ -203,7 +203,7 @@ class _Load:
             extra = dict(reader.main_value("extra") or {})
         if self.weights_only:
             return LoadedState(path=step, step=saved.step, extra=extra)
-        with saved_values("learning-rate schedule", step, "give --finetune to take the weights alone"):
+        with saved_values("learning-rate schedule", step, "give --finetune to load only the weights"):
             scheduler = dict(reader.main_value("opt_param_scheduler"))
         return LoadedState(
             path=step,
@@ -227,7 +227,7 @@ class _Load:
         return found
 
     def _read_counters(self, reader: StepReader) -> dict[str, Any]:
-        with saved_values("optimizer's counters", self.found.directory, "give --no-load-optim to start them anew"):
+        with saved_values("optimizer's counters", self.found.directory, "give --no-load-optim to reset them"):
             return dict(reader.main_value("optimizer", "extra"))
 
     def _read_rng(self, reader: StepReader) -> dict[str, Any] | None:
@@ -236,18 +236,18 @@ class _Load:
         changed = [f"{name} {saved.get(name)} -> {size}" for name, size in ours.items() if saved.get(name) != size]
         if changed:
             self.say(
-                f"warning: the layout changed ({', '.join(changed)}): its random states do not apply; "
+                f"warning: the layout changed ({', '.join(changed)}): the saved random states do not apply; "
                 "with dropout the next steps differ from the uninterrupted run"
             )
             return None
         file, place = self._place_of_rng()
-        with saved_values("random states", self.found.directory, "give --no-load-rng to go on with new ones"):
+        with saved_values("random states", self.found.directory, "give --no-load-rng to start with new ones"):
             return dict(reader.value(file, "rng_state")[place])
 
     def _place_of_rng(self) -> tuple[str, int]:
-        """The file with this rank's random state, and its number in the list there."""
+        """The file with this rank's random state, and its index in the list there."""
         own, main = share_file(self.parallel), rank_file(self.parallel)
-        if own not in self.found.manifest.files:  # one file held those of all replicas
+        if own not in self.found.manifest.files:  # one file holds the states of all replicas
             return main, self.parallel.dp_cp.rank
         return (main if writes(self.parallel) else own), 0
 

@@ -1,4 +1,4 @@
-"""One run at a time writes to a save directory."""
+"""Lock that lets only one run at a time write to a save directory."""
 
 import json
 import os
@@ -22,7 +22,7 @@ class DirectoryLock:
 
     @classmethod
     def acquire(cls, directory: Path, run_id: str, flag: str = "--save") -> "DirectoryLock":
-        """`flag` names the directory."""
+        """Locks a directory; `flag` is the setting that names it, for messages."""
         with storage.storage_errors("locking the checkpoint directory", directory):
             durable.make_directory(directory)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -31,7 +31,7 @@ class DirectoryLock:
                 exclusive = _lock(descriptor, directory, flag)
                 _sign(descriptor, run_id)
             except BaseException:
-                os.close(descriptor)  # an open descriptor would go on holding the lock
+                os.close(descriptor)  # an open descriptor would keep the lock
                 raise
         lock = cls(descriptor, exclusive)
         held = weakref.ref(lock)
@@ -39,7 +39,7 @@ class DirectoryLock:
         return lock
 
     def is_of(self, directory: Path) -> bool:
-        """Whether the locked directory still has this name."""
+        """True if `directory` is still the locked one, not moved or replaced."""
         if self.descriptor is None:
             return False
         try:
@@ -59,7 +59,7 @@ def _release(lock: DirectoryLock | None) -> None:
 
 
 def _lock(descriptor: int, directory: Path, flag: str) -> bool:
-    """False where the file system has no locks; a ConfigError names the run that holds the lock."""
+    """Takes the lock. Returns False where the file system has no locks. Raises a ConfigError that names the holder."""
     try:
         return durable.try_lock(descriptor)
     except BlockingIOError as error:

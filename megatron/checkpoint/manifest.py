@@ -1,7 +1,7 @@
-"""manifest.json: the checksums of every file, and where the slices of every logical tensor are stored, to the byte.
+"""manifest.json: the checksums of every file, and the byte position of every slice of every logical tensor.
 
-The manifest is checked too: it contains its own hash, and its text must be exactly what its content serialises to. That
-hash is sha256 in every schema: so an older program gets as far as the schema, and names what it does not know.
+The manifest verifies itself: it contains its own hash, and its text must equal the serialisation of its content. That
+hash is sha256 in every schema, so an older version can read the schema of a newer manifest and report it as unknown.
 """
 
 import hashlib
@@ -19,9 +19,9 @@ from megatron.errors import CheckpointError
 from megatron.utils.typed import typed
 
 SCHEMA = 4
-_ALWAYS_READ = 4 * 2**20  # bytes; a larger manifest is read if the files that it describes are larger still
+_ALWAYS_READ = 4 * 2**20  # bytes; a larger manifest must be smaller than the files that it describes
 _MOST_DIMENSIONS = 16
-_LARGEST = 2**60  # samples and bytes are multiplied, and have to fit into 64 bits then
+_LARGEST = 2**60  # of samples and bytes: their products must fit into 64 bits
 _BEFORE_BODY, _AFTER_BODY = b'{\n "manifest": ', b',\n "sha256": "%s"\n}\n'
 
 
@@ -35,17 +35,17 @@ class BrokenManifestError(CheckpointError):
 
 @dataclass(frozen=True)
 class Slice:
-    """One stored slice of a logical tensor. A divided slice lies in several files, each of which has the elements of
-    one share as a one-dimensional tensor."""
+    """One stored slice of a logical tensor. A divided slice is spread over several files; each has the elements of one
+    share, in one dimension."""
 
-    file: str  # of a divided slice, the name of its files in `Manifest.divisions`
+    file: str  # for a divided slice, its name in `Manifest.divisions`
     key: tuple[str, ...]  # path through the nested dict of that file
     ranges: tuple[tuple[int, int], ...] | None  # index ranges of the logical tensor's split dimension; None: all
     shape: tuple[int, ...]  # as stored, with any padding rows of a vocabulary
     share: int = 0  # elements of the row in each file (division.py); 0: the slice is whole, in one file
     offset: int = 0  # where the slice begins in that row
-    row: int = 0  # of those that the files divide
-    start: int | None = None  # its first byte in the file; None if it is divided, or of a schema before 4
+    row: int = 0  # number of the row (division.py)
+    start: int | None = None  # first byte in the file; None if divided, or before schema 4
 
     @property
     def elements(self) -> int:
@@ -67,7 +67,7 @@ class DividedFiles:
 
     files: tuple[str, ...]
     starts: Mapping[str, int] = field(default_factory=dict)  # the same in all; empty before schema 4
-    first: Mapping[str, int] = field(default_factory=dict)  # in the first file, if it was dealt less than the others
+    first: Mapping[str, int] = field(default_factory=dict)  # in the first file, if it was dealt less than others
 
     def start(self, kind: str, rank: int) -> int | None:
         return (self.first if self.first and rank == 0 else self.starts).get(kind)
@@ -75,7 +75,7 @@ class DividedFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """The run that saved a step, and how far it was."""
+    """The run that saved a step, and its progress."""
 
     step: int
     consumed_train_samples: int
@@ -94,24 +94,24 @@ class RunRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(RunRecord):
-    """A step: its run, its files, and where in them the tensors are."""
+    """A step: its run, its files, and the places of the tensors in them."""
 
     files: Mapping[str, FileRecord]
     model: Mapping[str, TensorRecord]
     optimizer: Mapping[str, Mapping[str, TensorRecord]] = field(default_factory=dict)
-    divisions: Mapping[str, DividedFiles] = field(default_factory=dict)  # of divided slices
-    hash: str = storage.HASH  # of the files' blocks
+    divisions: Mapping[str, DividedFiles] = field(default_factory=dict)  # files of divided slices
+    hash: str = storage.HASH  # algorithm for the files' blocks
     schema: int = SCHEMA
 
     def bytes_listed(self) -> tuple[dict[str, int], dict[str, int]]:
-        """The bytes of each file, and for each division the total of its files, if all of them are listed."""
+        """Returns the size of each file, and the total size of each division whose files are all listed."""
         sizes = {name: file.size for name, file in self.files.items()}
         divisions = {name: each.files for name, each in self.divisions.items()}
         complete = {name: files for name, files in divisions.items() if all(file in sizes for file in files)}
         return sizes, {name: sum(sizes[file] for file in files) for name, files in complete.items()}
 
     def blocks_of(self, part: int, parts: int) -> dict[str, range]:
-        """One of `parts` equal parts of the blocks of all files, one file after the other: by file, consecutive."""
+        """Splits the blocks of all files, in order, into `parts` equal parts. Returns one part, a range per file."""
         total = sum(len(file.blocks) for file in self.files.values())
         start, stop = total * part // parts, total * (part + 1) // parts
         share, before = {}, 0
@@ -142,7 +142,7 @@ def encode(manifest: Manifest) -> bytes:
 def decode(raw: bytes, path: Path) -> Manifest:
     try:
         outer = json.loads(raw)
-        if b"\\ud" in raw:  # half of a surrogate pair is JSON, and no text
+        if b"\\ud" in raw:  # half of a surrogate pair is valid JSON, but not valid text
             json.dumps(outer, ensure_ascii=False).encode()
         body = outer["manifest"]
         if not _is_unchanged(raw, outer["sha256"]):
@@ -162,8 +162,8 @@ def decode(raw: bytes, path: Path) -> Manifest:
 
 
 def _upgraded(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """As of today. In schema 1 there were sha256 alone, of every block and of the whole file once more; in 3 a division
-    was its files. Starts came with schema 4: where there are none, tensors are found by each file's own description."""
+    """Converts to today's schema. Schema 1 had only sha256, of every block and of the whole file. Schema 3 had only the
+    files of a division. Before schema 4 there were no starts: tensors are found by each file's own description."""
     if body["schema"] == 1:
         files = {name: {"size": file["size"], "blocks": file["blocks"]} for name, file in body["files"].items()}
         body = {**body, "files": files, "hash": "sha256"}
@@ -178,10 +178,10 @@ def all_tensors(manifest: Manifest) -> list[tuple[str, TensorRecord]]:
 
 
 def check_numbers(manifest: Manifest) -> None:
-    """Shapes and positions that no tensor has. A ValueError says which."""
+    """Raises a ValueError that names the first impossible shape or position."""
     counts = [manifest.step, manifest.consumed_train_samples, manifest.consumed_valid_samples]
     if not all(0 <= count < _LARGEST for count in [*counts, *(record.size for record in manifest.files.values())]):
-        raise ValueError("a step, a number of samples or a size that is negative, or greater than any")
+        raise ValueError("a step, a number of samples or a size is negative or too large")
     of_files, of_divisions = manifest.bytes_listed()
     for name, record in all_tensors(manifest):
         shapes = [record.logical_shape, *(piece.shape for piece in record.slices)]
@@ -196,7 +196,7 @@ def check_numbers(manifest: Manifest) -> None:
                 raise ValueError(f"{name[:100]} is divided into shares of {piece.share} from {piece.offset}")
             files = len(manifest.divisions[piece.file].files) if piece.file in manifest.divisions else 0
             if piece.share and ((files and piece.offset + elements > piece.share * files) or not piece.key):
-                raise ValueError(f"{name[:100]} has elements in none of the {files} files that it is divided into")
+                raise ValueError(f"{name[:100]} has elements in none of its {files} files")
             if piece.share * max(files, 1) > _LARGEST:
                 raise ValueError(f"{name[:100]} is divided into shares of {piece.share} elements")
             if elements > (of_divisions if piece.share else of_files).get(piece.file, elements):
@@ -204,8 +204,8 @@ def check_numbers(manifest: Manifest) -> None:
 
 
 def _is_unchanged(raw: bytes, digest: str) -> bool:
-    """Whether a file has, byte for byte, what `encode` made. Its JSON is not written anew: of a large model that takes
-    longer than to read it."""
+    """True if a file is byte for byte what `encode` wrote. The JSON is not encoded again, which takes longer than
+    reading it."""
     after = _AFTER_BODY % str(digest).encode()
     body = raw.removeprefix(_BEFORE_BODY).removesuffix(after)
     text = body.replace(b"\n ", b"\n") + b"\n"
@@ -214,7 +214,7 @@ def _is_unchanged(raw: bytes, digest: str) -> bool:
 
 
 def _indented(text: bytes) -> bytes:
-    """Canonical JSON as a value of an object is written."""
+    """Indents canonical JSON for use as a value of an object."""
     return text.removesuffix(b"\n").replace(b"\n", b"\n ")
 
 
@@ -224,7 +224,7 @@ def read(directory: Path) -> Manifest:
     if path.is_symlink():
         raise paths.UnsafePathError(f"{path} is a symbolic link; a checkpoint holds plain files only")
     if not paths.is_plain_file(path):
-        raise MissingManifestError(f"{path} is missing: the checkpoint was never completed, or is not one of ours")
+        raise MissingManifestError(f"{path} is missing: the checkpoint is incomplete, or another program wrote it")
     try:
         size = path.stat().st_size
         if size > _ALWAYS_READ and size > sum(path.lstat().st_size for path in directory.rglob("*.pt")):

@@ -1,4 +1,4 @@
-"""Checkpoints between two checkpoints: of each run the newest alone is kept, beside those of `--save`.
+"""Non-persistent checkpoints, between two checkpoints of `--save`: only the newest one of each run is kept.
 
 This is the kind "global": one directory that all ranks see, saved and loaded as any other. `local` is the other kind.
 """
@@ -32,7 +32,7 @@ def _emptied(directory: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class _Candidates:
-    """The newest first."""
+    """Steps of this run, the newest first, and names of steps that are not of it."""
 
     directories: tuple[Path, ...]
     others: tuple[str, ...]
@@ -50,7 +50,7 @@ class NonPersistent:
     parallel: ParallelState
 
     def line(self, history: RunHistory, iteration: int) -> Line:
-        """The line of runs that a step saved now belongs to."""
+        """Lineage of a step saved now."""
 
         def name() -> str:
             held_lock(f"--save {self.save_directory}", self.save_directory, history, iteration)
@@ -60,12 +60,12 @@ class NonPersistent:
         return Line(run_on_first(name, self.parallel.world, str), history.newest_step(self.save_directory))
 
     def save(self, state: TrainState, history: RunHistory, fingerprint: Mapping[str, Any]) -> Save:
-        """All ranks call it, as what follows."""
+        """Prepares a save. All ranks call this and the following methods."""
         line = self.line(history, state.iteration)
         return Save(self.directory, state, self.parallel, history, None, fingerprint, line=line)
 
     def hold(self, history: RunHistory) -> None:
-        """Refuses the directory, before anything is trained, if another run uses it or has left its steps there."""
+        """Locks the directory before training. Raises if another run uses it or has left its steps there."""
         hold_directory(self.directory, parallel=self.parallel, history=history, flag=_FLAG)
         do_on_first(self._check_ours, self.parallel.world)
 
@@ -77,25 +77,25 @@ class NonPersistent:
                 line = manifest.read(directory).line
                 if line is None or line.save != name:
                     raise ConfigError(
-                        f"{_FLAG} {self.directory}: holds {directory.name}, which is not of "
-                        f"the run in --save {self.save_directory}; remove it, or give another directory"
+                        f"{_FLAG} {self.directory}: holds {directory.name}, which another run than "
+                        f"that of --save {self.save_directory} wrote; remove it, or give another directory"
                     )
 
     def steps_here(self) -> list[int]:
-        """The steps that this rank sees."""
+        """Steps that this rank sees."""
         return paths.list_steps(self.directory)
 
     def clear(self) -> list[str]:
-        """Once a persistent step is newer. What cannot be removed is told."""
+        """Deletes all steps, once a persistent one is newer. Returns a warning if this fails."""
         return run_on_first(lambda: _emptied(self.directory), self.parallel.world, list[str])
 
     def newer(self, than: int | None, say: Log, *, check_hashes: bool = True) -> FoundStep | None:
-        """The newest step that goes on from step `than` of the save directory, verified."""
+        """Returns the newest valid step that continues from step `than` of the save directory."""
         candidates = run_on_first(lambda: self._candidates(than), self.parallel.world, _Candidates)
         if candidates.others:
             say(
-                f"warning: {self.directory} has steps ({', '.join(candidates.others)}) of another run, or of one that "
-                f"did not go on from the step of {self.save_directory} that is loaded: they are passed over"
+                f"warning: {self.directory} has steps ({', '.join(candidates.others)}) of another run, or steps that "
+                f"do not continue from the one loaded from {self.save_directory}: they are skipped"
             )
         for directory in candidates.directories:
             try:
@@ -103,7 +103,7 @@ class NonPersistent:
                 if check_hashes:
                     verify_together(directory, record, self.parallel.world)
             except DamagedCheckpointError as error:
-                say(f"warning: {error}: this non-persistent checkpoint is passed over")
+                say(f"warning: {error}: this non-persistent checkpoint is skipped")
                 continue
             warn_of_unlisted(directory, record, say)
             return FoundStep(directory, record, False, save=self.save_directory)
@@ -118,7 +118,7 @@ class NonPersistent:
             try:
                 ours = name is not None and manifest.read(directory).line == Line(name, than)
             except CheckpointError:
-                ours = True  # what is wrong with it is said when it is verified
+                ours = True  # the verification reports what is wrong
             if ours:
                 found.append(directory)
             else:

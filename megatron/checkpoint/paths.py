@@ -1,4 +1,4 @@
-"""The file names of a checkpoint directory, and the checks that they stay inside it."""
+"""File names of a checkpoint directory, and checks that they stay inside it."""
 
 import os
 import re
@@ -20,9 +20,9 @@ RELEASE = "release"
 MODEL_FILE = "model_optim_rng.pt"
 TOKENIZER = "tokenizer"
 TEMPORARY, TRASH = ".tmp-", ".trash-"
-BAD, ABANDONED = "bad-", "abandoned-"  # set aside, where `ls` shows them
-_LONGEST_PATH, _LONGEST_NAME = 2000, 255  # characters below a step, and bytes of a name: what file systems take
-SET_ASIDE = (BAD, ABANDONED, ".bad-", ".abandoned-")  # the last two are their names before
+BAD, ABANDONED = "bad-", "abandoned-"  # renamed steps, which `ls` shows
+_LONGEST_PATH, _LONGEST_NAME = 2000, 255  # characters below a step, bytes of a name: limits of file systems
+SET_ASIDE = (BAD, ABANDONED, ".bad-", ".abandoned-")  # the last two are of earlier versions
 
 _STEP = re.compile(r"iter_(\d{7,})")
 _TRACKER_BYTES = 64
@@ -37,7 +37,7 @@ def step_directory(directory: Path, step: int) -> Path:
 
 
 def unfinished(directory: Path, name: str, run_id: str) -> Path:
-    """Where a run writes the step `name` until it is committed."""
+    """Directory in which a run writes the step `name` until it is committed."""
     return directory / f"{TEMPORARY}{name}.{run_id}"
 
 
@@ -58,7 +58,7 @@ def list_steps(directory: Path) -> list[int]:
 
 
 def is_plain_directory(path: Path) -> bool:
-    """Symbolic links are refused everywhere below a checkpoint directory: they could lead anywhere, and change."""
+    """False for symbolic links: everywhere below a checkpoint directory they could lead anywhere, and change."""
     try:
         return stat.S_ISDIR(path.lstat().st_mode)
     except OSError:
@@ -73,7 +73,7 @@ def is_plain_file(path: Path) -> bool:
 
 
 def holds_nothing(directory: Path) -> bool:
-    """Whether a run may start fresh here: there is no tracker, no step and no release."""
+    """True if a run may start fresh here: there is no tracker, no step and no release."""
     if not directory.exists():
         return True
     names = (directory / TRACKER, directory / RELEASE)
@@ -115,7 +115,7 @@ def write_tracker(directory: Path, text: str) -> None:
 
 
 def member(root: Path, relative: str) -> Path:
-    """The path of a file that a manifest names; refused if it is, or links to, something outside of the step's
+    """Returns the path of a file in a manifest. Raises if it is, or links to, something outside of the step's
     directory."""
     pure = PurePosixPath(relative)
     strange = pure.is_absolute() or not pure.parts or ".." in pure.parts or "\0" in relative

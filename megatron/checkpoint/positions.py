@@ -1,8 +1,8 @@
-"""Where the tensors of a step lie in its files: what a reader maps, and what a stranger's manifest may not say.
+"""Byte positions of a step's tensors in its files, and checks of the positions in a manifest of unknown origin.
 
-In each file of a division a kind of the optimizer's state is one storage, with the rank's parts of the tensors one
-after the other in the order of the division. The manifest has the storage's first byte, the same in all files; the rest
-is arithmetic.
+In each file of a division, one kind of optimizer state is one storage. It contains the rank's parts of the tensors, one
+after the other, in the order of the division. The manifest has the storage's first byte, the same in all files; the
+rest is arithmetic.
 """
 
 from collections import defaultdict
@@ -21,26 +21,26 @@ from megatron.torch_files.torch_file import dtype_named
 
 @dataclass(frozen=True)
 class Stretch:
-    """All elements of a slice that one file has; they follow one another."""
+    """All elements of a slice that one file has; they are contiguous."""
 
     file: str
     elements: Range
     start: int | None
-    """The first byte. None before schema 4: the file's own description says it."""
+    """The first byte. None before schema 4: the file's own description has it then."""
 
 
 def kind_in_file(kind: str, dtype: object) -> str:
-    """What shares a storage in the files of a division."""
+    """Name of the storage that a kind of state and a dtype have in the files of a division."""
     return f"{kind} {dtype}"
 
 
 def place_in_division(division: Division, key: Sequence[str]) -> tuple[int, int, Sequence[str]]:
-    """The order of tensors in a storage."""
+    """Sort key of the tensors in a storage."""
     return division.row, division.offset, key
 
 
 def share_lengths(divisions: Iterable[Division]) -> numpy.ndarray:
-    """Elements that each rank has of these tensors."""
+    """Number of elements that each rank has of these tensors."""
     total: Any = numpy.zeros(1, numpy.int64)
     for each in divisions:
         ends = numpy.arange(each.group.size + 1) * each.share - each.offset
@@ -54,7 +54,7 @@ class Positions:
         self._before: dict[tuple[str, str, int], dict[tuple[str, ...], int]] = {}
 
     def stretches(self, record: TensorRecord, piece: Slice, held: Range | None = None) -> Iterator[Stretch]:
-        """Where the elements of a slice are, in order: all of them, or those of `held`."""
+        """Yields the places of a slice's elements in order: of all, or of those in `held`."""
         if not piece.share:
             yield Stretch(piece.file, (0, piece.elements), piece.start)
             return
@@ -72,7 +72,7 @@ class Positions:
 
     @cached_property
     def _divided(self) -> dict[tuple[str, str], list[tuple[tuple[str, ...], Division]]]:
-        """By division and kind: (key, division) of each tensor, in order."""
+        """The (key, division) of each tensor, in order, by division and kind."""
         found = defaultdict(list)
         for _, record in all_tensors(self._manifest):
             for piece in record.slices:
@@ -85,7 +85,7 @@ class Positions:
         }
 
     def _elements_before(self, name: str, kind: str, rank: int) -> dict[tuple[str, ...], int]:
-        """By key: what a rank's storage has before the tensor."""
+        """Number of elements before each tensor in a rank's storage, by key."""
         if (name, kind, rank) not in self._before:
             before, total = {}, 0
             for key, division in self._divided[name, kind]:
@@ -96,7 +96,7 @@ class Positions:
         return self._before[name, kind, rank]
 
     def check(self) -> None:
-        """A ValueError says which start leads outside of its file, into another tensor or between two elements."""
+        """Raises a ValueError if a start leads outside of its file, into another tensor or between two elements."""
         used: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
         for name, record in all_tensors(self._manifest):
             itemsize = dtype_named(record.dtype).itemsize
@@ -127,7 +127,7 @@ class Positions:
                 raise ValueError(f"{other[:100]} begins in {file[:100]} at byte {start}, within {name[:100]}")
         size = self._manifest.files[file].size
         if parts and parts[-1][1] > size:
-            raise ValueError(f"{parts[-1][2][:100]} ends at byte {parts[-1][1]} of {file[:100]}, which has {size}")
+            raise ValueError(f"{parts[-1][2][:100]} ends at byte {parts[-1][1]} of {file[:100]}, which ends at {size}")
 
 
 def _check_aligned(name: str, start: int, itemsize: int) -> None:
@@ -136,7 +136,7 @@ def _check_aligned(name: str, start: int, itemsize: int) -> None:
 
 
 def _check_rows(kind: str, divisions: Sequence[Division]) -> None:
-    """The tensors of a row are cut alike, and none begins within another."""
+    """Raises unless the tensors of a row are cut alike and none begins within another."""
     for one, other in pairwise(divisions):
         if one.row == other.row and (one.share != other.share or other.offset < one.offset + one.elements):
             raise ValueError(f"two tensors of {kind} overlap in row {one.row} of their division")

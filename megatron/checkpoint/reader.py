@@ -1,5 +1,5 @@
-"""Reads the tensors and the plain values of a step. Where a tensor lies follows from the manifest by arithmetic, and
-nothing is unpickled. Steps of before schema 4 are read through `safe_load`."""
+"""Reads the tensors and the plain values of a step. The manifest gives each tensor's place by arithmetic, and nothing
+is unpickled. Steps from before schema 4 are read through `safe_load`."""
 
 from bisect import bisect
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ from megatron.torch_files.mapped_bytes import Bytes
 from megatron.torch_files.torch_file import dtype_named
 
 Own = Mapping[str, Mapping[str, Tensor]]
-"""Tensors of the optimizer, by parameter and kind."""
+"""Optimizer tensors, by parameter and kind."""
 
 
 class StepReader:
@@ -35,7 +35,7 @@ class StepReader:
 
     weights: Mapping[str, Tensor] = MappingProxyType({})
     own: Own = MappingProxyType({})
-    """What of the step is in memory already: these very tensors, whatever else has the name of their parameter."""
+    """Tensors that already hold the step's values, like `weights`. `fill` skips a target only if it is one of them."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self.directory = directory
@@ -65,7 +65,7 @@ class StepReader:
         return classic.lookup(self.file(name), key)
 
     def elements(self, spec: Shard, record: TensorRecord, piece: Slice, held: Range) -> Tensor:
-        """Some consecutive elements of a slice, in one dimension: of its files, those that hold them are opened."""
+        """Returns consecutive elements of a slice, in one dimension. Opens only the files that have them."""
         parts = []
         for stretch in self._positions.stretches(record, piece, held):
             found, first = self._stored(spec, record, piece, stretch), stretch.elements[0]
@@ -76,7 +76,7 @@ class StepReader:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _stored(self, spec: Shard, record: TensorRecord, piece: Slice, stretch: Stretch) -> Tensor:
-        """What a file has of a slice, in one dimension."""
+        """Returns a file's elements of a slice, in one dimension."""
         if stretch.start is None:
             found = classic.lookup(self.file(stretch.file), piece.key)
             if problem := stored_problem(record, piece, found, stretch.elements):
@@ -95,7 +95,7 @@ class StepReader:
             slices.fill(spec, target, record, read, cast=cast)
 
     def mapped(self, spec: Shard, like: Tensor, record: TensorRecord, *, cast: bool) -> Tensor | None:
-        """The tensor as it is in its file, unread, if it is stored as `like` describes it."""
+        """Maps the tensor from its file, unread; None unless it is stored as `like` describes it."""
         piece = slices.same_slice(spec, like.shape, record)
         if piece is None or piece.share:
             return None
@@ -116,9 +116,9 @@ class StepReader:
     def optimizer_like(
         self, name: str, spec: Shard, stored_shape: torch.Size, held: Range | None = None
     ) -> dict[str, Tensor]:
-        """The optimizer's tensors of one parameter, in that parameter's local shape, or `held` elements of them in one
-        dimension; those with another logical shape (the row and column means of Adafactor) whole. What a file has as it
-        is wanted is mapped, not copied."""
+        """Returns the optimizer's tensors of one parameter: in its local shape, or the elements `held` in one
+        dimension. Those with another logical shape (the row and column means of Adafactor) are whole. Tensors that are
+        stored in the wanted form are mapped, not copied."""
         found = {}
         for kind, record in self.manifest.optimizer.get(name, {}).items():
             if (ready := self.own.get(name, {}).get(kind)) is not None:
@@ -134,7 +134,6 @@ class StepReader:
         return found
 
     def main_file(self) -> Any:
-        """The content of `main_name`."""
         return self.file(self.main_name())
 
     def main_value(self, *key: str) -> Any:
@@ -150,11 +149,11 @@ class StepReader:
     # ---------------------------------------------------------------- which files a rank reads
 
     def files_of_values(self, *names: str) -> set[str]:
-        """The files with the plain values of these."""
+        """The files that hold the plain values of these files."""
         return {beside if (beside := values_file(name)) in self.manifest.files else name for name in names}
 
     def files_of(self, spec: Shard, shape: torch.Size, record: TensorRecord, held: Range | None = None) -> set[str]:
-        """The files with what a rank stores in `shape`, or `held` elements of it."""
+        """The files with the tensor that a rank stores in `shape`, or with the elements `held` of it."""
         if record.logical_shape != tuple(spec.logical_shape):
             spec, held = slices.whole_spec(spec.name, record), None
         if slices.same_slice(spec, shape, record) is None:
@@ -169,8 +168,9 @@ class StepReader:
 def read_and_verify(
     directory: Path, manifest: Manifest, params: Mapping[str, Sharded], own: Own, held: Held | None, world: Axis
 ) -> StepReader:
-    """Hashes this rank's share of a step, and what is read into the parameters and into the optimizer's own tensors
-    where they are laid out as the files are: each byte once. What one rank finds is the verdict of all."""
+    """Hashes this rank's share of a step while reading parameters and the optimizer's own tensors. Where a tensor is
+    laid out as in the files, its bytes are read into place, each byte once. If one rank finds damage, all ranks
+    raise."""
     reader, places = StepReader(directory, manifest), _Places(manifest)
 
     def place() -> None:
@@ -184,7 +184,7 @@ def read_and_verify(
 
 
 class _Places:
-    """Memory that bytes of files are read into as they are."""
+    """Memory into which bytes of files are read without conversion."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest, self._positions = manifest, Positions(manifest)
@@ -208,7 +208,8 @@ class _Places:
     def _has(
         self, spec: Shard, shape: torch.Size, target: Tensor, record: TensorRecord, held: Range | None = None
     ) -> bool:
-        """Whether all of `target` has places: it is what a rank stores in `shape`, or the elements `held` of it."""
+        """Registers places for all of `target`, the tensor that a rank stores in `shape` or the elements `held` of it.
+        Returns False if it cannot be read directly."""
         wanted = held or (0, shape.numel())
         if not _is_plain(target, wanted[1] - wanted[0]) or str(target.dtype) != record.dtype:
             return False
@@ -227,7 +228,7 @@ class _Places:
     def _places(
         self, record: TensorRecord, piece: Slice, wanted: Range, memory: memoryview
     ) -> Iterator[tuple[str, int | None, memoryview]]:
-        """(file, its first byte, the memory for it and those after it)"""
+        """Yields (file, first byte there, memory for this byte and those after it)."""
         element = dtype_named(record.dtype).itemsize
         for stretch in self._positions.stretches(record, piece, wanted):
             low, high = common(wanted, stretch.elements)
@@ -235,7 +236,7 @@ class _Places:
             yield stretch.file, first, memory[(low - wanted[0]) * element : (high - wanted[0]) * element]
 
     def _take(self, target: Tensor) -> bool:
-        """False if another tensor has some of its memory."""
+        """Reserves the target's memory. Returns False if another tensor has some of it."""
         start = target.data_ptr()
         at = bisect(self._taken, start)
         if at % 2 or (at < len(self._taken) and self._taken[at] < start + target.nbytes):

@@ -1,4 +1,4 @@
-"""Which older or newer steps a save renames or deletes."""
+"""Renames and deletes older or newer steps when a step is saved."""
 
 import shutil
 from pathlib import Path
@@ -9,7 +9,7 @@ from megatron.utils import durable
 
 
 def sweep(directory: Path, run_id: str, *, exclusive: bool) -> list[str]:
-    """Removes what dead runs left half written or half deleted. While we hold the lock, no other run is alive."""
+    """Removes files that dead runs left half-written or half-deleted. Under the lock, no other run is alive."""
     messages = []
     for entry in sorted(directory.iterdir()):
         ours = exclusive or entry.name.endswith(f".{run_id}")
@@ -24,28 +24,28 @@ def sweep(directory: Path, run_id: str, *, exclusive: bool) -> list[str]:
 
 
 def warning_before_training(directory: Path, history: RunHistory) -> str | None:
-    """What the first save will do to steps of another run; a damaged one was reported when it was passed over."""
+    """Warning about steps of another run that the first save will rename; damaged ones were reported already."""
     steps = [step for step in _newer_than_start(directory, history) if step not in history.bad_steps(directory)]
     if not steps:
         return None
     names, start = [paths.step_name(step) for step in reversed(steps)], history.started_from
     what = f"1 step ({names[0]})" if len(names) == 1 else f"{len(names)} steps ({names[0]} to {names[-1]})"
-    onward = f"--load {directory} (without --finetune, --ckpt-step or --override-ckpt-iteration) to go on from them"
+    onward = f"--load {directory} (without --finetune, --ckpt-step or --override-ckpt-iteration) to resume from them"
     return (
-        f"--save {directory}: holds {what} that this run, which starts from iteration {start}, does not go on from: "
-        f"its first save renames them to {paths.ABANDONED}...; give {onward}, or another --save to leave them alone"
+        f"--save {directory}: holds {what} newer than iteration {start}, where this run starts; "
+        f"its first save renames them to {paths.ABANDONED}...; give {onward}, or another --save to keep them"
     )
 
 
 def _newer_than_start(directory: Path, history: RunHistory, saving: int | None = None) -> list[int]:
-    """The steps newer than this run's start (or with the number that it saves) that are not its own, newest first."""
+    """The steps that are not this run's own and newer than its start, or equal to `saving`; the newest first."""
     own = {history.loaded_step(directory), *history.committed_steps(directory)}
     steps = paths.list_steps(directory)
     return [step for step in steps if step not in own and (step > history.started_from or step == saving)]
 
 
 def set_aside_newer(directory: Path, step: int, history: RunHistory) -> list[str]:
-    """Renames steps that are newer than this run's start and not its own: they are never read again, never deleted."""
+    """Renames steps newer than this run's start and not its own. They are never read again, and never deleted."""
     messages = []
     for other in _newer_than_start(directory, history, step):
         bad = other in history.bad_steps(directory)
@@ -59,7 +59,7 @@ def set_aside_newer(directory: Path, step: int, history: RunHistory) -> list[str
 
 
 def retain(directory: Path, history: RunHistory, wanted: Retention, *, tracker_step: int) -> list[str]:
-    """Deletes old steps if asked to, but never the tracker's, the loaded one or the two newest."""
+    """Deletes the old steps that are not `wanted`, but never the tracker's, the loaded one or the two newest."""
     last, interval = wanted.last, wanted.interval
     if last is None and interval is None:
         return []
@@ -75,7 +75,7 @@ def retain(directory: Path, history: RunHistory, wanted: Retention, *, tracker_s
 
 
 def keep_only(directory: Path, step: int | None) -> None:
-    """Removes all non-persistent steps but this one: only the newest is of use."""
+    """Deletes all non-persistent steps but this one, because only the newest is useful."""
     for other in paths.list_steps(directory):
         if other != step:
             delete(directory, other)

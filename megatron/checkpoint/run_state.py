@@ -1,4 +1,4 @@
-"""What is put into a checkpoint and what comes out of one, in plain values."""
+"""State that a save takes and a load returns, and the record of a run's saves."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,10 +18,10 @@ from megatron.state.shard import Shard
 
 Sharded = tuple[Shard, Tensor]
 Take = Callable[[str, Tensor], None]
-"""(name of a parameter, a whole tensor) -> nothing: a rank that keeps a piece of the parameter sets it."""
+"""Function that takes a parameter's name and the whole tensor. A rank that keeps a piece of the parameter sets it."""
 
 Held = Callable[[str], Range | None]
-"""(name of a parameter) -> the elements of its stored tensor that a rank keeps; None: all."""
+"""Function from a parameter's name to the elements of its stored tensor that this rank keeps; None means all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,19 +34,19 @@ class TrainState:
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
     optimizer: Mapping[str, Mapping[str, Sharded]] | None = None  # parameter -> {"exp_avg", "master", ...}
-    replicas: Mapping[str, Axis] = field(default_factory=dict)  # the ranks that hold the same: each saves a share
+    replicas: Mapping[str, Axis] = field(default_factory=dict)  # ranks that hold the same: each saves a share
     optimizer_extra: Mapping[str, Any] = field(default_factory=dict)  # step count, loss scaler: plain values
     scheduler: Mapping[str, Any] = field(default_factory=dict)  # Megatron's opt_param_scheduler keys
     rng: Mapping[str, Any] | None = None  # plain ints and uint8 tensors of this rank
     args: Mapping[str, Any] = field(default_factory=dict)  # under Megatron's classic names
     data: Mapping[str, Any] = field(default_factory=dict)  # integers and dataset fingerprints
-    origin: Mapping[str, Any] = field(default_factory=dict)  # of an imported model: what its export gives back
-    extra: Mapping[str, Any] = field(default_factory=dict)  # of a script of the user's own: plain values and tensors
+    origin: Mapping[str, Any] = field(default_factory=dict)  # of an imported model, for its export
+    extra: Mapping[str, Any] = field(default_factory=dict)  # of a user's script: plain values and tensors
 
 
 @dataclass
 class RunHistory:
-    """What this run has loaded, committed and locked, from which a save decides which steps to keep or rename.
+    """Steps that this run has loaded and committed, and its locks. They decide which steps a save keeps or renames.
 
     There is one per run, and it is passed to every load and save.
     """
@@ -68,18 +68,18 @@ class RunHistory:
         return self.bad.setdefault(directory.resolve(), set())
 
     def newest_step(self, directory: Path) -> int | None:
-        """The step that this run has saved last, or else loaded."""
+        """The last step that this run has saved, or else loaded."""
         return max(self.committed_steps(directory), default=self.loaded_step(directory))
 
     def moved(self, step: int, to: int) -> None:
-        """The run goes on from the loaded `step` as iteration `to`: steps after either are not of its past."""
+        """Records that the loaded `step` became iteration `to`. Steps after either are not part of this run's past."""
         self.started_from = min(step, to)
         if to < step:
-            self.loaded.clear()  # their numbers may be ones that this run is still to save
+            self.loaded.clear()  # this run may still save steps with these numbers
 
     def acquire(self, directory: Path, flag: str = "--save") -> DirectoryLock:
-        """Locks the save directory until `close`; a second run is refused with the name of this one. For rank 0
-        only."""
+        """Locks the save directory until `close`. A second run is rejected with the name of this one. Only rank 0 calls
+        it."""
         key = directory.resolve()
         if key not in self.locks:
             self.locks[key] = DirectoryLock.acquire(key, self.run_id, flag)
@@ -93,29 +93,29 @@ class RunHistory:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which of the older steps are kept; unset: all."""
+    """Older steps that are kept; unset: all."""
 
-    last: int | None = None  # so many of the newest
-    interval: int | None = None  # the multiples of it
+    last: int | None = None  # number of the newest steps
+    interval: int | None = None  # steps that are its multiples
 
 
 @dataclass(frozen=True)
 class SavedInfo:
-    """What a save did."""
+    """Result of a save."""
 
     path: Path
     step: int
     bytes_written: int
     seconds: float
     already_there: bool = False  # the step was loaded or committed by this run, so nothing was written
-    blocked: float | None = None  # seconds that the training waited, if it went on meanwhile
+    blocked: float | None = None  # seconds that training waited for a save in the background
     line: Line | None = None  # of a non-persistent step
-    messages: tuple[str, ...] = ()  # what was renamed or deleted on the way; to be logged once
+    messages: tuple[str, ...] = ()  # steps that were renamed or deleted; to be logged once
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedState:
-    """What a load returns besides the parameters, which it fills in place; by default, a load of weights only."""
+    """Result of a load besides the parameters, which it fills in place; by default, of a load of weights only."""
 
     path: Path
     step: int  # of the directory
@@ -130,14 +130,14 @@ class LoadedState:
 
 
 def writes(parallel: ParallelState) -> bool:
-    """Whether this rank writes the weights: of the replicas of a parameter, the first one does."""
+    """True if this rank writes the weights, as the first replica of a parameter does."""
     return parallel.expert_dp.rank == 0
 
 
 @contextmanager
 def in_memory(name: str, target: Tensor, take: Take | None) -> Iterator[Tensor]:
-    """The tensor to be filled. Of a parameter of which a rank keeps a piece alone, `target` is a description on the
-    meta device; then a whole tensor that lives until `take` has taken the piece."""
+    """Yields the tensor to be filled. If a rank keeps only a piece of a parameter, `target` is on the meta device. Then
+    a whole tensor is yielded, which lives until `take` has taken the piece."""
     if not target.is_meta:
         yield target
         return
@@ -158,12 +158,12 @@ def rank_folder(parallel: ParallelState) -> str:
 
 
 def rank_file(parallel: ParallelState) -> str:
-    """The weights that this rank holds, which the first of its replicas writes; and all else, if there is one alone."""
+    """File of this rank's weights, which its first replica writes. With one replica it holds all other state, too."""
     return f"{rank_folder(parallel)}/{MODEL_FILE}"
 
 
 def share_file(parallel: ParallelState) -> str:
-    """Where this rank writes what replicas divide, or only it has."""
+    """File for state that replicas divide or that only this rank has."""
     if parallel.dp_cp.size == 1:
         return rank_file(parallel)
     return f"{rank_folder(parallel)}/distrib_optim_{parallel.expert_dp.rank:05d}.pt"

@@ -1,7 +1,7 @@
-"""The save protocol: write to a temporary directory, durably and hashed as written, then commit by one rename.
+"""Saves a step: writes to a temporary directory, durably and hashed while writing, then commits by one rename.
 
-    lock - sweep - space - temporary directory | every rank writes its file | manifest - set newer steps aside -
-    rename (the commit point) - tracker - retention
+    Rank 0 locks, sweeps, checks the space and makes the temporary directory. Every rank writes its files.
+    Rank 0 writes the manifest, sets newer steps aside, renames (the commit point), writes the tracker and deletes.
 
 After a crash at any point the directory holds the last committed step or the new one, never a mixture. An error on one
 rank is raised on all ranks.
@@ -64,15 +64,15 @@ def save_checkpoint(
 ) -> SavedInfo:
     """Commits `state` as one step of `directory`. All ranks call it, at a step boundary.
 
-    `release` writes only weights, under the name that Megatron uses for a model without training state. `fingerprint`
-    is described in `determinism.py`. `known_as` is what `directory` will be renamed to.
+    A `release` has only weights, under the name that Megatron uses for a model without training state. For
+    `fingerprint` see `determinism.py`. Later `directory` will be renamed to `known_as`.
     """
     save = Save(directory, state, parallel, history, save_tokenizer, fingerprint or {}, release, known_as=known_as)
     return save_now(save, Retention(retain_last, retain_interval))
 
 
 def save_now(save: "Save", retention: Retention) -> SavedInfo:
-    """Writes and commits it. All ranks call it, at a step boundary."""
+    """Writes and commits a save. All ranks call it, at a step boundary."""
     started, world = time.monotonic(), save.parallel.world
     if (there := save.begin()) is not None:
         return there
@@ -85,7 +85,7 @@ def save_now(save: "Save", retention: Retention) -> SavedInfo:
 
 
 def hold_directory(directory: Path, *, parallel: ParallelState, history: RunHistory, flag: str = "--save") -> None:
-    """Locks the save directory for this run, so that a second run is refused before it trains. All ranks call it."""
+    """Locks the save directory for this run, so that a second run is rejected before it trains. All ranks call it."""
 
     def acquire() -> None:
         history.acquire(directory, flag)
@@ -95,19 +95,18 @@ def hold_directory(directory: Path, *, parallel: ParallelState, history: RunHist
 
 
 def held_lock(given: str, directory: Path, history: RunHistory, iteration: int) -> DirectoryLock:
-    """The lock of a directory that is still the one that was locked."""
+    """Returns the lock of a directory. Raises if the directory was moved or replaced since it was locked."""
     lock = history.acquire(directory)
     if not lock.is_of(directory):
         raise StorageError(
             f"{given}: was moved, removed or replaced while this run was training; iteration {iteration} is "
-            "not saved, earlier ones are where the directory went. Put it back, and start again with --load to go on "
-            "from the last"
+            "not saved, earlier ones are where the directory was moved to. Move it back, and resume with --load"
         )
     return lock
 
 
 def _check_writable(directory: Path) -> None:
-    """Refuses a directory in which the first save would fail, such as an immutable one."""
+    """Rejects a directory in which the first save would fail, such as an immutable one."""
     if (directory / paths.TRACKER).is_dir():
         raise ConfigError(
             f"--save {directory}: {paths.TRACKER} in it is a directory, where a save writes a file of that name; "
@@ -121,7 +120,7 @@ def _check_writable(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class Committed:
-    """What the first rank knows of a committed step."""
+    """Size of a committed step and messages about it, known to the first rank."""
 
     size: int
     messages: Messages
@@ -139,7 +138,7 @@ class Save:
     fingerprint: Mapping[str, Any]
     release: bool = False
     line: Line | None = None
-    """Of a non-persistent step: then it is the only one that is kept."""
+    """Lineage of a non-persistent step; only the newest of these is kept."""
     known_as: Path | None = None
 
     @property
@@ -161,8 +160,8 @@ class Save:
         return f"{flag} {self.directory}"
 
     def begin(self) -> SavedInfo | None:
-        """Locks, sweeps and makes the temporary directory. Returns the step instead if this run has loaded or committed
-        it, since it is on disk then. All ranks call it."""
+        """Locks, sweeps and makes the temporary directory. If this run has loaded or committed the step, which is on
+        disk then, returns it instead. All ranks call it."""
         world, step = self.parallel.world, self.state.iteration
         if run_on_first(self._is_done, world, bool):
             return SavedInfo(self._target, step, 0, 0.0, already_there=True)
@@ -171,7 +170,7 @@ class Save:
         return None
 
     def _is_done(self) -> bool:
-        """Whether this run has loaded or committed the step. Also writes the tracker that a failed save left out."""
+        """True if this run has loaded or committed the step. Also writes the tracker that a failed save left out."""
         step, committed = self.state.iteration, self.history.committed_steps(self.directory)
         known = step == self.history.loaded_step(self.directory) or step in committed
         done = known and not self.release and paths.is_plain_file(self._target / paths.MANIFEST)
@@ -182,7 +181,7 @@ class Save:
         return done
 
     def _bytes_to_write(self) -> int:
-        """An estimate: weights once, and this rank's part of the optimizer's state."""
+        """Estimates the bytes: weights once, and this rank's part of the optimizer's state."""
         tensors = [tensor for _, tensor in self.state.params.values()] if writes(self.parallel) else []
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         for name, kinds in (self.state.optimizer or {}).items():
@@ -213,7 +212,7 @@ class Save:
             )
 
     def content(self, copy: Copy = plain_copy) -> RankContent:
-        """What this rank writes, copied."""
+        """Copies everything that this rank writes."""
         arguments = classic_arguments(self.state, self.parallel.tp.size)
         if self.save_tokenizer is not None:
             folder = ((self.known_as or self.directory) / self._name / paths.TOKENIZER).resolve()
@@ -221,8 +220,8 @@ class Save:
         return rank_content(self.state, self.parallel, arguments, copy)
 
     def write(self, content: RankContent, stop: Event | None = None) -> None:
-        """Writes this rank's files, durably and hashed as written, and leaves a note of them. No collective.
-        Once `stop` is set, it ends by an error."""
+        """Writes this rank's files, durably and hashed while writing, and leaves a note of them. Calls no collective.
+        Raises once `stop` is set."""
         content.check_finite()
         if self.parallel.world.rank == 0 and self.save_tokenizer is not None:
             content.part.files.update(self._write_tokenizer(self.save_tokenizer))
@@ -258,12 +257,12 @@ class Save:
         do_on_first(self._discard, self.parallel.world)
 
     def _discard(self) -> None:
-        """Best effort: what cannot be removed now is never read, and removed by the next save."""
+        """Removes the temporary directory, best effort. Leftovers are never read, and the next save removes them."""
         with suppress(OSError):
             shutil.rmtree(self._temporary)
 
     def commit(self, retention: Retention) -> Committed:
-        """Commits what all ranks have written as a step. Does nothing on ranks other than the first. No collective."""
+        """Commits what all ranks have written as a step. A no-op on ranks other than the first. Calls no collective."""
         if self.parallel.world.rank != 0:
             return Committed(0, ())
         try:
@@ -277,13 +276,13 @@ class Save:
             with storage.storage_errors("committing a checkpoint", self._target):
                 messages = self._publish()
         except Exception:
-            self._discard()  # which does nothing once it has been renamed
+            self._discard()  # a no-op after the rename
             raise
         messages += self._retain(retention)
         return Committed(sum(file.size for file in record.files.values()), tuple(messages))
 
     def conclude(self, commit: Callable[[], Committed], started: float, blocked: float | None = None) -> SavedInfo:
-        """Runs `commit`, notes the step on all ranks and describes the save. All ranks call it."""
+        """Runs `commit`, records the step on all ranks and describes the save. All ranks call it."""
         done, step = self._committed(commit), self.state.iteration
         self.history.committed_steps(self.directory).add(step)
         seconds = time.monotonic() - started
@@ -293,7 +292,7 @@ class Save:
         return run_on_first(commit, self.parallel.world, Committed)
 
     def _retain(self, kept: Retention) -> list[str]:
-        """The new step is committed already, so failing to delete an old one is only a warning."""
+        """Deletes old steps. A failure is only a warning, because the new step is committed already."""
         step = self.state.iteration
         try:
             if self.line is not None:
@@ -311,12 +310,12 @@ class Save:
         elif not self.release:
             messages = retention.set_aside_newer(self.directory, self.state.iteration, self.history)
         durable.rename(self._temporary, self._target)
-        self.history.committed_steps(self.directory).add(self.state.iteration)  # whatever becomes of the tracker
+        self.history.committed_steps(self.directory).add(self.state.iteration)  # even if the tracker cannot be written
         paths.write_tracker(self.directory, paths.RELEASE if self.release else str(self.state.iteration))
         return messages
 
     def _header(self) -> Manifest:
-        """The manifest, without what ranks have written."""
+        """The manifest without the records of the ranks."""
         holds = {"optimizer": self.state.optimizer, "scheduler": self.state.scheduler, "rng": self.state.rng}
         return Manifest(
             step=self.state.iteration,

@@ -1,7 +1,7 @@
 """Resharding: fills any split of a logical tensor from its stored slices.
 
-Each stored slice is described by a Shard. Loading copies the intersections of the stored Shards with the wanted
-one, whatever layout saved them, and fails if an index is in none.
+A Shard describes each stored slice. A load copies the intersections of the stored Shards with the wanted one, whatever
+layout saved them, and raises if an index is in none.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ from megatron.state.shard import (
 
 Read = Callable[[Slice], Tensor]
 ReadElements = Callable[[Slice, Range], Tensor]
-"""Some consecutive elements of a slice, in one dimension."""
+"""Reads consecutive elements of a slice, in one dimension."""
 
 
 def source_spec(name: str, record: TensorRecord, piece: Slice) -> Shard:
@@ -42,7 +42,7 @@ def whole_spec(name: str, record: TensorRecord) -> Shard:
 
 
 def covers_exactly(record: TensorRecord) -> bool:
-    """Whether the slices cover the split dimension without gaps; slices of equal ranges are replicas, no others
+    """True if the slices cover the split dimension without gaps. Slices of equal ranges are replicas; others may not
     overlap."""
     dims = len(record.logical_shape)
     if not record.slices or (dims and not 0 <= record.dim <= record.dim + record.fold - 1 < dims):
@@ -63,8 +63,7 @@ def covers_exactly(record: TensorRecord) -> bool:
 
 
 def whole_stored_shape(record: TensorRecord) -> tuple[int, ...]:
-    """The stored shape of the unsplit tensor, without padding. Which dimensions are joined follows from a slice's
-    shape."""
+    """The stored shape of the unsplit tensor, without padding. A slice's shape shows which dimensions are joined."""
     logical, piece = record.logical_shape, record.slices[0]
     if len(piece.shape) == len(logical):
         return logical
@@ -79,7 +78,7 @@ def whole_stored_shape(record: TensorRecord) -> tuple[int, ...]:
 
 
 def check_is_whole(name: str, record: TensorRecord) -> None:
-    """A tensor whose shape is its own, and not that of the parameter it belongs to, is stored whole and as it is."""
+    """Raises unless a tensor that is not in its parameter's shape is stored whole, in its own shape."""
     for piece in record.slices:
         if piece.shape != record.logical_shape or not is_whole(source_spec(name, record, piece)):
             raise CheckpointError(f"{name}: {_contradiction(record, piece)}")
@@ -108,19 +107,19 @@ def fill(spec: Shard, target: Tensor, record: TensorRecord, read: Read, *, cast:
 
 
 def same_slice(spec: Shard, shape: Sequence[int], record: TensorRecord) -> Slice | None:
-    """A slice that was saved with the same split, in the same shape, including its padding rows."""
+    """Returns a slice that was saved with the same split, in the same shape, including its padding rows."""
     return next((p for p in record.slices if p.ranges == spec.ranges and p.shape == tuple(shape)), None)
 
 
 def wanted_slices(spec: Shard, shape: Sequence[int], record: TensorRecord) -> list[Slice]:
-    """The slices that have a part of what a rank stores in `shape`."""
+    """The slices that hold a part of what a rank stores in `shape`."""
     if (same := same_slice(spec, shape, record)) is not None:
         return [same]
     return [piece for source, piece in _sources(spec, record) if any(True for _ in pieces(source, spec))]
 
 
 def _sources(spec: Shard, record: TensorRecord) -> list[tuple[Shard, Slice]]:
-    """The slices without replicas."""
+    """The slices without replicas. Raises if they lack an index that `spec` needs."""
     first: dict[tuple[Range, ...] | None, Slice] = {}
     for piece in record.slices:
         first.setdefault(piece.ranges, piece)
@@ -133,12 +132,12 @@ def _sources(spec: Shard, record: TensorRecord) -> list[tuple[Shard, Slice]]:
 def read_elements(
     spec: Shard, shape: Sequence[int], dtype: torch.dtype, held: Range, record: TensorRecord, read: ReadElements
 ) -> Tensor:
-    """The elements `held` of the tensor that a rank stores in `shape`, in one dimension. Of each saved slice only the
-    span from the first to the last wanted element is read."""
+    """Returns the elements `held` of the tensor that a rank stores in `shape`, in one dimension. From each saved slice
+    only the span from the first to the last wanted element is read."""
     check_compatible(spec, dtype, record, cast=False)
     if (same := same_slice(spec, shape, record)) is not None:
         return read(same, held)
-    found = torch.zeros(held[1] - held[0], dtype=dtype)  # padding rows of a vocabulary stay so
+    found = torch.zeros(held[1] - held[0], dtype=dtype)  # padding rows of a vocabulary stay zero
     held = held[0], min(held[1], prod(spec.local_shape))
     if held[0] >= held[1]:
         return found
@@ -156,8 +155,8 @@ def read_elements(
 
 
 def _window(three: Shard, held: Range) -> tuple[Shard, Range, int]:
-    """The smallest part of a tensor in three dimensions with the elements `held`: a range of its split dimension if its
-    first dimension is 1, else of its rows. Returns the part, its rows, and the number of elements before it."""
+    """The smallest part of a three-dimensional tensor that contains the elements `held`: a range of its split dimension
+    if its first dimension is 1, else of its rows. Returns the part, its rows, and the number of elements before it."""
     outer, length, inner = three.local_shape
     if outer == 1:
         start, stop = held[0] // inner, -(-held[1] // inner)
@@ -167,8 +166,8 @@ def _window(three: Shard, held: Range) -> tuple[Shard, Range, int]:
 
 
 def _needed(source: Shard, wanted: Shard, rows: Range) -> tuple[Shard | None, Range]:
-    """The part of a saved slice in three dimensions that overlaps `wanted`, and the range of the slice's elements in
-    which it lies."""
+    """The part of a saved three-dimensional slice that overlaps `wanted`, and the range of the slice's elements that
+    contains it."""
     outer, length, inner = source.local_shape
     part = _rows(source, rows)
     here = [indices for indices, _ in pieces(part, wanted)]
@@ -192,5 +191,5 @@ def check_compatible(spec: Shard, dtype: torch.dtype, record: TensorRecord, *, c
     if not cast and str(dtype) != record.dtype:
         raise CheckpointError(
             f"{spec.name}: the model holds {dtype}, the checkpoint {record.dtype}; "
-            "resume with the precision it was trained in, or take its weights alone with --finetune"
+            "resume with the precision it was trained in, or load only its weights with --finetune"
         )

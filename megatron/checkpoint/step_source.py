@@ -1,4 +1,4 @@
-"""What a run reads of other programs, as protocols: the implementations are in `megatron/interop/`."""
+"""Protocols of steps and models that other programs saved. The implementations are in `megatron/interop/`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Say = Callable[[str], object]
 
 
 class ForeignStep(Protocol):
-    """A step that another program saved: a manifest made from its files, and a reader of what that calls slices."""
+    """A step that another program saved: a manifest made from its files, and a reader of the slices in it."""
 
     @property
     def manifest(self) -> Manifest: ...
@@ -29,14 +29,14 @@ class ForeignStep(Protocol):
 
     @property
     def optimizer_problem(self) -> str | None:
-        """Why the optimizer's state, which is there, cannot be read."""
+        """Reason why the optimizer's state, which exists, cannot be read."""
 
     def with_vocabulary(self, rows: int) -> ForeignStep:
-        """The step with its vocabulary tables cut to `rows` rows."""
+        """Returns the step with its vocabulary tables cut to `rows` rows."""
 
 
 class ForeignModel(Protocol):
-    """The description of a model in another program's folder; no tensor has been read."""
+    """A description of a model in another program's folder; no tensor has been read."""
 
     @property
     def model_type(self) -> str: ...
@@ -51,20 +51,20 @@ class ForeignModel(Protocol):
     def dtype(self) -> str: ...
 
     def settings(self) -> dict[str, dict[str, Any]]:
-        """The settings that a checkpoint of ours with this model would have."""
+        """Settings that a native checkpoint of this model would have."""
 
 
 class StepSource(Protocol):
     """Reads steps and models that other programs saved."""
 
     def open_step(self, directory: Path, say: Say, *, check_hashes: bool = True) -> ForeignStep | None:
-        """The step in this directory if another program wrote it; None: ours, or no step. What is read of it is
-        compared with the checksums of its files; `say` is told if they have none."""
+        """Opens a step that another program wrote; None if the step is native, or there is none. Data that is read is
+        compared with the checksums of its files; a file without any is reported to `say`."""
 
     def open_model(self, folder: Path) -> ForeignModel: ...
 
     def origin(self, folder: Path) -> Mapping[str, Any]:
-        """What an export of a run that goes on from this model gives back as it was."""
+        """Data of this model that a later export restores unchanged."""
 
     def load_model(
         self,
@@ -77,11 +77,11 @@ class StepSource(Protocol):
         moe_config: MoEConfig | None,
         log: Say,
     ) -> LoadedState:
-        """Fills `params` in place, cast to what they hold. All ranks call it; `log` is called on the first one."""
+        """Fills `params` in place, cast to their dtypes. All ranks call it; `log` is called on the first one."""
 
 
 class OwnSteps:
-    """The source of a run that reads no other program's files."""
+    """Source that reads only native steps."""
 
     def open_step(self, directory: Path, say: Say, *, check_hashes: bool = True) -> ForeignStep | None:
         return None
@@ -97,7 +97,7 @@ class OwnSteps:
 
 
 def _not_read(folder: Path) -> ConfigError:
-    return ConfigError(f"--load {folder}: holds another program's model; megatron.pretrain reads these")
+    return ConfigError(f"--load {folder}: holds another program's model, which only megatron.pretrain reads")
 
 
 OWN_STEPS = OwnSteps()

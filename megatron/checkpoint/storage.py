@@ -1,4 +1,4 @@
-"""Writing a checkpoint's files: hashed while they are written, with messages that name what was being done."""
+"""Writes a checkpoint's files and hashes them while writing. Errors name the action that failed."""
 
 import errno
 import hashlib
@@ -25,17 +25,17 @@ _READ_BYTES = _WRITE_BYTES = 2**20
 _SYNC_BYTES = 16 * 2**20
 
 HASHES: Mapping[str, Callable[[], Hash]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
-"""By their names in the manifest. They find damage; against forgery there is no key that they could use."""
+"""Checksum algorithms, by their names in the manifest. They detect damage but not forgery, because they have no key."""
 HASH = "xxh3_128"
-"""What is written. sha256 is that of checkpoints before schema 2, at a tenth of the speed of memory."""
+"""Algorithm of new checkpoints. Before schema 2 it was sha256, which has a tenth of the speed of memory."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the manifest says about one file."""
+    """Size and checksums of one file."""
 
     size: int
-    blocks: tuple[str, ...]  # the hash of every 16 MiB block, so that damage has an address
+    blocks: tuple[str, ...]  # the hash of every 16 MiB block, so that damage can be located
 
 
 def blocks_in(size: int) -> int:
@@ -43,11 +43,11 @@ def blocks_in(size: int) -> int:
 
 
 Places = Sequence[tuple[int, memoryview]]
-"""(the first byte of a file, the memory for it and those after it), in the file's order."""
+"""Pairs (first byte in the file, memory for it and the bytes after it), in the file's order."""
 
 
 def blocks_for(places: Places) -> set[int]:
-    """The blocks that are read to fill them."""
+    """The blocks that have to be read to fill `places`."""
     return {
         block
         for first, memory in places
@@ -65,8 +65,7 @@ class FileHasher(BlockHasher):
 
 
 class HashingFile:
-    """A file that hashes the bytes as they are handed to the disk, not from a later re-read. A thread has the disk
-    write what has come while more is coming."""
+    """A file that hashes bytes as they are written, not from a later re-read. A thread syncs them meanwhile."""
 
     def __init__(self, file: IO[bytes], algorithm: str, stop: Event | None = None) -> None:
         self._file, self._stop = file, stop
@@ -75,7 +74,7 @@ class HashingFile:
         self.hasher = FileHasher(algorithm)
 
     def write(self, data: bytes | memoryview) -> int:
-        """Piece by piece: what was hashed is still in the processor's cache when it is written."""
+        """Writes in pieces, which are still in the processor's cache after they were hashed."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), _WRITE_BYTES):
             piece = view[start : start + _WRITE_BYTES]
@@ -92,11 +91,11 @@ class HashingFile:
 
     def _sync_beside(self) -> None:
         self._raise_lost()
-        with suppress(RuntimeError):  # there may be no more threads: then it is synced at its end
+        with suppress(RuntimeError):  # no thread can be started: it is synced at its end
             self._sync, self._unsynced = Task(partial(os.fsync, self._file.fileno())), 0
 
     def _raise_lost(self) -> None:
-        """Raises the error of the thread's sync. The system reports a lost write once, to the next sync alone."""
+        """Raises the error of the thread's sync. The system reports a lost write only once, to the next sync."""
         if self._sync is not None:
             self._sync.result()
 
@@ -117,7 +116,7 @@ class HashingFile:
 def write_durable(
     path: Path, write: Callable[[HashingFile], object], algorithm: str = HASH, stop: Event | None = None
 ) -> FileRecord:
-    """Creates `path`, lets `write` fill it and syncs it; the caller syncs the directory. Fails once `stop` is set."""
+    """Creates `path`, lets `write` fill it and syncs it; the caller syncs the directory. Raises once `stop` is set."""
     with open(path, "xb") as raw:
         file = HashingFile(raw, algorithm, stop)
         try:
@@ -139,8 +138,8 @@ def hash_file(path: Path, algorithm: str = HASH) -> FileRecord:
 def hash_blocks(
     path: Path, blocks: Sequence[int], algorithm: str, threads: int = 1, into: Places = ()
 ) -> tuple[str, ...]:
-    """The hashes of some blocks of a file, in order, which alone are read. The last one may be short. What is read
-    stays in the places that are for it."""
+    """Hashes some blocks of a file, in order, and reads only these. The last block may be short. Bytes that have a
+    place in `into` stay there."""
     share = -(-len(blocks) // threads)
     parts = [blocks[start : start + share] for start in range(0, len(blocks), share or 1)]
     if len(parts) < 2:
@@ -151,7 +150,7 @@ def hash_blocks(
 
 
 def _hash_part(path: Path, algorithm: str, into: Places, blocks: Sequence[int]) -> tuple[str, ...]:
-    """In pieces that are hashed while they are in the processor's cache; reading and hashing let other threads run."""
+    """Hashes pieces while they are in the processor's cache. Reading and hashing let other threads run."""
     hasher = FileHasher(algorithm)
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -173,7 +172,7 @@ def _consecutive(blocks: Sequence[int]) -> Iterator[range]:
 
 
 def _memory_for(start: int, stop: int, into: Places) -> Iterator[memoryview]:
-    """Where the bytes from `start` to `stop` of a file are read to, in order: their places, or one small buffer."""
+    """Yields memory for the bytes from `start` to `stop` of a file, in order: their places, or one small buffer."""
     buffer = memoryview(bytearray(min(_READ_BYTES, max(stop - start, 0))))
     for first, place in [*into, (stop, buffer[:0])]:
         first = min(first, stop)
@@ -191,13 +190,13 @@ def free_bytes(path: Path) -> int:
 
 
 def canonical_json(value: Mapping[str, Any]) -> bytes:
-    """The one text of a value: a file that differs from it in any byte was not written by us."""
+    """Serialises a value in the only form that is accepted: a file that differs in any byte was changed."""
     return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=True, allow_nan=False) + "\n").encode()
 
 
 @contextmanager
 def storage_errors(doing: str, path: Path) -> Iterator[None]:
-    """Turns an OSError into a StorageError that says what was being done, and where."""
+    """Turns an OSError into a StorageError that names the action and the path."""
     try:
         yield
     except OSError as error:

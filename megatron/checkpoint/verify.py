@@ -26,16 +26,16 @@ from megatron.torch_files.torch_file import TorchFile
 from megatron.utils.dtype import is_finite
 
 Kind = Literal["corrupt", "unsafe", "incomplete", "extra"]
-"""extra: files that no manifest lists; such a step loads, with a warning."""
+"""The kind `extra` is for files that no manifest lists; such a step loads, with a warning."""
 
-_NAMED = 8  # of the files that are not listed
-_IN_SHAPE = ("exp_avg", "exp_avg_sq", "master")  # kinds in their parameter's shape, if in full precision
+_NAMED = 8  # number of unlisted files in a message
+_IN_SHAPE = ("exp_avg", "exp_avg_sq", "master")  # kinds that have their parameter's shape if in full precision
 _MOST_LAYERS = 100_000
 _SHOWN = 4
 
 
 class DamagedCheckpointError(CheckpointError):
-    """This step is not what was saved; the loader may fall back to another one."""
+    """The step differs from what was saved. The loader may fall back to another one."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Problem:
     kind: Kind
     text: str
     file: str | None = None
-    """Whose size already says it, so that its bytes need not be read."""
+    """File that is known to be damaged without reading its bytes."""
 
 
 def inspect_step(directory: Path, *, deep: bool = False) -> tuple[Manifest | None, list[Problem]]:
-    """All problems of one step directory. Sizes are always compared; `deep` also opens every tensor."""
+    """All problems of one step directory. Sizes and hashes are always compared; `deep` also opens every tensor."""
     record, problems = _structure(directory)
     if record is not None and not problems:
         problems += [Problem("corrupt", f"{directory}: {text}") for text in model_problems(record)]
@@ -60,7 +60,7 @@ def inspect_step(directory: Path, *, deep: bool = False) -> tuple[Manifest | Non
 
 
 def verified_manifest(directory: Path) -> Manifest:
-    """The manifest of a step whose files are there, in their sizes; raises an error that names the first problem."""
+    """Returns the manifest if all of its files exist in their sizes. Raises an error that names the first problem."""
     record, problems = _structure(directory)
     _refuse(problems)
     assert record is not None
@@ -70,8 +70,8 @@ def verified_manifest(directory: Path) -> Manifest:
 def verify_share(
     directory: Path, record: Manifest, part: int, parts: int, into: Mapping[str, Places] = MappingProxyType({})
 ) -> None:
-    """Hashes one of `parts` equal parts of the step's bytes; raises an error that names the first damaged file.
-    `into`: by file, the memory that its bytes are read into, in this rank's share or not."""
+    """Hashes one of `parts` equal parts of the step's bytes, and raises an error that names the first damaged file. The
+    memory in `into`, by file, is filled with the bytes that it is for, even outside of this part."""
     share: dict[str, Sequence[int]] = dict(record.blocks_of(part, parts))
     for name, places in into.items():
         share[name] = sorted(storage.blocks_for(places).union(share.get(name, ())))
@@ -79,8 +79,8 @@ def verify_share(
 
 
 def identity(directory: Path, record: Manifest) -> str:
-    """An id of the files: equal on all machines that see the same ones, as on a shared file system, and different for a
-    copy."""
+    """Returns an id of the files. It is equal on machines that see the same files, as on a shared file system. A copy
+    has another id."""
     return identity_of([paths.member(directory, name) for name in sorted(record.files)], record.run_id)
 
 
@@ -97,7 +97,7 @@ def _refuse(problems: list[Problem]) -> None:
 
 
 def _structure(directory: Path) -> tuple[Manifest | None, list[Problem]]:
-    """The manifest, and what is wrong without reading the files that it lists."""
+    """Reads the manifest, and finds problems without reading the files that it lists."""
     try:
         record = manifest.read(directory)
     except manifest.MissingManifestError as error:
@@ -140,7 +140,7 @@ def _positions(directory: Path, record: Manifest) -> list[Problem]:
 
 
 def _extra_files(directory: Path, record: Manifest) -> list[Problem]:
-    """Links, and weight files that the manifest does not list: a sign that two checkpoints were mixed."""
+    """Finds links, and weight files that the manifest does not list: a sign that two checkpoints were mixed."""
     problems = []
     for folder, subfolders, files in os.walk(directory):
         for name in [*subfolders, *files]:
@@ -166,8 +166,8 @@ def unlisted(directory: Path, record: Manifest) -> str | None:
         return None
     some = ", ".join(f"{name!r:.80}" for name in sorted(found)[:_NAMED]) + ", ..." * (len(found) > _NAMED)
     return (
-        f"{directory} has {len(found)} file(s) that its manifest does not list ({some}): nothing says what they "
-        "are, and exports leave them out; remove them"
+        f"{directory} has {len(found)} file(s) that its manifest does not list ({some}): they are not "
+        "verified, and exports leave them out; remove them"
     )
 
 
@@ -196,7 +196,7 @@ def _damage(
     passed_over: Set[str | None] = frozenset(),
     into: Mapping[str, Places] = MappingProxyType({}),
 ) -> list[Problem]:
-    """The files with other bytes in these blocks than were written."""
+    """Finds files whose bytes in these blocks differ from what was written."""
     problems = []
     for name, blocks in share.items():
         if name in passed_over:
@@ -219,7 +219,7 @@ def _unreadable(path: Path, name: str, error: OSError) -> Problem:
 
 def _where(differing: list[int], blocks: Sequence[str]) -> str:
     if not differing:
-        return "by its length"
+        return "in length"
     size = storage.BLOCK_BYTES
     first = differing[0] * size
     return f"first between bytes {first} and {first + size} ({len(differing)} of {len(blocks)} blocks)"
@@ -257,18 +257,18 @@ def _beside(directory: Path, record: Manifest, file: str, content: Any) -> Itera
     if values in record.files:
         try:
             same = encode_values(values_of_file(content))
-        except (AttributeError, KeyError, TypeError, ValueError):  # what no run has written
+        except (AttributeError, KeyError, TypeError, ValueError):  # not written by a run
             same = None
         if paths.member(directory, values).read_bytes() != same:
             yield f"its plain values are not those of {values}"
 
 
 _PARTS = {"optimizer": ("optimizer", "extra"), "scheduler": ("opt_param_scheduler",), "rng": ("rng_state",)}
-"""The place in a file of each plain value that the manifest says the step holds."""
+"""Keys that lead to each part of `Manifest.holds` in a file."""
 
 
 def _plain_values(record: Manifest, file: str, content: Any) -> Iterator[str]:
-    """What a file has instead of the plain values that a load takes from it."""
+    """Finds plain values that a load needs and that a file lacks or has of another step."""
     step = classic.lookup(content, ("iteration",))
     if step != record.step:
         yield f"is of iteration {step!r:.40}, the manifest of {record.step}"
@@ -277,7 +277,7 @@ def _plain_values(record: Manifest, file: str, content: Any) -> Iterator[str]:
         if part == "rng":  # one for each replica that has no file of its own
             found = found[0] if isinstance(found, list) and found else None
         if not isinstance(found, Mapping):
-            yield f"has no {part} state, which the manifest says that it holds"
+            yield f"has no {part} state, although the manifest lists it"
 
 
 def _stored(record: TensorRecord, piece: Slice, stretch: Stretch, found: Any, described: TorchFile) -> Iterator[str]:
@@ -291,11 +291,11 @@ def _stored(record: TensorRecord, piece: Slice, stretch: Stretch, found: Any, de
         place = described.place(classic.lookup(described.content, piece.key))
         if place is None or place[0] != stretch.start:
             where = "out of order" if place is None else f"from byte {place[0]} on"
-            yield f"lies there {where}, and by the manifest from byte {stretch.start} on"
+            yield f"lies there {where}; the manifest says byte {stretch.start}"
 
 
 def stored_problem(record: TensorRecord, piece: Slice, found: Any, held: Range) -> str | None:
-    """`held`: the elements of the slice that this file has."""
+    """Describes how a stored tensor differs from its record. The file should have the elements `held` of the slice."""
     if not isinstance(found, Tensor):
         return "is missing"
     return description_problem(record, piece, found.dtype, tuple(found.shape), held)
@@ -314,13 +314,13 @@ def description_problem(
 
 
 def describes_gpt(record: Manifest) -> bool:
-    """A script's own model is not described by settings; nor, fully, is one of before there were experts."""
+    """Returns whether settings describe the model: not a script's own, and not one saved before experts existed."""
     told = {"model", "moe"} <= set(record.config) and "padded_vocab_size" in record.args
     return told and WORD_TABLE in record.model
 
 
 def model_problems(record: Manifest) -> list[str]:
-    """What contradicts itself, by name."""
+    """Lists contradictions within the manifest, by tensor."""
     found = [text for name, each in record.model.items() for text in _contradictions(name, each)]
     for name, kinds in record.optimizer.items():
         for kind, each in kinds.items():
@@ -333,7 +333,7 @@ def model_problems(record: Manifest) -> list[str]:
 
 
 def _contradictions(name: str, record: TensorRecord) -> list[str]:
-    """A slice holds as many elements as the indices that it claims, and padding rows if it is of a vocabulary."""
+    """Reports a slice with more or fewer elements than its indices. A vocabulary may also have padding rows."""
     for piece in record.slices:
         spec = slices.source_spec(name, record, piece)
         held, claimed = prod(piece.shape), prod(spec.local_shape)
@@ -350,7 +350,7 @@ def _against_settings(record: Manifest) -> list[str]:
             return [f"its settings describe {config.num_layers} layers"]
         wanted = parameters(config, record.model[WORD_TABLE].logical_shape[0], moe)
     except MegatronError as error:
-        return [f"its settings describe no model: {error}"]
+        return [f"its settings do not describe a model: {error}"]
     missing = [name for name in wanted if name not in record.model]
     extra = [name for name in record.model if name not in wanted]
     other = [

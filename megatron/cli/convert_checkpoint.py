@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 def parser(*, check: bool = False) -> Parser:
-    """`check`: --check is given, which needs no other flag."""
+    """Returns the parser; with `check`, no other flag is required."""
     p = Parser(
         prog="convert_checkpoint.py",
-        description="Convert a checkpoint. --to hf writes a folder that transformers opens offline, with the run's "
-        "tokenizer, and compares its logits and token ids with ours before it appears under its name.",
+        description="Converts a checkpoint. --to hf writes a folder with the run's tokenizer, which transformers opens "
+        "offline. The folder gets its name only after its logits and token ids equal those of the run.",
     )
     p.add_argument(
         "--check",
@@ -38,9 +38,9 @@ def parser(*, check: bool = False) -> Parser:
     p.add_argument(
         "--load", type=Path, required=not check, help="A run's save directory, or a Hugging Face model folder."
     )
-    p.add_argument("--ckpt-step", type=integer(0), help="This iteration instead of the newest.")
+    p.add_argument("--ckpt-step", type=integer(0), help="Iteration to convert (default: the newest).")
     p.add_argument(
-        "--from", dest="source", choices=("native", "hf", "megatron"), help="Format of --load (default: what it is)."
+        "--from", dest="source", choices=("native", "hf", "megatron"), help="Format of --load (default: detected)."
     )
     p.add_argument(
         "--true-vocab-size", type=integer(1, INT32), help="Rows of the vocabulary without padding (--from megatron)."
@@ -58,15 +58,19 @@ def parser(*, check: bool = False) -> Parser:
         "Transformer Engine.",
     )
     p.add_argument("--to", required=not check, choices=("hf", "native", "megatron"), help="Format of --save.")
-    p.add_argument("--save", type=Path, required=not check, help="Where to write.")
-    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="Other than trained (--to hf).")
+    p.add_argument("--save", type=Path, required=not check, help="Folder to write.")
+    p.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="Precision of the export (--to hf; default: as trained).",
+    )
     p.add_argument("--max-shard-size", help="Largest file of weights, such as 500MB or 2GB (--to hf; default: 5GB).")
     p.add_argument(
         "--no-safe-serialization",
         action="store_true",
-        help="Write pytorch_model.bin in the place of safetensors (--to hf).",
+        help="Write pytorch_model.bin instead of safetensors (--to hf).",
     )
-    p.add_argument("--verify", action="store_true", help="Compare logits, or export nothing (--to hf).")
+    p.add_argument("--verify", action="store_true", help="Fail if logits cannot be compared (--to hf).")
     p.add_argument("--overwrite", action="store_true", help="Replace --save if it exists.")
     return p
 
@@ -136,7 +140,7 @@ def convert_checkpoint(arguments: argparse.Namespace) -> None:
 
 
 def _format(directory: Path, step: int | None) -> str:
-    """What is in a directory."""
+    """Returns the format of the checkpoint or model in a directory."""
     if is_hugging_face(directory):
         return "hf"
     from megatron.checkpoint.find import find_candidates
@@ -195,8 +199,8 @@ def from_megatron(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _ours(arguments: argparse.Namespace, target: "TargetLayout") -> "Iterator[FoundStep]":
-    """A Hugging Face model becomes a checkpoint of ours first, beside --save, which is removed again. What `target`
-    cannot be is refused before that."""
+    """Yields the native step to convert. A Hugging Face model is first imported into a temporary folder beside --save;
+    a `target` that it does not fit is rejected before."""
     if arguments.source != "hf":
         yield _found(arguments)
         return
@@ -293,8 +297,7 @@ def _refuse_occupied(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _target(arguments: argparse.Namespace) -> Iterator[Path]:
-    """Where a native checkpoint is written. A step appears in a directory when it is complete; --overwrite replaces
-    the directory."""
+    """Yields the directory to write a native checkpoint in. With --overwrite, a temporary one replaces the old one."""
     from megatron.checkpoint.paths import holds_nothing
     from megatron.interop.conversion import written_aside
 

@@ -63,9 +63,11 @@ def _simulated(arguments: argparse.Namespace) -> Timeline:
     record = SCHEDULES[schedule]
     chunks, group = arguments.chunks, arguments.group
     if (chunks > 1) != record.interleaves:
-        raise ConfigError(f"--chunks {chunks}: --schedule interleaved, and it alone, has several chunks a rank")
+        raise ConfigError(
+            f"--chunks {chunks}: only --schedule interleaved has several chunks per rank, and it needs them"
+        )
     if group is not None and not record.interleaves:
-        raise ConfigError(f"--group {group}: --schedule interleaved alone has groups; leave it out")
+        raise ConfigError(f"--group {group}: only --schedule interleaved has groups; leave it out")
     if record.interleaves and not fills_groups(micro_batches, group or ranks, ranks):
         raise ConfigError(
             f"--micro-batches {micro_batches}: --schedule interleaved takes groups of {group or ranks} micro-batches, "
@@ -73,7 +75,7 @@ def _simulated(arguments: argparse.Namespace) -> Timeline:
         )
     if 2 * ranks * micro_batches * chunks > _MOST_PASSES:
         raise ConfigError(
-            f"--stages {ranks} --micro-batches {micro_batches} --chunks {chunks}: no picture shows more than "
+            f"--stages {ranks} --micro-batches {micro_batches} --chunks {chunks}: a picture shows at most "
             f"{_MOST_PASSES} passes; give fewer"
         )
     backward = 1 if record.defers_wgrads else 2  # without the weight gradients, or with them

@@ -1,8 +1,8 @@
-"""Calls and settings of other libraries, for a model and a loop of your own.
+"""Drop-in calls of DeepSpeed, FairScale and torch, for your own model and training loop.
 
-`initialize(model=..., optimizer=..., config=...)` is DeepSpeed's call (`add_config_arguments` and `init_distributed`
-may come before it), `OSS` and `ShardedDataParallel` are FairScale's pair, and `DistributedDataParallel` has the shape
-of torch's. Each is imported when it is first asked for.
+`initialize(model=..., optimizer=..., config=...)` is DeepSpeed's call; `add_config_arguments` and `init_distributed`
+may precede it. `OSS` and `ShardedDataParallel` follow FairScale, `DistributedDataParallel` follows torch. Each name is
+imported on first access.
 """
 
 from importlib import import_module

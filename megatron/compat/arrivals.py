@@ -1,4 +1,4 @@
-"""Tells when the last gradient of a backward pass has come, for loops that call nothing after `backward()`."""
+"""Detects the last gradient of a backward pass, for loops that call nothing after `backward()`."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -18,8 +18,8 @@ class Arrivals:
         finish: Callable[[], None],
         surprised: Callable[[Tensor], None] = lambda _: None,
     ) -> None:
-        """`begun` is called before the first gradient is noted, `surprised` for a gradient of a parameter that this
-        pass does not expect."""
+        """`begun` runs before the first gradient is counted, `surprised` for each gradient that this pass does not
+        expect."""
         self._parameters = list(parameters)
         self._begun, self._finish, self._surprised = begun, finish, surprised
         self._expected: set[int] | None = None
@@ -28,13 +28,13 @@ class Arrivals:
         self._hooks = [one.register_post_accumulate_grad_hook(self._arrived) for one in self._parameters]
 
     def expect(self, parameters: Collection[nn.Parameter]) -> None:
-        """Before a backward pass."""
+        """Starts a pass: `finish` runs once all of `parameters` have their gradients."""
         self._came.clear()
         self._expected = {id(one) for one in parameters}
         self._left_out = {id(one) for one in self._parameters} - self._expected
 
     def cancel(self) -> None:
-        """No pass is expected: gradients are only added up."""
+        """Stops expecting a pass: gradients only accumulate."""
         self._end()
         self._left_out = set()
 
@@ -44,7 +44,7 @@ class Arrivals:
 
     @property
     def awaited(self) -> list[nn.Parameter]:
-        """The parameters whose gradients are still missing, if a pass has begun and not finished."""
+        """Parameters still without a gradient, if a pass has begun and not finished."""
         if self._expected is None or not self._came:
             return []
         return [one for one in self._parameters if id(one) in self._expected and id(one) not in self._came]
@@ -63,7 +63,7 @@ class Arrivals:
 
 
 def reached(output: Any) -> set[int]:
-    """The ids of the leaf tensors that a backward pass from `output` reaches."""
+    """Returns the ids of the leaf tensors that a backward pass from `output` reaches."""
     found: set[int] = set()
     waiting = [tensor.grad_fn for tensor in _tensors(output) if tensor.grad_fn is not None]
     found |= {id(tensor) for tensor in _tensors(output) if tensor.is_leaf and tensor.requires_grad}

@@ -1,8 +1,8 @@
-"""The update of a torch.optim optimizer that the user brought: any class, any parameter groups.
+"""Updates by a torch.optim optimizer that the user brought, of any class and with any parameter groups.
 
-What this rank updates takes the place of the parameters in its groups: a parameter itself, or the fp32 master of a
-half-precision one. The optimizer does its own arithmetic with its own rates, so that schedulers of torch and edits of
-`param_groups` have their effect.
+The optimizer's groups hold the tensors that this rank updates: its piece of a parameter, or the fp32 master of a
+half-precision one. The optimizer applies its own rule and rates, so torch's schedulers and edits of `param_groups`
+work.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -20,7 +20,7 @@ from megatron.utils.dtype import HALF
 _NEED_WHOLE = ("Adafactor", "LBFGS", "Muon")
 _HAVE_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _COUNTER = "step"
-"""torch's count of updates: one number of a parameter, in whatever shape the parameter has."""
+"""torch's update counter: one number per parameter, even where its shape equals the parameter's."""
 
 
 class ClientUpdate:
@@ -33,10 +33,9 @@ class ClientUpdate:
         names: Mapping[int, str] | None = None,
         on_host: bool = False,
     ) -> None:
-        """The groups of `optimizer` hold the parameters of `grads`. `absent`: those that got no gradient in this step
-        on any rank, which the optimizer leaves alone, as torch's do. `names`: by the ids
-        of the parameters that the optimizer holds, where `grads` has others. `on_host`: what it updates is in host
-        memory."""
+        """Takes an `optimizer` whose groups hold parameters of `grads`. The optimizer skips `absent()`, the parameters
+        without a gradient on any rank in this step, as torch does. If the optimizer holds other objects than `grads`,
+        `names` maps their ids to names in `grads`. With `on_host`, masters and states are in host memory."""
         self.optimizer = optimizer
         self._absent, self._on_host = absent, on_host
         self._grads = grads
@@ -55,17 +54,17 @@ class ClientUpdate:
         self._given = [_options(group) for group in optimizer.param_groups]
 
     def step(self, decision: HostDecision) -> None:
-        """Makes one update with the rates of the optimizer's groups. Called with autograd off."""
+        """Makes one update with the rates of the optimizer's groups. Must be called with autograd off."""
         if _number_of_tensors(self.optimizer) != self._number:
             raise ConfigError(
-                "optimizer.add_param_group(): the engine has no place for the gradients of parameters that come later; "
-                "give the optimizer all of them before megatron.compat.initialize() (a group of lr 0 stays as it is)"
+                "optimizer.add_param_group(): the engine has no gradient buffers for parameters that are added later; "
+                "give the optimizer all of them before megatron.compat.initialize() (a group of lr 0 stays unchanged)"
             )
         moved = [name for name, place in self._places.items() if self._grads.parameter(name).data_ptr() != place]
         if moved:
             raise ConfigError(
-                f"{moved[0]}.data was replaced, and weights that the ranks divide (ZeRO) have their place in a buffer; "
-                f"write into it: {moved[0]}.data.copy_(...)"
+                f"{moved[0]}.data was replaced, but weights that the ranks divide (ZeRO) live in a buffer; write into "
+                f"it: {moved[0]}.data.copy_(...)"
             )
         if not decision.applied:
             return
@@ -77,8 +76,8 @@ class ClientUpdate:
         for name, tensor in self._tensors.items():
             if not tensor.is_contiguous():
                 raise ConfigError(
-                    f"{name} was given another memory format after megatron.compat.initialize(), where it is made "
-                    "contiguous; leave that out, and give the inputs the format that you want"
+                    f"{name} got another memory format after megatron.compat.initialize(), which made it contiguous; "
+                    "leave that out, and convert the inputs instead"
                 )
             grad = None if name in absent else self._grads.grad(name)
             tensor.grad = grad.to(tensor.device) if self._on_host and grad is not None else grad
@@ -88,7 +87,7 @@ class ClientUpdate:
         self._copy_back()
 
     def state(self) -> OptimizerState:
-        """The live tensors that have an element for each one of the parameter, and `master`."""
+        """Returns the live elementwise state tensors of each parameter, and `master` for half-precision ones."""
         self._take_up_writes()
         found: OptimizerState = {}
         for name, tensor in self._tensors.items():
@@ -99,7 +98,7 @@ class ClientUpdate:
         return found
 
     def extra(self) -> dict[str, Any]:
-        """What `state` leaves out: the class, the groups' options, and numbers such as torch's count of steps."""
+        """Returns what `state` omits: the class, the groups' options, and numbers such as torch's step count."""
         numbers = {
             name: {
                 kind: value
@@ -112,11 +111,11 @@ class ClientUpdate:
         return {"class": self._class, "given": self._given, "groups": groups, "numbers": numbers}
 
     def check(self, extra: Mapping[str, Any]) -> None:
-        """Refuses the state of another optimizer, or of one with other options."""
+        """Rejects the state of another optimizer class, or of one with other options."""
         if extra.get("class") != self._class:
             raise CheckpointError(
                 f"the checkpoint holds the state of {extra.get('class')}, and the optimizer here is {self._class}; "
-                "give the same, or load_optimizer_states=False to take the weights alone"
+                "give the same, or load_optimizer_states=False to load only the weights"
             )
         if len(extra["given"]) != len(self._given):
             raise CheckpointError(
@@ -140,7 +139,7 @@ class ClientUpdate:
         names = {id(tensor): name for name, tensor in self._tensors.items()}
         for group, saved in zip(self.optimizer.param_groups, extra["groups"], strict=True):
             group.update(saved)
-            on_device = bool(group.get("fused") or group.get("capturable"))  # where torch's kernels read its counters
+            on_device = bool(group.get("fused") or group.get("capturable"))  # fused kernels read counters there
             for tensor in group["params"]:
                 name = names[id(tensor)]
                 kinds = {kind: value.to(tensor.device, copy=True) for kind, value in state[name].items()}
@@ -152,7 +151,7 @@ class ClientUpdate:
                     else value
                     for kind, value in extra["numbers"][name].items()
                 }
-                self.optimizer.state.pop(tensor, None)  # of updates that the checkpoint does not have
+                self.optimizer.state.pop(tensor, None)  # from updates after the checkpoint
                 if kinds or numbers:
                     self.optimizer.state[tensor] = {**numbers, **kinds}
         self._copy_back()
@@ -168,7 +167,7 @@ class ClientUpdate:
         return f"{kind.__module__}.{kind.__qualname__}"
 
     def _take(self, name: str, parameter: nn.Parameter) -> Tensor:
-        """What is updated in place of `parameter`; the state that it has already goes along."""
+        """Returns the tensor that is updated in place of `parameter`, and moves the existing state to it."""
         weight = self._weights[name] = self._grads.weight(name)
         tensor = weight
         if weight.dtype in HALF or self._on_host:
@@ -186,15 +185,15 @@ class ClientUpdate:
         return tensor
 
     def _written(self) -> dict[str, tuple[int, int]]:
-        """How often the program has written to the parameters of which there are copies, and where they are; our own
-        updates leave torch's counters as they are."""
+        """Returns the version counter and address of each parameter that has a copy. A change means that the program
+        wrote to it; our own updates do not change torch's counter."""
         parameters = {name: self._grads.parameter(name) for name in self._copies}
         return {name: (one._version, one.data_ptr()) for name, one in parameters.items()}
 
     @torch.no_grad()
     def _take_up_writes(self) -> None:
-        """Weights that the program has written since the last update (`load_state_dict`, `copy_`) are what goes on: a
-        master takes the values that are not its own, rounded."""
+        """Copies weights that the program has written since the last update (`load_state_dict`, `copy_`) into their
+        masters. A master keeps each element whose rounded value equals the weight."""
         written = self._written()
         for name in self._copies:
             if written[name] != self._versions[name]:
@@ -214,7 +213,7 @@ def _number_of_tensors(optimizer: torch.optim.Optimizer) -> int:
 
 
 def choose_fused(optimizer: torch.optim.Optimizer) -> None:
-    """torch's fused kernel on a CPU, where the user has left the choice to torch, which takes a loop there."""
+    """Selects torch's fused kernel on a CPU if the user left the choice to torch, whose default there is a loop."""
     if type(optimizer) not in _HAVE_FUSED or any(optimizer.state.values()):
         return
     for group in optimizer.param_groups:
@@ -224,7 +223,7 @@ def choose_fused(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_whole_matrices(optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer that needs whole parameters cannot update pieces of them."""
+    """Rejects an optimizer that needs whole parameters, because ranks update pieces of them."""
     for kind in type(optimizer).__mro__:
         if kind.__module__.startswith("torch.optim") and kind.__name__ in _NEED_WHOLE:
             raise ConfigError(

@@ -1,10 +1,10 @@
-"""A drop-in for torch's DistributedDataParallel over our buckets.
+"""Drop-in for torch's DistributedDataParallel, built on this project's gradient buckets.
 
     model = DistributedDataParallel(module)
     loss_of(model(x)).backward()      # afterwards every parameter.grad is the mean over the ranks
     optimizer.step()
 
-Buckets are reduced while the backward pass still runs, and the last gradient to come waits for all of them.
+Buckets are reduced while the backward pass still runs; the hook of the last gradient waits for all of them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,10 +26,10 @@ _MIB = 2**20
 
 
 class _ReopenedBuckets(BucketStore):
-    """Gradients that a step may go on from, and that a backward pass need not have."""
+    """Buckets whose step may start from existing gradients, and whose backward pass may skip parameters."""
 
     def reopen(self) -> None:
-        """Begins a step that goes on from the gradients that are in `parameter.grad`."""
+        """Begins a step that accumulates onto the gradients in `parameter.grad`."""
         kept = {name: slot.parameter.grad for name, slot in self._slots.items()}
         self.zero()
         for name, slot in self._slots.items():
@@ -38,8 +38,8 @@ class _ReopenedBuckets(BucketStore):
 
     @torch.no_grad()
     def leave_out(self, names: Iterable[str]) -> None:
-        """Announces, once the last backward has begun, that it has no gradients for these: they keep what is in
-        `parameter.grad`, or count as zero."""
+        """Announces that the last backward pass, which has begun, gives no gradients for `names`. Each keeps the
+        gradient in `parameter.grad`, or counts as zero."""
         for name in names:
             slot = self._slot(name)
             if slot.view is None:
@@ -69,9 +69,9 @@ class DistributedDataParallel(AveragingWrapper):
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
     ) -> None:
-        """`find_unused_parameters`: a pass need not use all parameters; the graph is searched for those that it uses.
-        `check_reduction`, `gradient_as_bucket_view` and `static_graph` change no result here: the gradients are views
-        of the buckets in any case, and nothing is assumed of the graph."""
+        """Searches the graph for the parameters that a pass uses if `find_unused_parameters` is set; others may be
+        unused. No effect: `check_reduction`, `gradient_as_bucket_view` and `static_graph`, because gradients are always
+        views of the buckets and the graph may change in every pass."""
         del dim, check_reduction, gradient_as_bucket_view, static_graph
         super().__init__(module, process_group)
         self._device = _device_of(module, device_ids, output_device)
@@ -115,12 +115,12 @@ class DistributedDataParallel(AveragingWrapper):
 
     def register_comm_hook(self, *_: Any) -> None:
         raise ConfigError(
-            "DistributedDataParallel.register_comm_hook(): not supported; gradients are averaged as they are"
+            "DistributedDataParallel.register_comm_hook(): not supported; gradients are averaged unchanged"
         )
 
     def join(self, *_: Any, **__: Any) -> None:
         raise ConfigError(
-            "DistributedDataParallel.join(): not supported; give every rank as many batches, as DistributedSampler does"
+            "DistributedDataParallel.join(): not supported; give each rank equally many batches (DistributedSampler)"
         )
 
     def _pass(self, inputs: Any, named: Any) -> Any:
@@ -129,7 +129,7 @@ class DistributedDataParallel(AveragingWrapper):
         return self.module(*moved(inputs, self._device), **moved(named, self._device))
 
     def _await(self, used: set[int] | None) -> None:
-        """Before the backward pass of what was computed; None: it reaches all parameters."""
+        """Prepares for a backward pass. `used` holds the ids of the parameters that it reaches; None means all."""
         self._unused = [] if used is None else [name for name, one in self._trained.items() if id(one) not in used]
         self._arrivals.expect([one for one in self._trained.values() if used is None or id(one) in used])
         self._grads.arm()
@@ -138,12 +138,12 @@ class DistributedDataParallel(AveragingWrapper):
         name = next(name for name, one in self._trained.items() if one is parameter)
         raise ConfigError(
             f"DistributedDataParallel: find_unused_parameters=True did not find {name} in the graph of forward()'s "
-            "output, and it got a gradient; return its tensors in lists, tuples, dicts or dataclasses, and call "
-            "backward() once after each forward()"
+            "output, but it got a gradient; return tensors in lists, tuples, dicts or dataclasses, and call "
+            "backward() once per forward()"
         )
 
     def _finish(self) -> None:
-        """Within the backward pass, after its last gradient."""
+        """Reduces and averages the gradients, within the backward pass after its last one."""
         nobodys = self._used_by_nobody() if self._find_unused else ()
         self._grads.reduce()
         if self._dp.size > 1:
@@ -152,7 +152,7 @@ class DistributedDataParallel(AveragingWrapper):
             one.grad = nobodys[name] if name in nobodys else self._grads.grad(name)  # type: ignore[call-overload]
 
     def _used_by_nobody(self) -> dict[str, Tensor | None]:
-        """The parameters that no rank has used, with the gradients that they keep."""
+        """Returns the parameters that no rank has used, with the gradients that they keep."""
         used = [name not in self._unused for name in self._trained]
         users = collectives.all_reduce(torch.tensor(used, dtype=torch.int32, device=self._grads.device), self._dp)
         counted = zip(self._trained.items(), users.tolist(), strict=True)
@@ -162,7 +162,7 @@ class DistributedDataParallel(AveragingWrapper):
         thawed = [name for name, one in self._frozen if one.requires_grad]
         if thawed:
             raise ConfigError(
-                f"DistributedDataParallel: {thawed[0]} was frozen when the module was wrapped, and requires a gradient "
+                f"DistributedDataParallel: {thawed[0]} was frozen when the module was wrapped and requires a gradient "
                 "now, which would not be averaged; wrap the module before requires_grad_(False)"
             )
 
@@ -177,7 +177,7 @@ class DistributedDataParallel(AveragingWrapper):
 def _device_of(
     module: nn.Module, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
 ) -> torch.device | None:
-    """Where inputs are moved to; None leaves them."""
+    """Returns the device that inputs are moved to; None leaves them in place."""
     if not device_ids and output_device is None:
         return None
     own = next(module.parameters()).device

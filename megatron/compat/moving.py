@@ -1,4 +1,4 @@
-"""A model's inputs on its device and, if asked, in its type."""
+"""Moves a model's inputs to its device and, if asked, casts them."""
 
 import copy
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def moved(value: Any, device: torch.device, half: torch.dtype | None = None) -> Any:
-    """The same value with its tensors on `device`, and those of floating point in the type `half` if there is one."""
+    """Returns the same value with its tensors on `device`; floating-point ones are cast to `half` if it is given."""
     if isinstance(value, Tensor):
         dtype = half if half is not None and value.is_floating_point() else None
         if value.device == device and dtype in (None, value.dtype):

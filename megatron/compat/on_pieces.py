@@ -1,7 +1,7 @@
-"""Whether an optimizer of the user's can update pieces of parameters: tried on small tensors, at the start of a run.
+"""Tests at the start of a run, on small tensors, whether a user's optimizer can update pieces of parameters.
 
-ZeRO's ranks each hold an optimizer with one-dimensional pieces. A rule that uses a norm of its parameter (LAMB, LARS),
-its rows (Adafactor) or all parameters together (clipping within `step`) computes something else from pieces.
+A ZeRO rank's optimizer holds one-dimensional pieces. A rule that uses a parameter's norm (LAMB, LARS), its rows
+(Adafactor) or all parameters together (clipping within `step`) gives another result on pieces.
 """
 
 import copy
@@ -17,20 +17,20 @@ from torch import Tensor, nn
 from megatron.distributed.rng import get_rng_state, set_rng_state
 
 _STEPS = 32
-"""Some rules begin with another one, such as Shampoo's."""
+"""Updates to try: enough for rules that start with another one, such as Shampoo's."""
 _SHAPES = ((), (6,), (4, 6), (2, 3, 4), (2, 3, 2, 2), (2, 2, 2, 2, 2))
-"""By the number of dimensions."""
+"""Shapes of the small tensors, by number of dimensions."""
 _CUT = 0.4
-"""The share of each parameter's elements that the first rank holds."""
+"""Share of each parameter's elements that the first rank holds."""
 _SAME = 1e-5
-"""A difference of the updates, relative to the largest, that rounding explains."""
+"""Largest difference, relative to the largest update, that counts as rounding."""
 
 
 def differs_on_pieces(optimizer: torch.optim.Optimizer) -> str | None:
-    """Returns what an update of pieces does instead of the update of whole parameters; None if it is the same. Changes
-    neither the optimizer nor any random state."""
+    """Returns how updating pieces differs from updating whole parameters; None if it does not. Changes neither the
+    optimizer nor any random state."""
     if type(optimizer).__module__.startswith("torch.optim"):
-        return None  # those that need whole parameters are refused by name
+        return None  # refuse_whole_matrices() checks these
     if hasattr(type(optimizer), "__del__"):
         return "could not be tried on a small tensor (it has a __del__, which a copy would call)"
     device = next(one.device for group in optimizer.param_groups for one in group["params"])
@@ -38,7 +38,7 @@ def differs_on_pieces(optimizer: torch.optim.Optimizer) -> str | None:
         warnings.simplefilter("ignore")
         try:
             whole = _trained(optimizer, [lambda one: one.clone()])
-        except Exception as error:  # of the user's code, on tensors that it was not written for
+        except Exception as error:  # user code, on tensors that it was not written for
             return f"could not be tried on a small tensor ({type(error).__name__}: {error})"
         try:
             pieces = _trained(optimizer, [lambda one: _flat(one)[0], lambda one: _flat(one)[1]])
@@ -53,7 +53,7 @@ def differs_on_pieces(optimizer: torch.optim.Optimizer) -> str | None:
 
 @contextmanager
 def _random_states(device: torch.device) -> Iterator[None]:
-    """Restores them at its end."""
+    """Restores the random states at the end of the block."""
     state = get_rng_state(device)
     try:
         yield
@@ -62,12 +62,12 @@ def _random_states(device: torch.device) -> Iterator[None]:
 
 
 Part = Callable[[Tensor], Tensor]
-"""From a whole tensor to what one rank has of it."""
+"""Function from a whole tensor to one rank's part of it."""
 
 
 def _trained(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> tuple[list[Tensor], list[Tensor]]:
-    """Trains small parameters, each rank its part of them. Returns the whole ones before
-    it, and flat after it."""
+    """Trains small parameters, each rank its part. Returns the whole ones before training, and the flat ones after
+    it."""
     held = _one_of_each_kind(optimizer)
     draw = torch.Generator().manual_seed(0)
     first = next(iter(held.values()))
@@ -89,7 +89,7 @@ def _trained(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> tuple[l
 
 
 def _one_of_each_kind(optimizer: torch.optim.Optimizer) -> dict[int, Tensor]:
-    """A trained parameter of each group and number of dimensions, by its id."""
+    """Returns one trained parameter of each group and number of dimensions, by its id."""
     kinds: dict[tuple[int, int], Tensor] = {}
     for number, group in enumerate(optimizer.param_groups):
         for one in group["params"]:
@@ -103,7 +103,7 @@ def _shape_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _drawn(like: Tensor, step: int, draw: torch.Generator) -> Tensor:
-    """A gradient whose pieces have different norms, larger and smaller than the thresholds of clipping."""
+    """Returns a random gradient whose pieces have different norms, above and below the thresholds of clipping."""
     grown = torch.linspace(-2, 2, like.numel(), dtype=like.dtype).exp().view(like.shape)
     return torch.randn(like.shape, generator=draw, dtype=like.dtype) * grown * 10.0 ** (step % 3 - 1)
 
@@ -114,8 +114,8 @@ def _flat(whole: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _copied(optimizer: torch.optim.Optimizer, small: Mapping[int, nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer of the same class and settings, without hooks. Its groups hold `small`, by the ids of the parameters
-    in whose place they are, and no other parameters."""
+    """Returns an optimizer of the same class and settings, without hooks. Its groups hold only the stand-ins in
+    `small`, which maps the id of a parameter to its stand-in."""
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     memo: dict[int, Any] = {id(one): small.get(id(one), _Dropped()) for one in parameters}
     own = dict(optimizer.__dict__)
@@ -138,7 +138,7 @@ def _copied(optimizer: torch.optim.Optimizer, small: Mapping[int, nn.Parameter])
 
 
 def _small_state(optimizer: torch.optim.Optimizer, small: Mapping[int, nn.Parameter]) -> dict[Tensor, dict[str, Any]]:
-    """The state that a class has made in its `__init__`, each tensor filled with its first element."""
+    """Returns the state that a class has made in its `__init__`, each tensor filled with its first element."""
     state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
     for one, values in optimizer.state.items():
         if id(one) in small:
@@ -153,8 +153,8 @@ def _small_state(optimizer: torch.optim.Optimizer, small: Mapping[int, nn.Parame
 
 
 _LR = 0.01
-"""Schedules may begin with 0, with which nothing differs."""
+"""Learning rate of the test. Schedules may begin with 0, at which nothing differs."""
 
 
 class _Dropped:
-    """In the place of a parameter that is not tried."""
+    """Stand-in for a parameter that is not tried."""

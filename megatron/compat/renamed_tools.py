@@ -1,4 +1,4 @@
-"""Tools under the names that Megatron-LM has for them: each answers with the command that does the same here."""
+"""Stubs under the names of Megatron-LM's tools: each prints the equivalent command of this project."""
 
 import shlex
 import sys
@@ -19,8 +19,8 @@ _FORMATS = {"megatron": "megatron", "core": "megatron", "mcore": "megatron", "le
 
 
 def converting(words: Sequence[str]) -> str:
-    """The command of tools/convert_checkpoint.py for that of Megatron-LM's converter: loader and saver become formats,
-    the rest keeps its meaning."""
+    """Translates the command of Megatron-LM's converter: loader and saver become formats, other flags keep their
+    meaning."""
     given = _values(words)
     saver = given.get("--saver", "megatron")
     target = "hf" if saver.endswith("_hf") else _FORMATS.get(saver, "megatron")
@@ -36,7 +36,7 @@ def converting(words: Sequence[str]) -> str:
 
 
 def _generate(words: Sequence[str]) -> str:
-    return "python tools/generate.py --load DIR --prompt TEXT (it loads the model itself and asks no server)"
+    return "python tools/generate.py --load DIR --prompt TEXT (it loads the model itself and needs no server)"
 
 
 _EVALUATED = ("--load", "--seq-length", "--tensor-model-parallel-size", "--pipeline-model-parallel-size")
@@ -44,12 +44,12 @@ _EVALUATED_FILES = ("--tokenizer-type", "--tokenizer-model", "--vocab-file", "--
 
 
 def _evaluate(words: Sequence[str]) -> str:
-    """The two tasks for a GPT; the model's shape comes from its checkpoint."""
+    """Translates the two tasks for a GPT. The model's shape comes from its checkpoint."""
     given = _values(words)
     task = given.get("--task", "WIKITEXT103")
     if task not in ("WIKITEXT103", "LAMBADA"):
         raise ConfigError(
-            f"--task {task}: not built; WIKITEXT103 and LAMBADA are, and tools/evaluate.py --task choices takes "
+            f"--task {task}: not supported; use WIKITEXT103 or LAMBADA, or tools/evaluate.py --task choices for "
             "multiple choice"
         )
     what = ["--task", "lambada"] if task == "LAMBADA" else ["--detokenize", "wikitext"]
@@ -89,12 +89,12 @@ def _values(words: Sequence[str]) -> dict[str, str]:
 
 
 def main(name: str, argv: Sequence[str] | None = None) -> int:
-    """Exits with 2, as for any usage that is not understood; asked for help, with 0."""
+    """Exits with 0 if asked for help, else with 2, as for a usage error."""
     words = sys.argv[1:] if argv is None else argv
 
     def answer() -> None:
         if {"-h", "--help"} & set(words):
-            print(f"usage: {_ANSWERS[name](())}\n\n{name} has this name here.")
+            print(f"usage: {_ANSWERS[name](())}\n\nThis command replaces {name}.")
             return
         raise ConfigError(f"{name}: this tool has another name here; run: {_ANSWERS[name](words)}")
 
@@ -102,5 +102,5 @@ def main(name: str, argv: Sequence[str] | None = None) -> int:
 
 
 def script_name(path: str) -> str:
-    """A file's path from the root of the checkout."""
+    """Path of a file relative to the root of the checkout."""
     return Path(path).resolve().relative_to(Path(__file__).resolve().parents[2]).as_posix()

@@ -1,5 +1,5 @@
-"""Our update rules as a torch.optim optimizer: parameter groups with rates of their own, for models that are not
-ours."""
+"""Wraps this project's update rules as a torch.optim optimizer, for other models: each parameter group has its own
+rate."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the wrappers of a model share that average gradients within the backward pass."""
+"""Base class of the model wrappers that average gradients within the backward pass."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from megatron.errors import ConfigError
 
 
 class AveragingWrapper(nn.Module):
-    """`module` is the model; a state dict has its names behind `module.`, as torch's."""
+    """`module` is the model; names in the state dict begin with `module.`, as in torch."""
 
     _arrivals: Arrivals
     _syncs = True
@@ -25,7 +25,7 @@ class AveragingWrapper(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forward passes inside, and their backward passes, only add up this rank's gradients."""
+        """Makes the passes inside only accumulate this rank's gradients, without reducing them."""
         before, self._syncs = self._syncs, False
         try:
             yield
@@ -33,22 +33,22 @@ class AveragingWrapper(nn.Module):
             self._syncs = before
 
     def _start_alike(self) -> None:
-        """Gives all ranks the first one's parameters and buffers."""
+        """Broadcasts the first rank's parameters and buffers to all ranks."""
         for tensors in (self.module.named_parameters(), self.module.named_buffers()):
             broadcast_parameters(tensors, self._dp)
 
     def _awaited(self) -> str:
-        """The parameters whose gradients are still missing from a pass that has begun, in words."""
+        """Lists by name the parameters still without a gradient in a pass that has begun."""
         awaited = {id(one) for one in self._arrivals.awaited}
         names = [name for name, one in self.module.named_parameters() if id(one) in awaited]
         return f"{', '.join(names[:4])}{' and others' if names[4:] else ''}"
 
 
 def axis_of(group: dist.ProcessGroup | None, who: str) -> Axis:
-    """All ranks if no group is given. `who` asks, for the message."""
+    """Returns the axis of `group`, by default of all ranks. `who` opens the error message."""
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError(
-            f"{who}: there is no process group; call torch.distributed.init_process_group('gloo') (or 'nccl') before, "
+            f"{who}: there is no process group; call torch.distributed.init_process_group('gloo') (or 'nccl') first, "
             "in every process that torchrun or mp.spawn has started"
         )
     group = group or dist.group.WORLD

@@ -1,4 +1,4 @@
-"""How many samples a step takes, and how many steps a run has. Pure arithmetic on the configuration."""
+"""Samples per step and steps per run: pure arithmetic on the configuration."""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_schedule(words: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """Parses '0:384 200B:768' into (tokens, batch size from so many consumed tokens on)."""
+    """Parses '0:384 200B:768' into (consumed tokens, batch size from there on)."""
     given = f"--step-batch-size-schedule {' '.join(words)}"
     steps = []
     for entry in " ".join(words).split():
@@ -22,37 +22,37 @@ def parse_schedule(words: Sequence[str]) -> tuple[tuple[int, int], ...]:
             raise ConfigError(f"{given}: {entry} is not TOKENS:SIZE, as in 200B:768")
         steps.append((int(match[1]) * _UNITS[match[2]], int(match[3])))
     if not steps or steps[0][0] != 0 or any(one >= other for (one, _), (other, _) in pairwise(steps)):
-        raise ConfigError(f"{given}: begin with 0:SIZE and let the tokens grow, as in 0:384 200B:768")
+        raise ConfigError(f"{given}: not a schedule; begin with 0:SIZE and increase the tokens, as in 0:384 200B:768")
     return tuple(steps)
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The batch sizes of a run on `dp` data-parallel ranks. Steps and samples are those of all ranks together."""
+    """The batch sizes of a run on `dp` data-parallel ranks. Steps and samples count all ranks together."""
 
     config: RunConfig
     dp: int
 
     @staticmethod
     def on(config: RunConfig, world_size: int) -> "BatchPlan":
-        """`check_world` has checked that the division is exact."""
+        """The plan for `world_size` ranks. `check_world` has checked that the division is exact."""
         return BatchPlan(config, world_size // config.parallel.model_parallel_size)
 
     @cached_property
     def _scheduled(self) -> tuple[tuple[int, int], ...]:
-        """(samples, batch size from so many on) of --step-batch-size-schedule; () without one."""
+        """(consumed samples, batch size from there on) of --step-batch-size-schedule; () without one."""
         words, length = self.config.training.step_batch_size_schedule, self.config.data.seq_length
         return () if words is None else tuple((-(-tokens // length), size) for tokens, size in parse_schedule(words))
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """The batch sizes that steps of the run have. A ramp-up is described by its first size and its increment."""
+        """The batch sizes of the run. A ramp-up contributes its first size and its increment."""
         ramp = self.config.training.rampup_batch_size or ()
         return (self.final_batch_size, *ramp[:2], *(size for _, size in self._scheduled))
 
     @property
     def micro_batch_size(self) -> int:
-        """--micro-batch-size; without it, a rank's share of the step in equal parts."""
+        """--micro-batch-size, or if unset the rank's share of a step divided by the accumulation steps."""
         training = self.config.training
         if training.micro_batch_size:
             return training.micro_batch_size
@@ -68,7 +68,7 @@ class BatchPlan:
 
     @property
     def final_batch_size(self) -> int:
-        """Samples per step once a ramp-up or a schedule, if any, is over."""
+        """Samples per step after any ramp-up or schedule."""
         training = self.config.training
         if self._scheduled:
             return self._scheduled[-1][1]
@@ -79,7 +79,7 @@ class BatchPlan:
     def batch_size(self, consumed: int) -> int:
         """Samples of the step that starts after `consumed` samples.
 
-        As in Megatron every increment takes an equal share of the ramp's samples, computed in floating point so that
+        Like Megatron, every increment takes an equal share of the ramp's samples, computed in floating point so that
         the batch size changes at the same sample.
         """
         if self._scheduled:
@@ -96,30 +96,30 @@ class BatchPlan:
         return start + steps * increment
 
     def micro_batches(self, batch_size: int) -> int:
-        """The number of micro-batches of one rank in a step."""
+        """Micro-batches per rank and step."""
         return batch_size // (self.micro_batch_size * self.dp)
 
     @property
     def evaluation_micro_batches(self) -> int:
-        """The number of micro-batches of one rank in one global batch of an evaluation."""
+        """Micro-batches per rank and global batch of an evaluation."""
         return self.evaluation_batch_size // (self.evaluation_micro_batch_size * self.dp)
 
     @property
     def total_iterations(self) -> int:
-        """The number of iterations of a run from its beginning. A resumed run uses `iterations_left`, because its
-        earlier steps may have had another batch size."""
+        """Iterations of a run from its beginning. A resumed run uses `iterations_left`, because its earlier steps may
+        have had another batch size."""
         return self.iterations_left(0, 0)
 
     @property
     def train_samples(self) -> int:
-        """Samples that the whole run asks of the dataset."""
+        """Samples that the whole run requests from the dataset."""
         training = self.config.training
         if training.train_samples is not None:
             return training.train_samples
         return (training.train_iters or 0) * self.final_batch_size
 
     def samples_after(self, iterations: int) -> int:
-        """Samples that the first so many iterations of a run consume."""
+        """Samples that the first `iterations` iterations of a run consume."""
         consumed, left = 0, iterations
         for (_, size), (end, _) in pairwise(self._scheduled):
             steps = min(left, max(0, -(-(end - consumed) // size)))
@@ -130,13 +130,13 @@ class BatchPlan:
         return consumed + left * self.final_batch_size
 
     def schedule_samples_after(self, iterations: int) -> int:
-        """Where the learning rate stands after so many iterations: those of --iterations-to-skip do not move it."""
+        """Position of the learning-rate schedule, in samples. Iterations of --iterations-to-skip do not count."""
         skipped = {n for n in self.config.training.iterations_to_skip or () if 0 < n <= iterations}
         passed_over = sum(self.batch_size(self.samples_after(n - 1)) for n in skipped)
         return self.samples_after(iterations) - passed_over
 
     def is_finished(self, iteration: int, consumed: int) -> bool:
-        """A run counts in iterations or in samples. As in Megatron the last, incomplete batch is not trained on."""
+        """True at the end of the run, in iterations or samples. Like Megatron, drops the last, incomplete batch."""
         training = self.config.training
         if training.train_iters is not None:
             return iteration >= training.train_iters

@@ -1,4 +1,4 @@
-"""The only parser of data blends, given as flags or in files: checks and datasets both use it."""
+"""Parser of data blends from flags or files, shared by checks and datasets."""
 
 import glob
 import json
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from megatron.config.sections.data import DataConfig
 
 SPLITS = ("train", "valid", "test")
-MAX_SOURCES = 2**15 - 1  # a blended index stores the number of a source in 16 bits
+MAX_SOURCES = 2**15 - 1  # a blended index stores a source's number in 16 bits
 _SHOWN = 8  # words of a blend in a message
 
 
 @dataclass(frozen=True)
 class Blend:
-    """Sources and their weights; without weights each source is taken once, in proportion to its size."""
+    """Sources and their weights. Without weights, each source is used in proportion to its size."""
 
     flag: str  # the flag (and file) that gave it, for messages
     prefixes: tuple[str, ...]
@@ -32,7 +32,7 @@ class Blend:
 
 @dataclass(frozen=True)
 class DataSources:
-    """The blend of each of SPLITS. `cut`: there is one blend for all three, whose sequences are divided by `shares`."""
+    """The blend of each of SPLITS. `cut`: one blend serves all three; `shares` divides its sequences."""
 
     cut: bool
     blends: Sequence[Blend | None]
@@ -40,10 +40,10 @@ class DataSources:
 
 
 def fetch_first(named: str, prefix: str) -> str:
-    """The line about a source that is a URL."""
+    """Returns the error message for a source that is a URL."""
     name = without_secrets(prefix).rstrip("/").rpartition("/")[2]
     return (
-        f"{named} {without_secrets(prefix)}: training reads local files; fetch it to each node before (python "
+        f"{named} {without_secrets(prefix)}: training reads local files; first fetch it to each node (python "
         f"tools/merge_datasets.py --input {without_secrets(prefix)} --output-prefix {name}) and give that prefix"
     )
 
@@ -64,7 +64,8 @@ def parse_blend(flag: str, words: Sequence[str]) -> Blend:
         prefixes, weights = tuple(entries[1::2]), _weights(given, entries, numbers[0::2], way_out)
     if len(prefixes) > MAX_SOURCES:
         raise ConfigError(
-            f"{given}: {len(prefixes)} sources; at most {MAX_SOURCES}: merge some with tools/merge_datasets.py"
+            f"{given}: {len(prefixes)} sources, above the limit of {MAX_SOURCES}; merge some with "
+            "tools/merge_datasets.py"
         )
     return Blend(flag, prefixes, weights)
 
@@ -88,8 +89,8 @@ def _number(text: str) -> float | None:
 
 
 def data_sources(data: "DataConfig") -> DataSources:
-    """The blends of a run, from the command line or from the files that it names."""
-    shares = parse_split(data.split)  # a mistake is refused even where --split has no effect
+    """Reads the blends of a run from the command line or from the files that it names."""
+    shares = parse_split(data.split)  # rejects a mistake even where --split has no effect
     if data.data_path is not None:
         blend = parse_blend("--data-path", data.data_path)
         return DataSources(True, [blend] * 3, shares)
@@ -104,7 +105,7 @@ def data_sources(data: "DataConfig") -> DataSources:
 
 
 def given_sets(data: "DataConfig") -> tuple[bool, bool, bool]:
-    """Whether the settings give a training, a validation and a test set. Without any, a script brings its own."""
+    """Returns for training, validation and test: True if the settings give data. All True if a script brings data."""
     sources = data_sources(data)
     if data.mock_data or sources.cut:
         return (sources.shares[0] > 0, sources.shares[1] > 0, sources.shares[2] > 0)
@@ -113,11 +114,11 @@ def given_sets(data: "DataConfig") -> tuple[bool, bool, bool]:
 
 
 def _read_blend(path: str) -> Blend:
-    """A file with the words of --data-path, on any number of lines."""
+    """Reads a file with the value of --data-path, on any number of lines."""
     flag = f"--data-args-path {path}"
     words = _read(flag, path).split()
     if not words:
-        raise ConfigError(f"{flag}: the file is empty; write the words of --data-path into it")
+        raise ConfigError(f"{flag}: the file is empty; write the value of --data-path into it")
     return parse_blend(f"{flag}:", words)
 
 
@@ -139,13 +140,13 @@ def _read_per_split(path: str) -> list[Blend | None]:
         if not isinstance(words, list) or not all(type(word) in (str, int, float) for word in words):
             raise ConfigError(f"{flag}: {name} is not a list of weights and prefixes; {way_out}")
         if not all(_is_text(str(word)) for word in words):
-            raise ConfigError(f"{flag}: {name} has a prefix that is no text; {way_out}")
+            raise ConfigError(f"{flag}: {name} has a prefix with invalid characters; {way_out}")
         blends.append(parse_blend(f"{flag}: {name}", [str(word) for word in words]) if words else None)
     return blends
 
 
 def _is_text(word: str) -> bool:
-    """JSON can say null characters and halves of surrogate pairs, which no file name has."""
+    """False for null characters and lone surrogates, which JSON can hold but file names cannot."""
     try:
         return b"\0" not in word.encode()
     except UnicodeEncodeError:
@@ -162,16 +163,15 @@ def _read(flag: str, path: str) -> str:
 
 
 def prefix_meant(prefix: str) -> str:
-    """What to give instead of a prefix without files: it less an ending, a name that preprocessing makes of it, or, of
-    a text, what makes a dataset of it."""
+    """Suggests a fix for a prefix without files: remove its suffix, use a similar name, or preprocess the text."""
     path = Path(prefix)
     if path.suffix in (".bin", ".idx") and path.with_suffix(".idx").exists():
-        return f"give the prefix without its ending: {path.with_suffix('')}"
+        return f"give the prefix without its suffix: {path.with_suffix('')}"
     is_text = path.is_file() and path.suffix not in (".bin", ".idx")
     name = path.stem if is_text else path.name
     found = sorted(path.parent.glob(f"{glob.escape(name)}_*.idx")) if name and path.parent.is_dir() else []
     if found:
         return f"did you mean {found[0].with_suffix('')}?"
     if is_text:
-        return f"that is a file of another kind; tools/preprocess_data.py --input {prefix} makes a dataset of a text"
+        return f"this is not a dataset; if it is text, tools/preprocess_data.py --input {prefix} makes one of it"
     return "give the prefix that tools/preprocess_data.py wrote, without .bin or .idx"

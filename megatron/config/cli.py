@@ -1,18 +1,19 @@
 """The training command line: reads flags in Megatron's spelling, presets and YAML into one RunConfig."""
 
-import argparse
 import re
 import sys
 from collections.abc import Sequence
-from functools import cache
+from importlib.metadata import version
+from platform import python_version
 from typing import Any
 
 from megatron.config.checks import check_settings
 from megatron.config.flag import Setting
+from megatron.config.help import train_help
 from megatron.config.notices import notices_of
 from megatron.config.presets import PRESETS
 from megatron.config.refusals import Refusals
-from megatron.config.run import SECTIONS, RunConfig, all_settings, build
+from megatron.config.run import RunConfig, build
 from megatron.config.sources import (
     Assignments,
     Given,
@@ -24,17 +25,19 @@ from megatron.config.sources import (
     spelling_table,
     unknown_setting,
 )
-from megatron.config.values import nearest, show
+from megatron.config.values import nearest
 from megatron.errors import ConfigError
+from megatron.utils.command_line import print_help
+from megatron.version import __version__
 
 
 def parse_args(
     argv: Sequence[str] | None = None, *, needs_data: bool = True, other_file: SettingsSource = no_other_file
 ) -> RunConfig:
-    """The checked settings of a training run; every mistake is one line of a ConfigError.
+    """Returns the checked settings of a training run; a ConfigError has one line for each mistake.
 
-    `needs_data=False`: the script brings its own datasets, so neither data path nor tokenizer is required. `.notices`
-    are lines to print once, `.origins` tells where each value came from. `other_file`: reads another program's file.
+    With `needs_data=False` the script brings its own datasets: neither data path nor tokenizer is required. `.notices`
+    are lines to print once, and `.origins` has the source of each value. `other_file` reads another program's file.
     """
     refusals = Refusals()
     config = merge_sources(argv, refusals, other_file)
@@ -46,8 +49,8 @@ def parse_args(
 def merge_sources(
     argv: Sequence[str] | None, refusals: Refusals, other_file: SettingsSource = no_other_file
 ) -> RunConfig:
-    """Merges the sources (default < preset < files < flag) without the checks across settings. A value that is refused
-    stays at its default."""
+    """Merges the sources (default < preset < files < flag) without the checks across settings. A rejected value
+    keeps its default."""
     flags = Assignments(origin="flag")
     for given in tokenize(sys.argv[1:] if argv is None else argv, refusals):
         with refusals.of_reading():
@@ -58,6 +61,7 @@ def merge_sources(
     others = other_file(sources, refusals)
     if others is not None:
         sources.insert(0, others)
+    refusals.end_if_unknown()
     name = next((source.values["model"] for source in reversed(sources) if "model" in source.values), None)
     if name is not None:
         with refusals.of_reading():
@@ -83,9 +87,11 @@ def _preset(name: str) -> Assignments:
 
 
 def tokenize(argv: Sequence[str], refusals: Refusals) -> list[Given]:
-    """Splits argv into (spelling in the table, raw value); unknown flags and words that belong to none are refused."""
-    if "-h" in argv or "--help" in argv:
-        make_parser().parse_args(["--help"])
+    """Splits argv into (spelling in the table, raw value); rejects unknown flags and stray words."""
+    if "--version" in argv:
+        raise SystemExit(print_help(f"megatron {__version__}, torch {version('torch')}, Python {python_version()}"))
+    if (text := train_help(sys.argv[0]).answer(argv)) is not None:
+        raise SystemExit(print_help(text))
     given: list[Given] = []
     starts = [place for place, word in enumerate(argv) if _is_flag(word)]
     if argv and 0 not in starts:
@@ -101,7 +107,7 @@ def _is_flag(word: str) -> bool:
 
 
 def _read(word: str, after: Sequence[str]) -> Given:
-    """One flag, with the words up to the next one."""
+    """Parses one flag and the words up to the next one."""
     name, equals, attached = word.partition("=")
     spelling = canonical_spellings().get(f"--{name.lstrip('-')}".replace("_", "-"))
     if spelling is None:
@@ -127,7 +133,7 @@ def _read(word: str, after: Sequence[str]) -> Given:
 
 def _stray(word: str, before: Sequence[str]) -> ConfigError:
     place = f" after {' '.join(before)}" if before else ""
-    return ConfigError(f"'{word}'{place}: a value that belongs to no flag; remove it or quote it with its value")
+    return ConfigError(f"unexpected argument '{word}'{place}: remove it, or quote it with its value")
 
 
 def _is_negative_number(word: str) -> bool:
@@ -145,37 +151,7 @@ def _switch_value(spelling: str, text: str) -> bool:
 
 
 def _values_wanted(target: Target) -> int | str | None:
-    """A number, "+" for one or more, None for a single value that is no list."""
+    """Returns the number of values, "+" for one or more, or None for a single value."""
     if isinstance(target, Setting):
         return target.flag.nargs
     return "+" if target.takes == "values" else None
-
-
-@cache
-def make_parser() -> argparse.ArgumentParser:
-    """Prints --help, with one group per section."""
-    parser = argparse.ArgumentParser(
-        description="Pretrain a GPT. Flags are spelled as in Megatron-LM; docs/flags.md lists them all.",
-        allow_abbrev=False,
-        epilog="A switch can be turned off again (after a preset or a file) with --switch=false.",
-        usage="%(prog)s [flags]",
-    )
-    for section in SECTIONS:
-        group = parser.add_argument_group(section)
-        for setting in (s for s in all_settings() if s.section == section):
-            group.add_argument(*setting.spellings, **_argparse_options(setting))
-    return parser
-
-
-def _argparse_options(setting: Setting) -> dict[str, Any]:
-    flag = setting.flag
-    text = flag.help
-    if flag.status in ("later", "never"):
-        text += " Not supported yet." if flag.status == "later" else " Not supported."
-    elif setting.has_default:
-        text += f" [{show(setting.default)}]"
-    options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
-    if setting.is_switch:
-        return {**options, "action": "store_true"}
-    metavar = "{" + ",".join(map(str, flag.choices)) + "}" if flag.choices else setting.base.__name__.upper()
-    return {**options, "nargs": flag.nargs, "metavar": metavar}

@@ -1,8 +1,7 @@
 """Declares settings: a section is a frozen dataclass whose fields are made by `flag(default, help, ...)`.
 
-`flag` is `dataclasses.field` with a `Flag` in its metadata: the spelling, the accepted values, whether this version
-supports it, when it has an effect, and what it excludes. The command line, the YAML reader, the checks, the lines about
-settings without effect, and docs/flags.md are generated from these declarations.
+`flag` is `dataclasses.field` with a `Flag` in its metadata: spelling, accepted values, status, needs and conflicts. The
+command line, the YAML reader, the checks, the notices and docs/flags.md are generated from these declarations.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ Status = Literal["works", "no-op", "later", "never"]
 
 @dataclass(frozen=True)
 class Need:
-    """Something without which a setting has no effect: what to call it, and whether a run (a RunConfig) has it."""
+    """A condition without which a setting has no effect: its name in messages, and a test of a RunConfig."""
 
     text: str
     met: Callable[[Any], bool]
@@ -27,16 +26,16 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True)
 class Exclude:
-    """Something that cannot be combined with the setting that declares this."""
+    """A conflict with the setting that declares this."""
 
     other: str | Need
-    """The name of a setting, which counts if it is not at its default; or what a run may have."""
+    """The other setting's name, which counts if it is not at its default; or a condition."""
     why: str = ""
     way_out: str = "keep one of them"
     given: bool = False
-    """The other setting counts if the user gave it, at its default too."""
+    """True: the other setting also counts if the user gave its default."""
     own: Callable[[Any], bool] | None = None
-    """Whether the declaring setting counts in a run; None: if it is not at its default."""
+    """Test of a RunConfig: does the declaring setting count? None: it counts if it is not at its default."""
 
 
 def excludes(*others: str | Need, **options: Any) -> tuple[Exclude, ...]:
@@ -49,8 +48,8 @@ class Flag:
 
     help: str
     status: Status = "works"
-    note: str = ""  # no-op: what it means now; later/never: the way out
-    spelling: str = ""  # when it is not the field name with dashes
+    note: str = ""  # no-op: its meaning here; later/never: the fix
+    spelling: str = ""  # if it is not the field name with dashes
     off: str = ""  # the spelling that sets a boolean to False (`--no-bias-gelu-fusion`)
     aliases: tuple[str, ...] = ()
     choices: tuple[Any, ...] = ()
@@ -61,23 +60,23 @@ class Flag:
     at_most: float | None = None
     below: float | None = None
     neutral: tuple[Any, ...] = ()  # later/never: accepted values besides the default
-    refused: dict[Any, str] | None = None  # known values that are not supported -> the way out
+    refused: dict[Any, str] | None = None  # known but unsupported values -> the reason and fix
     required: bool = False  # the default (0 or "") only means "not given"
     cli_only: bool = False  # concerns this launch only: never written into a checkpoint
     path: bool = False  # names a file or folder: may differ between machines
-    needs: tuple[Need, ...] = ()  # what it has no effect without; none: it always has one
-    excludes: tuple[Exclude, ...] = ()  # what it cannot be combined with; declared on one of the two
-    insists: bool = False  # given without what it needs it is refused: something else must have been meant
+    needs: tuple[Need, ...] = ()  # conditions without which it has no effect
+    excludes: tuple[Exclude, ...] = ()  # conflicts, declared on one of the two settings
+    insists: bool = False  # an unmet need is an error, not a notice
 
 
 def flag(default: Any, help: str, **options: Any) -> Any:
-    """A dataclass field with a `Flag`."""
+    """Returns a dataclass field with a `Flag`."""
     return dataclasses.field(default=default, metadata={"flag": Flag(help=help, **options)})
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of one section and what follows from its declaration."""
+    """One field of one section, with the properties derived from its declaration."""
 
     section: str
     name: str
@@ -88,7 +87,7 @@ class Setting:
 
     @property
     def spelling(self) -> str:
-        """The spelling shown to users; of a switch that is on by default, the one that turns it off."""
+        """The spelling shown to users. For a switch that is on by default, it turns the switch off."""
         return self.flag.off or self.flag.spelling or "--" + self.name.replace("_", "-")
 
     @property
@@ -97,7 +96,7 @@ class Setting:
 
     @property
     def largest(self) -> float | None:
-        """The largest accepted number; every integer has one."""
+        """The largest accepted number. Every integer setting has one."""
         if self.flag.at_most is None and self.base is int:
             return LARGEST
         return self.flag.at_most
@@ -108,13 +107,13 @@ class Setting:
 
     @property
     def has_default(self) -> bool:
-        """Whether the default is worth showing. None, False, and 0 where at least 1 is required, mean "not given"."""
+        """True if the default is worth showing. None, False, and 0 below `at_least` mean "not given"."""
         too_small = self.flag.at_least is not None and not self.many and (self.default or 0) < self.flag.at_least
         return not self.is_switch and self.default is not None and not too_small
 
 
 def _analyse(annotation: Any) -> tuple[type, bool]:
-    """(base type, whether it is a tuple of that) of a field's annotation; None is always "not given"."""
+    """Returns (base type, is it a tuple of that?) of a field's annotation. None always means "not given"."""
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         members = [a for a in typing.get_args(annotation) if a is not type(None)]
         assert len(members) == 1, annotation
@@ -126,8 +125,8 @@ def _analyse(annotation: Any) -> tuple[type, bool]:
 
 
 def settings_of(section: str, cls: type) -> Iterator[Setting]:
-    """The settings of one section class, in the order of their declaration. A class with a `needs_of(name)` says there
-    what its working fields need."""
+    """Yields a section class's settings in the order of declaration. If the class has `needs_of(name)`, that gives the
+    needs of its working fields."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         base, many = _analyse(hints[field.name])

@@ -1,4 +1,4 @@
-"""The flags of Megatron-DeepSpeed that Megatron-LM does not have, in the form of megatron_lm_flag_table.py."""
+"""Flags of Megatron-DeepSpeed that Megatron-LM does not have, in the format of megatron_lm_flag_table.py."""
 
 LATER: dict[str, str] = {
     "use --cpu-offloading-num-layers": "--checkpoint-in-cpu",
@@ -24,7 +24,7 @@ NEVER: dict[str, str] = {
         --train-sample-idx-path= --train-shuffle-idx-path= --repeated-dataloader --return-data-index""",
     "every token passes every layer, in the order of the data; leave it out": """
         --random-ltd --curriculum-learning --data-efficiency-curriculum-learning""",
-    "generation has its own tool; use tools/generate.py": "--ds-inference --inference",
+    "use tools/generate.py for generation": "--ds-inference --inference",
     "use --context-parallel-size": """
         --ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size= --ds-sequence-parallel-fpdt-offloading""",
     "ranks come from torchrun or Slurm; leave it out": "--deepspeed_mpi",
@@ -67,20 +67,20 @@ RETIRED: dict[str, tuple[str, dict[str, str | bool | None]]] = {
 
 NO_OPS: dict[str, str] = {
     "tokens are dropped only under --moe-expert-capacity-factor": "--disable-moe-token-dropping",
-    "the experts of the highest scores are chosen, never by chance": "--disable-moe-top2-2nd-expert-sampling",
+    "the experts with the highest scores are always chosen": "--disable-moe-top2-2nd-expert-sampling",
     "experts are split over the tensor-parallel ranks, as all layers are": "--enable-expert-tensor-parallelism",
     "--pipeline-schedule zero-bubble gives exact results": "--enable-zbh1-exact-semantics",
-    "--context-parallel-size alone decides": "--force-ds-sequence-parallel",
+    "--context-parallel-size sets it": "--force-ds-sequence-parallel",
     "a checkpoint loads into any layout": "--universal-checkpoint",
     "recomputation has one implementation; see --recompute-granularity": """
         --deepspeed-activation-checkpointing --contigious-checkpointing --synchronize-each-layer""",
     "gradients are reduced, and weights gathered, in buckets of --ddp-bucket-size": """
         --zero-allgather-bucket-size= --zero-contigious-gradients --zero-reduce-scatter""",
-    "memory is pinned where a device needs it": "--use-pin-memory",
+    "memory is pinned if the device needs it": "--use-pin-memory",
     "one implementation of each optimizer, see --kernels": "--torch_adam --cpu_torch_adam --ds_fused_adam",
     "--kernels chooses the operations": "--disable-mem-efficient-ln --use-flash-attn-builder",
     "one implementation routes and permutes tokens": "--use-tutel --create-moe-param-group",
-    "the checkpoint is written by the training process": """
+    "the training process writes the checkpoint": """
         --checkpoint-io-buffer-size= --checkpoint-data-parallel= --checkpoint-writer-decoupled
         --aio-intra-op-parallelism=""",
 }

@@ -1,7 +1,7 @@
-"""The flags of megatron_lm_flags.py, as data: way out (or meaning here) -> flags.
+"""The flags of megatron_lm_flags.py, as data: fix (or meaning here) -> flags.
 
-"--x" is a switch, "--x=" takes a value, "--x=1" takes a value of which 1 asks for nothing new, "--x=a|b" takes one of
-these two, "--x=..." takes several.
+A switch is "--x", a flag with a value "--x=". Text after the = is a neutral value ("--x=1") or the accepted values
+("--x=a|b"). The text "..." takes several values.
 """
 
 LATER: dict[str, str] = {
@@ -59,7 +59,7 @@ LATER: dict[str, str] = {
     "use --apply-wd-to-qk-layernorm": "--no-weight-decay-cond-type=",
     "remove it; multi-token prediction is not built": """
         --mtp-detach-heads --mtp-hsm --mtp-hybrid-override-pattern= --mtp-standalone --num-speculative-tokens=""",
-    "remove it; the learning rate is one for all parameters": """
+    "remove it; all parameters share one learning rate": """
         --mup-attn-scale-power= --mup-base-head-dim= --mup-base-hidden-size= --mup-embedding-mult= --mup-output-mult=
         --mup-width-mult=""",
     "use --recompute-granularity full": """
@@ -67,10 +67,10 @@ LATER: dict[str, str] = {
         --fine-grained-offloading-max-inflight-offloads= --offload-modules=... --min-offloaded-tensor-size=
         --delta-offload-bytes-across-pp-ranks= --delay-offload-until-cuda-graph
         --cpu-offloading-retain-pinned-cpu-buffers""",
-    "datasets are opened as they are; remove it": "--per-dataset-sequences-path=",
-    "the workers of data loaders end with their run, which --exit-signal-handler ends; remove it": """
+    "datasets need no such file; remove it": "--per-dataset-sequences-path=",
+    "data-loader workers end with the run, which --exit-signal-handler ends; remove it": """
         --exit-signal-handler-for-dataloader --exit-signal-handler-for-training""",
-    "use tokenizer.json or the tokenizer's own files as they are": """
+    "use tokenizer.json or the tokenizer's own files unchanged": """
         --tokenizer-hf-no-use-fast --tokenizer-sentencepiece-legacy
         --no-tokenizer-sentencepiece-ignore-extra-whitespaces
         --disable-tokenizer-sentencepiece-ignore-extra-whitespaces""",
@@ -85,7 +85,7 @@ NEVER: dict[str, str] = {
         --fp4-format= --fp4-recipe= --fp4-param-gather --kitchen-config-file= --kitchen-recipe-number=
         --te-precision-config-file= --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag --onnx-safe=
         --use-kitchen-attention --kitchen-attention-backend=""",
-    "use data parallelism as it is": """
+    "remove it; data parallelism has no such option": """
         --enable-full-sharding-in-hsdp --use-sharp --sharp-enabled-group= --data-parallel-random-init
         --lazy-mpu-init=""",
     "only GPT-style decoders are trained here": """
@@ -106,7 +106,7 @@ NEVER: dict[str, str] = {
         --enable-mhc-connections --mhc-init-gating-factor= --mhc-num-residual-streams= --mhc-recompute-layer-num=
         --mhc-sinkhorn-iterations=""",
     "the padded size follows from the tokenizer and --make-vocab-size-divisible-by": "--padded-vocab-size=",
-    "generation has its own tool; use tools/generate.py": """
+    "use tools/generate.py for generation": """
         --max-tokens-to-oom= --flash-decode --use-legacy-static-engine --symmetric-ar-type=
         --nccl-all-reduce-for-prefill --mlp-chunks-for-prefill= --disable-chunked-prefill --decode-only-cuda-graphs
         --enable-chunked-prefill --output-logit-dtype= --refit-method=""",
@@ -114,11 +114,11 @@ NEVER: dict[str, str] = {
     "use --config FILE": "--yaml-cfg=",
     "use --print-config": "--config-logger-dir=",
     "checkpoints are in --ckpt-format torch and load into any layout": "--ckpt-convert-update-legacy-dist-opt-format",
-    "the layout is what the command line says": "--use-mp-args-from-checkpoint-args",
-    "the tokenizer of a checkpoint is used unless another is given": "--no-use-tokenizer-model-from-checkpoint-args",
-    "SIGTERM (--exit-signal-handler) and --load resume a run under any scheduler": """
+    "give the layout on the command line": "--use-mp-args-from-checkpoint-args",
+    "remove it, or give another tokenizer to replace the checkpoint's": "--no-use-tokenizer-model-from-checkpoint-args",
+    "use --exit-signal-handler and --load, which resume a run under any scheduler": """
         --adlr-autoresume --adlr-autoresume-interval= --enable-ft-package""",
-    "torchrun restarts failed runs": "--inprocess-restart",
+    "use torchrun, which restarts failed runs": "--inprocess-restart",
     "remove it": """
         --run-workload-inspector-server --dump-param-to-param-group-map=
         --disable-bf16-reduced-precision-matmul --tensorboard-flush-secs= --rope-type=rope""",
@@ -141,7 +141,7 @@ FAMILIES: dict[str, str] = {
     "--swin-": "only GPT-style decoders are trained here; remove the --swin-* flags",
     "--dino-": "only GPT-style decoders are trained here; remove the --dino-* flags",
     "--mamba-": "only GPT-style decoders are trained here; remove the --mamba-* flags",
-    "--inference-": "generation has its own tool; use tools/generate.py",
+    "--inference-": "use tools/generate.py for generation",
     "--inprocess-": "torchrun restarts failed runs; remove the --inprocess-* flags",
     "--moe-": "this part of mixture of experts is not supported; see docs/flags.md for what is",
     "--muon-": "this setting of Muon is not supported; see docs/flags.md for those that are",
@@ -149,12 +149,12 @@ FAMILIES: dict[str, str] = {
     "--fp4-": "fp4 is not supported; use --bf16",
     "--cuda-graph-": "use --cuda-graphs, which records whole passes",
     "--hybrid-": "only GPT-style decoders are trained here; remove the --hybrid-* flags",
-    "--fault-injector-": "faults are not injected into a run; remove the --fault-injector-* flags",
+    "--fault-injector-": "fault injection is not supported; remove the --fault-injector-* flags",
     "--gtp-": "remove the --gtp-* flags",
     "--megatron-fsdp-": "Megatron-FSDP is not supported; remove the --megatron-fsdp-* flags",
 }
 
-# flag -> (what it is taken as, the fields that it sets; None is the given text)
+# flag -> (its notice, the fields that it sets; None stands for the given value)
 RETIRED: dict[str, tuple[str, dict[str, str | bool | None]]] = {
     "--activations-checkpoint-method=": (
         "taken as --recompute-granularity full with this --recompute-method",
@@ -181,7 +181,7 @@ RETIRED: dict[str, tuple[str, dict[str, str | bool | None]]] = {
     ),
 }
 
-# what they mean here -> flags
+# meaning here -> flags
 NO_OPS: dict[str, str] = {
     "gradients are accumulated and reduced in fp32, unless --grad-reduce-in-bf16 is given": """
         --accumulate-allreduce-grads-in-fp32""",
@@ -202,7 +202,7 @@ NO_OPS: dict[str, str] = {
     "attention masks are made from document ids inside the model": "--create-attention-mask-in-dataloader",
     "the loss is computed in fp32, which is more exact and overflows nowhere": "--fp16-lm-cross-entropy",
     "--kernels chooses the cross-entropy": "--cross-entropy-loss-fusion",
-    "no tests run beside a training; tools/check_layout.py compares layouts": "--test-mode",
+    "training runs no tests; tools/check_layout.py compares layouts": "--test-mode",
     "there is no one-logger": """
         --no-one-logger --one-logger-project= --one-logger-run-name= --one-logger-async --app-tag-run-name=
         --app-tag-run-version=""",
@@ -212,17 +212,17 @@ NO_OPS: dict[str, str] = {
     "gradients are reduced when a stage has them": "--no-align-grad-reduce",
     "parameters are not gathered": "--no-align-param-gather",
     "memory is not shared with the embedding's output": "--no-clone-scatter-output-in-embedding",
-    "gloo is only used where the device asks for it": "--disable-gloo-process-groups",
+    "gloo is only used if the device needs it": "--disable-gloo-process-groups",
     "the format of a checkpoint is always detected": "--auto-detect-ckpt-format",
     "only applies to distributed formats; --ckpt-format torch is written": """
         --ckpt-fully-parallel-save --no-ckpt-fully-parallel-save --ckpt-assume-constant-structure""",
     "only applies to distributed formats; --ckpt-format torch is read": "--ckpt-fully-parallel-load",
-    # from here on: a closed list of flags that choose among implementations of the same result
-    "--cpu-offloading-num-layers says of how many layers": "--cpu-offloading",
+    # From here on: a closed list of flags that choose among implementations of the same result.
+    "--cpu-offloading-num-layers turns offloading on": "--cpu-offloading",
     "copies of an offloaded optimizer always overlap, through pinned memory; --kernels chooses its operations": """
         --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads
         --no-pin-cpu-params""",
-    "the checkpoint is written by the training process, with --async-save by a thread of it": """
+    "the training process writes the checkpoint, with --async-save in a thread": """
         --use-persistent-ckpt-worker --async-strategy= --async-ckpt-use-cpu-shm --async-ckpt-cpu-priority=
         --async-ckpt-io-priority=""",
     "only applies to distributed formats; a checkpoint here loads into any layout": """
@@ -236,14 +236,14 @@ NO_OPS: dict[str, str] = {
     "one implementation routes and permutes tokens": """
         --moe-router-fusion --moe-permute-fusion --moe-enable-deepep --moe-deepep-num-sms=
         --moe-flex-dispatcher-backend= --moe-use-legacy-grouped-gemm --moe-extended-tp""",
-    "only what runs at the same time changes with it, and no result": """
+    "it would change only what overlaps, not the result": """
         --overlap-moe-expert-parallel-comm --delay-wgrad-compute --overlap-p2p-communication-warmup-flush
         --defer-embedding-wgrad-compute --wgrad-deferral-limit=0 --moe-shared-expert-overlap
         --ep-overlap-early-attn-memory-release --overlap-dispatch-backward-with-experts-wgrad
         --high-priority-stream-groups=... --high-priority-a2a-comm-stream""",
     "context-parallel ranks exchange over one group, which changes no result": """
         --hierarchical-context-parallel-sizes=...""",
-    "tensor-parallel communication overlaps by itself": """
+    "tensor-parallel communication always overlaps": """
         --tp-comm-overlap-cfg= --disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs --tp-comm-overlap-rs-dgrad
         --disable-tp-comm-bulk-dgrad --disable-tp-comm-bulk-wgrad --disable-tp-comm-split-ag
         --disable-tp-comm-split-rs --tp-comm-bootstrap-backend= --tp-comm-atomic-ag --tp-comm-atomic-rs
@@ -265,11 +265,11 @@ NO_OPS: dict[str, str] = {
         --cuda-graph-impl=none --cuda-graph-scope=... --cuda-graph-modules=... --cuda-graph-warmup-steps=
         --enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph""",
     "ranks are ordered tp, cp, dp, pp, which changes no result": "--use-tp-pp-dp-mapping",
-    "the memory that an allocator keeps is not given back between steps": "--empty-unused-memory-level=0",
+    "the allocator keeps its memory between steps": "--empty-unused-memory-level=0",
     "the log has one level; --timing-log-level chooses its timers": "--logging-level=",
-    "the fast encoder is used where it is installed and exact": "--use-gigatoken",
+    "the fast encoder is used if it is installed and exact": "--use-gigatoken",
     "no token is added to a document, except Llama 2's first": "--tokenizer-hf-no-include-special-tokens",
-    "a watchdog and each rank's last collectives are always there (docs/parallelism.md)": """
+    "a watchdog and a record of each rank's last collectives are always on (docs/parallelism.md)": """
         --flight-recorder-dump-path= --flight-recorder-trace-buffer-size= --flight-recorder-include-stack-trace
         --no-flight-recorder-dump-on-timeout --no-flight-recorder-extra-dump-on-exec
         --no-flight-recorder-include-only-active --disable-flight-recorder-dump-on-timeout

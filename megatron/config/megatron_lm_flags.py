@@ -1,7 +1,7 @@
-"""Compatibility with Megatron-LM's command lines: flags that its scripts pass and that no section of ours declares.
+"""Compatibility with Megatron-LM's command lines: flags of its scripts that no section declares.
 
-A retired spelling sets the field that replaced it, a no-op prints one line, and every other flag is refused by name
-with the way out. `docs/flags.md` lists them all. Whoever builds a feature moves its flags from here into a section.
+A retired spelling sets the field that replaced it, a no-op prints one line, and every other flag raises an error with
+the fix. `docs/flags.md` lists them all. A new feature's flags move from here into a section.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,19 +22,19 @@ _TABLES = (megatron_lm_flag_table, megatron_deepspeed_flags)
 
 @dataclass(frozen=True, kw_only=True)
 class CompatFlag:
-    """A flag that is accepted or refused by name without being a field."""
+    """A known flag that is not a field: accepted as a no-op, or rejected with a reason."""
 
     spelling: str
     status: Status
     note: str
     takes: Takes
-    neutral: str | None = None  # the value that asks for nothing new
-    accepts: tuple[str, ...] = ()  # no-op: the values that mean nothing here; others are refused
+    neutral: str | None = None  # the value that is accepted without a notice
+    accepts: tuple[str, ...] = ()  # no-op: the accepted values; others are rejected
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetiredFlag:
-    """An old spelling, and the values of the fields that replaced it: its own text where a value is None."""
+    """An old spelling, and the values of the fields that replaced it. None stands for the given text."""
 
     spelling: str
     takes: Takes
@@ -52,7 +52,7 @@ def retired_flags() -> Mapping[str, RetiredFlag]:
 
 
 def _parse(word: str) -> tuple[str, Takes, str]:
-    """(spelling, what it takes, what stands after the =) of a word in the table."""
+    """Splits an entry of the table into (spelling, kind of value, text after the =)."""
     spelling, equals, value = word.partition("=")
     takes: Takes = "values" if value == "..." else "value" if equals else "switch"
     return spelling, takes, value.removeprefix("...")
@@ -83,12 +83,12 @@ def _rows_of(table: ModuleType) -> Iterator[CompatFlag]:
 
 
 def refused_family(spelling: str) -> str | None:
-    """The refusal of a whole family (RETRO, reinforcement learning, vision, ...), recognised by its prefix."""
+    """Returns the error for a family of flags (RETRO, reinforcement learning, vision, ...), found by its prefix."""
     return next((note for prefix, note in megatron_lm_flag_table.FAMILIES.items() if spelling.startswith(prefix)), None)
 
 
 def apply_compat(flag: CompatFlag, text: str) -> str | None:
-    """The line to print for a no-op, None for a neutral value; any other use is refused."""
+    """Returns the notice of a no-op, or None for a neutral value. Raises a ConfigError for any other use."""
     if flag.neutral is not None and _same(text, flag.neutral):
         return None
     spelled = f"{flag.spelling} {text}".rstrip()
@@ -102,6 +102,6 @@ def apply_compat(flag: CompatFlag, text: str) -> str | None:
 
 def _same(text: str, neutral: str) -> bool:
     try:
-        return real_number(text) == real_number(neutral)  # 0 and 0.0 ask for the same
+        return real_number(text) == real_number(neutral)  # 0 and 0.0 are equal
     except ValueError:
         return text == neutral

@@ -1,4 +1,4 @@
-"""Lines printed once at the start of a run, about settings that have no effect or an unexpected one."""
+"""Notices printed once at the start of a run, about settings with no effect or an unexpected one."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from megatron.config.values import show
 
 
 def spelled(config: RunConfig, name: str) -> str:
-    """A setting and its value as the user would type them, and the key that it came from, if any."""
+    """Returns a setting and its value as the user would type them, with the key that it came from, if any."""
     setting = settings_by_name()[name]
     value = config.value(setting)
     origin = config.origins.get(name, "")
@@ -21,7 +21,7 @@ def spelled(config: RunConfig, name: str) -> str:
 
 
 def to_add(config: RunConfig, name: str) -> str:
-    """How the user would give a setting that is missing."""
+    """Returns the flag or key to add for a missing setting."""
     if config.keys is None:
         return settings_by_name()[name].spelling
     block, _, key = config.keys[name].rpartition(".")
@@ -29,7 +29,7 @@ def to_add(config: RunConfig, name: str) -> str:
 
 
 def notices_of(config: RunConfig) -> Iterator[str]:
-    """The lines of this configuration; those of retired and no-op flags are made where they are read."""
+    """Yields the notices of a configuration. Those of retired and no-op flags come from the reader of the flags."""
     yield from _of_the_model(config)
     yield from _of_the_training(config)
     for setting, need in without_effect(config):
@@ -38,8 +38,8 @@ def notices_of(config: RunConfig) -> Iterator[str]:
 
 
 def without_effect(config: RunConfig) -> Iterator[tuple[Setting, Need]]:
-    """The settings that were given and have no effect, each with the first thing that it needs and that is not there.
-    A switch as it is by default asks for nothing, nor does a default of none or a value that was taken out again."""
+    """Yields the given settings that have no effect, each with its first unmet need. A value of None, a switch at its
+    default and a default of "none" count as not given."""
     for setting in all_settings():
         value = config.value(setting)
         asks = value is not None and not (value == setting.default and (setting.is_switch or value == "none"))
@@ -63,8 +63,8 @@ def _of_the_model(config: RunConfig) -> Iterator[str]:
         yield f"{spelled(config, 'cp_comm_type')}: taken as p2p, which gives the same result over one group of ranks"
     if config.moe.balances and config.moe.balanced_over == "micro-batch":
         yield (
-            f"{spelled(config, 'moe_router_load_balancing_type')}: looks at the tokens of a micro-batch together, so "
-            "training depends on --micro-batch-size; seq_aux_loss does not"
+            f"{spelled(config, 'moe_router_load_balancing_type')}: balances over a whole micro-batch, so training "
+            "depends on --micro-batch-size; seq_aux_loss does not"
         )
 
 
@@ -73,20 +73,20 @@ def _of_the_training(config: RunConfig) -> Iterator[str]:
     total = scheduler.total_num_steps if "total_num_steps" in scheduler.parameters else None
     if total is not None and total < scheduler.warmup_num_steps:
         yield (
-            f"{spelled(config, 'total_num_steps')} is below {spelled(config, 'warmup_num_steps')}: nothing is left to "
-            "decay after the warm-up, and the rate is at its lowest from there on"
+            f"{spelled(config, 'total_num_steps')} is below {spelled(config, 'warmup_num_steps')}: there is no decay; "
+            "after the warm-up the rate is at its lowest"
         )
     if config.given("loss_scale") and precision.loss_scale != 1.0 and not precision.fp16:
         kind = "bf16" if precision.bf16 else "fp32"
         yield (
-            f"{spelled(config, 'loss_scale')}: {kind} gradients need no scale; the loss is multiplied by it and the "
-            "gradients are divided by it, which changes only their rounding"
+            f"{spelled(config, 'loss_scale')}: {kind} gradients need no scale; multiplying the loss and dividing the "
+            "gradients by it changes only their rounding"
         )
-    bf16 = 2.0**-9  # what bf16 rounds off, as a share of the number
+    bf16 = 2.0**-9  # largest relative rounding error of bf16
     if optimizer.has_narrow_moments and optimizer.exp_avg_sq_dtype == "bf16" and 1.0 - optimizer.adam_beta2 < bf16:
         yield (
-            f"{spelled(config, 'exp_avg_sq_dtype')}: with {spelled(config, 'adam_beta2')} a step changes the second "
-            "moment by less than bf16 can hold, so it hardly falls again; a beta of 0.99 or less would do"
+            f"{spelled(config, 'exp_avg_sq_dtype')}: with {spelled(config, 'adam_beta2')} a step decays the second "
+            "moment by less than bf16 resolves, so it hardly falls; use a beta of 0.99 or less"
         )
     skipped, length = config.training.iterations_to_skip or (), config.training.train_iters
     beyond = [number for number in skipped if number < 1 or (length is not None and number > length)]

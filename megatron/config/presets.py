@@ -1,7 +1,7 @@
 """`--model NAME`: the shapes of well-known models. Precedence: default < preset < file < flag.
 
-A preset sets the model only: batch size, sequence length, learning rate and tokenizer are the user's to give. The
-vocabulary comes from the tokenizer.
+A preset sets only the model. The user gives batch size, sequence length, learning rate and tokenizer; the vocabulary
+comes from the tokenizer.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ def _gpt(layers: int, hidden: int, heads: int, positions: int, **other: Any) -> 
 
 
 def _llama(layers: int, hidden: int, ffn: int, heads: int, groups: int, positions: int, **other: Any) -> Values:
-    """Llama and its relatives: RoPE, RMSNorm, SwiGLU, no biases, no dropout, separate head unless said otherwise."""
+    """Llama and its relatives: RoPE, RMSNorm, SwiGLU, no biases, no dropout, and by default a separate head."""
     return {
         "num_layers": layers,
         "hidden_size": hidden,
@@ -52,7 +52,7 @@ _MIXTRAL: Values = {"rotary_base": 1e6, "moe_router_topk": 2, "num_experts": 8}
 
 
 def _qwen3_moe(layers: int, hidden: int, ffn: int, heads: int, expert: int) -> Values:
-    """128 experts, of which a token goes to 8 whose weights add up to 1."""
+    """Qwen3-MoE: 128 experts, 8 per token; the weights of a token add up to 1."""
     moe = {"num_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": expert}
     return _llama(layers, hidden, ffn, heads, 4, 40960, **_QWEN3, **moe)
 

@@ -1,4 +1,4 @@
-"""The refusals of one command line, collected so that all of them are told at once."""
+"""Collects the errors of one command line, so that all of them are printed together."""
 
 import re
 from collections.abc import Iterator
@@ -9,17 +9,23 @@ from megatron.errors import ConfigError, ConfigErrors
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 
+class UnknownSettingError(ConfigError):
+    """A flag or key that does not exist."""
+
+
 class Refusals:
-    """Filled while the settings are read and checked; `end` raises what there is."""
+    """The errors found while settings are read and checked. `end` raises them."""
 
     def __init__(self) -> None:
         self._errors: dict[str, ConfigError] = {}
         self._in_doubt: set[str] = set()
 
     def refuse(self, error: ConfigError, *doubted: str) -> None:
-        """A value that cannot be read. The flags that the line names, before its way out, and those in `doubted` are
-        in doubt from then on: they stand at their defaults, and what a check says of them would only follow from this
-        refusal."""
+        """Records a value that cannot be read.
+
+        The flags that the line names before its fix, and those in `doubted`, keep their defaults. Later errors about
+        them would only follow from this one, so they are dropped.
+        """
         self._errors.setdefault(str(error), error)
         self._in_doubt.update(_FLAG.findall(str(error).partition(";")[0]), doubted)
 
@@ -35,7 +41,7 @@ class Refusals:
 
     @contextmanager
     def of_checking(self) -> Iterator[None]:
-        """A check across settings. After a refusal it may also fail in other ways, which says nothing new."""
+        """Records the error of a check across settings. After an earlier error, any other exception is dropped too."""
         try:
             yield
         except ConfigError as error:
@@ -45,11 +51,17 @@ class Refusals:
             if not self._errors:
                 raise
 
+    def end_if_unknown(self) -> None:
+        """Raises the unknown names, without other errors: a misspelt flag is also missing, which would be noise."""
+        self._raise(tuple(error for error in self._errors.values() if isinstance(error, UnknownSettingError)))
+
     @property
     def lines(self) -> tuple[str, ...]:
         return tuple(self._errors)
 
     def end(self) -> None:
-        errors = tuple(self._errors.values())
+        self._raise(tuple(self._errors.values()))
+
+    def _raise(self, errors: tuple[ConfigError, ...]) -> None:
         if errors:
             raise errors[0] if len(errors) == 1 else ConfigErrors(errors)

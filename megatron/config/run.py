@@ -1,4 +1,4 @@
-"""All settings of a run, in sections. A `RunConfig` is built once; a class takes the section that it needs."""
+"""All settings of a run, in sections. A `RunConfig` is built once; each class takes only the section that it needs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -23,7 +23,7 @@ from megatron.config.sections.training import TrainingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One field per section; the flags, the YAML reader, the checkpoints and docs/flags.md follow from them."""
+    """One field per section. The flags, the YAML reader, the checkpoints and docs/flags.md are derived from them."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
@@ -44,14 +44,14 @@ class RunConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
-    # Where the values came from. Neither compared nor saved.
+    # Origin of the values. Neither compared nor saved.
     notices: tuple[str, ...] = field(default=(), compare=False)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     keys: Mapping[str, str] | None = field(default=None, compare=False)
-    """Where there is no command line: the key of each setting's name, for messages, which speak of keys alone."""
+    """Setting name -> configuration key, for messages of runs without a command line."""
 
     def given(self, name: str) -> bool:
-        """Whether the user set it, by a flag or in a file. (The values of a preset or a checkpoint do not count.)"""
+        """True if the user set it by a flag or in a file. Values of a preset or a checkpoint do not count."""
         origin = self.origins.get(name)
         return origin is not None and not origin.startswith(("preset ", "checkpoint"))
 
@@ -73,14 +73,14 @@ def all_settings() -> tuple[Setting, ...]:
 
 @cache
 def settings_by_name() -> Mapping[str, Setting]:
-    """Settings by field name, which is unique over all sections as Megatron's flags are."""
+    """Settings by field name, which is unique over all sections, like Megatron's flags."""
     by_name = {setting.name: setting for setting in all_settings()}
     assert len(by_name) == len(all_settings()), "two sections have a field of the same name"
     return MappingProxyType(by_name)
 
 
 def build(values: Mapping[str, Any], **meta: Any) -> RunConfig:
-    """A RunConfig with these fields (by name, of any section) set and all others at their default."""
+    """Builds a RunConfig with these fields (of any section) set and all others at their default."""
     built = {}
     for section, cls in SECTIONS.items():
         names = {f.name for f in fields(cls)}

@@ -1,4 +1,4 @@
-"""RunConfig to and from plain dicts (in checkpoints), and to the table of --print-config."""
+"""Converts RunConfig to and from plain dicts (in checkpoints), and to the table of --print-config."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from megatron.errors import ConfigError, printable
 
 
 def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """{section: {field: value}} in plain values and lists, without the settings that only concern this launch."""
+    """Returns {section: {field: value}} of plain values and lists, without settings of this launch only."""
     plain: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for setting in all_settings():
         if not setting.flag.cli_only:
@@ -21,14 +21,13 @@ def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
 
 
 def from_dict(plain: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-    """The configuration that `to_dict` of a checkpoint describes; missing fields get their default, unknown ones are
-    refused."""
+    """Restores a RunConfig from `to_dict`. Missing fields get their default; unknown ones raise a ConfigError."""
     values: dict[str, Any] = {}
     unknown: list[str] = []
     for section, fields in plain.items():
         if not isinstance(fields, Mapping):
             raise ConfigError(
-                f"checkpoint: its section {section[:60]} is {type(fields).__name__}, not settings by name"
+                f"checkpoint: its section {section[:60]} is a {type(fields).__name__}, not settings by name"
             )
         for name, value in fields.items():
             setting = settings_by_name().get(name)
@@ -49,8 +48,8 @@ def from_dict(plain: Mapping[str, Mapping[str, Any]]) -> RunConfig:
     return build(values, origins=dict.fromkeys(values, "checkpoint"))
 
 
-# --use-checkpoint-args takes these sections, which define the function that the weights were trained for, except for
-# the fields below: they affect training only.
+# --use-checkpoint-args adopts these sections, which define the function that the weights were trained for. The fields
+# below are excepted, because they affect only training.
 _ADOPTED_SECTIONS = ("model", "moe", "tokenizer")
 _DROPOUT = ("attention_dropout", "hidden_dropout")
 _NOT_ADOPTED = (
@@ -68,8 +67,8 @@ _NOT_ADOPTED = (
 )
 
 
-# Under --finetune a value that is given replaces the checkpoint's: these settings affect no tensor. (The load refuses
-# another number of learned positions.)
+# Under --finetune the user's value replaces the checkpoint's, because these settings affect no tensor. (The load
+# rejects another number of learned positions.)
 _LENGTH_OF_THE_RUN = (
     "seq_length",
     "max_position_embeddings",
@@ -90,17 +89,17 @@ _LENGTH_OF_THE_RUN = (
 _FILES_OF_THE_TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 
 PRECEDENCE = (
-    "A later source wins: default, preset, file, flag. With --use-checkpoint-args, and with a Hugging Face model in "
-    "--load, the checkpoint gives the model, its experts, vocabulary and tokenizer, and the sequence length if it has "
-    "one; a flag that disagrees is refused. Under --finetune flags may set the length of the sequence, its positions, "
-    "and another tokenizer. Dropout, initial values, balancing of experts, batch and rates are the run's own."
+    "A later source wins: default, preset, file, flag. With --use-checkpoint-args or a Hugging Face model in --load, "
+    "the checkpoint gives the model, its experts, vocabulary, tokenizer and any sequence length; a flag that disagrees "
+    "is rejected. With --finetune, flags may change the sequence length, its positions and the tokenizer. Dropout, "
+    "initial values, expert balancing, batch size and rates never come from the checkpoint."
 )
 
 
 def adopt_checkpoint_args(
     config: RunConfig, saved: Mapping[str, Mapping[str, Any]], way_out: str = "remove it, or --use-checkpoint-args"
 ) -> RunConfig:
-    """--use-checkpoint-args, as `PRECEDENCE` says. `way_out`: of a flag that disagrees."""
+    """Applies --use-checkpoint-args as `PRECEDENCE` states. `way_out`: the fix for a flag that disagrees."""
     loaded = from_dict(saved)
     changes: dict[str, dict[str, Any]] = {}
     origins = dict(config.origins)
@@ -119,8 +118,8 @@ def adopt_checkpoint_args(
         origins[setting.name] = "checkpoint"
     sections = {name: dataclasses.replace(getattr(config, name), **fields) for name, fields in changes.items()}
     lines = [
-        f"{setting.spelling} {show(config.value(setting))} is this run's own (not given): the checkpoint was trained "
-        f"with {show(loaded.value(setting))}; give {setting.spelling} to choose"
+        f"{setting.spelling} {show(config.value(setting))} is the default: the checkpoint was trained with "
+        f"{show(loaded.value(setting))}; give {setting.spelling} to choose"
         for setting in map(settings_by_name().__getitem__, _DROPOUT)
         if setting.name not in origins and config.value(setting) != loaded.value(setting)
     ]
@@ -143,14 +142,40 @@ def _is_adopted(setting: Setting, config: RunConfig, saved: Mapping[str, Mapping
 
 
 def describe(config: RunConfig) -> str:
-    """The table of --print-config: every value and where it came from, and which source wins."""
+    """The output of --print-config: every value with its origin and the precedence of the sources, or YAML."""
+    if config.runtime.prints_yaml:
+        return _as_yaml(config)
     rows = [("setting", "value", "from")]
     for section in SECTIONS:
-        rows.append((f"[{section}]", "", ""))
-        for setting in (s for s in all_settings() if s.section == section):
+        changed = [setting for setting in _of_section(section) if _is_changed(config, setting)]
+        shown = changed if config.runtime.print_config_changed else _of_section(section)
+        rows += [(f"[{section}]", "", "")] if shown else []
+        for setting in shown:
             value, origin = show(config.value(setting)), config.origins.get(setting.name, "default")
             rows.append((setting.name, printable(value), printable(origin)))
     width = [max(len(row[column]) for row in rows) for column in range(2)]
     width[1] = min(width[1], 60)
     table = [f"{name:<{width[0]}}  {value:<{width[1]}}  {origin}".rstrip() for name, value, origin in rows]
     return "\n".join([*table, PRECEDENCE])
+
+
+def _of_section(section: str) -> list[Setting]:
+    return [setting for setting in all_settings() if setting.section == section]
+
+
+def _is_changed(config: RunConfig, setting: Setting) -> bool:
+    return config.value(setting) != setting.default
+
+
+def _as_yaml(config: RunConfig) -> str:
+    """A file that --config reads back to the same run. What a preset or a checkpoint gives follows from its name."""
+    import yaml  # here, because other output needs no YAML
+
+    sections: dict[str, dict[str, Any]] = {}
+    for setting in all_settings():
+        origin, value = config.origins.get(setting.name), config.value(setting)
+        follows = origin is not None and origin.startswith(("preset ", "checkpoint"))
+        if setting.flag.cli_only or follows or value is None or not (origin or _is_changed(config, setting)):
+            continue
+        sections.setdefault(setting.section, {})[setting.name] = list(value) if isinstance(value, tuple) else value
+    return str(yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)).rstrip("\n")

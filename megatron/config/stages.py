@@ -18,7 +18,7 @@ LAST_FLAG = "--decoder-last-pipeline-num-layers"
 
 @dataclass(frozen=True)
 class StageLayers:
-    """The layers of every stage in the order of the model. Stage c * ranks + r is chunk c of rank r."""
+    """Layers of every stage, in model order. Stage c * ranks + r is chunk c of rank r."""
 
     stages: tuple[range, ...]
     ranks: int
@@ -32,7 +32,7 @@ class StageLayers:
 
 
 def stage_layers(layers: int, parallel: ParallelConfig) -> StageLayers:
-    """The layers of every stage as the settings divide them."""
+    """Divides the layers over the stages as the settings say."""
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     embedding, loss = parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split
     if not (embedding or loss or parallel.has_virtual_stages):
@@ -41,8 +41,8 @@ def stage_layers(layers: int, parallel: ParallelConfig) -> StageLayers:
 
 
 def split_layers(layers: int, ranks: int, *, first: int | None = None, last: int | None = None) -> StageLayers:
-    """One stage a rank, all equal, unless `first` or `last` gives the number of layers of the first or last: the
-    others then share the rest."""
+    """Divides the layers over one stage per rank. `first` and `last` fix the layers of the first and last stage; the
+    others share the rest equally."""
     given = {0: first, ranks - 1: last} if ranks > 1 else {}
     fixed = {rank: count for rank, count in given.items() if count is not None}
     rest, others = layers - sum(fixed.values()), ranks - len(fixed)
@@ -56,8 +56,8 @@ def _runs(counts: list[int]) -> tuple[range, ...]:
 
 
 def _even_stages(layers: int, parallel: ParallelConfig) -> StageLayers:
-    """Stages of equally many units, one or several a rank. A unit is a layer; the embedding and the loss too, where
-    they are to be counted: a stage may then hold nothing but one of these."""
+    """Divides into stages of equally many units, one or several per rank. A unit is a layer; with the --account-for-*
+    flags also the embedding or the loss, so a stage may hold no layer."""
     ranks, per_stage = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
     chunks = parallel.num_virtual_stages_per_pipeline_rank
     extra = (parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split)
@@ -73,7 +73,7 @@ def _even_stages(layers: int, parallel: ParallelConfig) -> StageLayers:
 
 
 def _refuse_other_divisions(parallel: ParallelConfig) -> None:
-    """Virtual stages need several ranks, and one flag alone may say how the layers are divided."""
+    """Raises a ConfigError for virtual stages on one rank, and for two flags that divide the layers."""
     values = {
         CHUNK_FLAG: parallel.num_layers_per_virtual_pipeline_stage,
         CHUNKS_FLAG: parallel.num_virtual_stages_per_pipeline_rank,
@@ -85,7 +85,7 @@ def _refuse_other_divisions(parallel: ParallelConfig) -> None:
     given = {flag: flag if value is True else f"{flag} {value}" for flag, value in values.items() if value is not None}
     if parallel.pipeline_model_parallel_size == 1:
         flag = next(iter(given.values()))
-        raise ConfigError(f"{flag}: there is one pipeline stage ({PP_FLAG} 1); remove it or raise that")
+        raise ConfigError(f"{flag}: there is one pipeline stage ({PP_FLAG} 1); remove the flag or add stages")
     apart = [flag for flag in (FIRST_FLAG, LAST_FLAG) if flag in given]
     both = [flag for flag in (CHUNK_FLAG, CHUNKS_FLAG) if flag in given]
     if apart or len(both) == 2:
@@ -117,5 +117,5 @@ def _uneven(layers: int, ranks: int, first: int | None, last: int | None, rest: 
             f"{LAYERS_FLAG} {layers} does not divide by {PP_FLAG} {ranks}; use {PP_FLAG} {fits}"
             f"{uneven if layers > ranks else ''}"
         )
-    left = f"{rest} layers for {others} other stages" if others else f"{rest} layers that no stage holds"
+    left = f"{rest} layers for {others} other stages" if others else f"{rest} layers without a stage"
     return f"{LAYERS_FLAG} {layers}, {PP_FLAG} {ranks}: {' and '.join(given)} leave {left}; change one of them"

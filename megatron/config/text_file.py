@@ -1,4 +1,4 @@
-"""Reads a file of settings, which may be another's: its text, or a ConfigError that names the flag and the file."""
+"""Reads the text of a settings file, which may be untrusted. Errors are ConfigErrors with the flag and the file."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ _LARGEST_FILE = 1 << 20  # bytes
 
 
 def text_of(flag: str, path: str, kind: str) -> str:
-    """`flag`: the one that named the file. `kind`: YAML or JSON."""
+    """Returns the file's text. `flag`: the flag that named it. `kind`: YAML or JSON."""
     file = Path(path)
     try:
         if not regular(file).is_file():

@@ -1,4 +1,4 @@
-"""Which samples each evaluation of the validation data reads, from the flags that say so."""
+"""Plans which samples each evaluation of the validation data reads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,25 +9,27 @@ from megatron.config.sections.data import DataConfig
 from megatron.errors import ConfigError
 
 ONE_SET = "valid"
-"""What the set is called in records where there is one."""
+"""Name of a single validation set in records."""
 SET_PREFIX = "validation-"
-"""Before the name of one of several, in records."""
+"""Prefix of the name of one of several sets in records."""
 
 
 @dataclass(frozen=True)
 class ValidationPlan:
-    """`samples`: of each set, the first so many at every evaluation, or all of them (None). No plan at all: every
-    evaluation reads the next --eval-iters global batches, as in Megatron-LM."""
+    """Number of samples that every evaluation reads from the start of each set; None for all of them.
+
+    Without a plan, every evaluation reads the next --eval-iters global batches, as in Megatron-LM.
+    """
 
     samples: Mapping[str, int | None]
 
     def of(self, split: str) -> int | None:
-        """The number of samples to read of the set whose records have this `split`."""
+        """Returns the number of samples to read of the set whose records have this `split`."""
         return self.samples[split.removeprefix(SET_PREFIX)]
 
 
 def set_names(config: RunConfig) -> tuple[str, ...]:
-    """The names of the validation sets; one name unless there is --multiple-validation-sets."""
+    """Returns the names of the validation sets; a single name without --multiple-validation-sets."""
     blend = data_sources(config.data).blends[1]
     if not config.data.multiple_validation_sets or blend is None:
         return (ONE_SET,)
@@ -35,7 +37,7 @@ def set_names(config: RunConfig) -> tuple[str, ...]:
 
 
 def named_sets(config: DataConfig, blend: Blend) -> list[tuple[str, str]]:
-    """(name, prefix) of each of --multiple-validation-sets; those without a name are numbered."""
+    """Returns (name, prefix) of each of --multiple-validation-sets; sets without a name are numbered."""
     names = config.validation_set_names or [str(number) for number in range(len(blend.prefixes))]
     return list(zip(names, blend.prefixes, strict=True))
 

@@ -1,6 +1,6 @@
-"""Reads the YAML of --config, which may be another's file: nothing in it grows, nests or becomes an object.
+"""Reads the YAML of --config, which may be untrusted: rejects deep nesting, aliases of collections, and object tags.
 
-Dates stay text: `run-name: 2024-01-01` means what is written there.
+Dates stay text, as in `run-name: 2024-01-01`.
 """
 
 import re
@@ -20,7 +20,7 @@ _DATE_TAG = "tag:yaml.org,2002:timestamp"
 
 
 def read_yaml(path: str) -> dict[Any, Any]:
-    """The mapping that the file holds."""
+    """Returns the file's mapping."""
     import yaml  # here, because a command line without --config needs no YAML
 
     text = text_of("--config", path, "YAML")
@@ -34,7 +34,7 @@ def read_yaml(path: str) -> dict[Any, Any]:
             raise ConfigError(f"--config {path}: {problem}")
         twice = _key_given_twice(nodes)
         content = _without_dates(yaml.SafeLoader)(text).get_single_data()
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # of a number of thousands of digits, ValueError
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # ValueError: a number of thousands of digits
         if isinstance(error, ConfigError):
             raise
         reason = " ".join(str(error).split())
@@ -49,7 +49,7 @@ def read_yaml(path: str) -> dict[Any, Any]:
 
 
 def _problem(events: Iterable[Any]) -> str | None:
-    """What a file of settings does not need: looked for in the parser's events, before anything is built from them."""
+    """Returns the first construct that settings do not need, from the parser's events, before it builds anything."""
     depth, collections = 0, set()
     for event in events:
         kind = type(event).__name__
@@ -57,9 +57,9 @@ def _problem(events: Iterable[Any]) -> str | None:
         depth += opens - (kind in ("MappingEndEvent", "SequenceEndEvent"))
         line = f"line {event.start_mark.line + 1}"
         if depth > _DEEPEST:
-            return f"{line}: nested too deeply; settings are 'name: value', in sections or not"
+            return f"{line}: nested too deeply; write settings as 'name: value', optionally in sections"
         if getattr(event, "tag", None) not in (None, "!", _PLAIN_TAG):
-            return f"{line}: the tag {event.tag} is not read; write the value alone"
+            return f"{line}: the tag {event.tag} is not supported; write the value alone"
         if opens and event.anchor is not None:
             collections.add(event.anchor)
         if kind == "AliasEvent" and event.anchor in collections:
@@ -68,7 +68,7 @@ def _problem(events: Iterable[Any]) -> str | None:
 
 
 def _other_notation(node: Any) -> str | None:
-    """A number in a notation that YAML 1.1 reads in its own way: 010 is 8, 1:30 is 90 and 1_000 is 1000."""
+    """Returns an error for a number that YAML 1.1 reads unexpectedly: 010 is 8, 1:30 is 90 and 1_000 is 1000."""
     if node is None:
         return None
     if node.id != "scalar":
@@ -78,7 +78,7 @@ def _other_notation(node: Any) -> str | None:
         return None
     line = f"line {node.start_mark.line + 1}: {node.value}"
     if _DECIMAL.fullmatch(node.value) is None:
-        return f"{line} is a number in a notation of YAML's own; write it in decimal digits, or in quotes if it is text"
+        return f"{line} is a number in YAML-specific notation; write it in decimal digits, or quote it if it is text"
     try:
         real_number(node.value)
     except ValueError as error:
@@ -87,7 +87,7 @@ def _other_notation(node: Any) -> str | None:
 
 
 def _key_given_twice(node: Any) -> str | None:
-    """A key that occurs twice in one mapping, of which YAML would silently keep the last value."""
+    """Returns a key that occurs twice in one mapping. YAML would silently keep the last value."""
     seen: set[str] = set()
     for key, value in node.value if node is not None and node.id == "mapping" else ():
         if key.id != "scalar":

@@ -1,1 +1,1 @@
-"""From .bin/.idx files to batches of tokens. Only the loader imports torch."""
+"""Turns .bin/.idx files into batches of tokens. Only the loader imports torch."""

@@ -12,7 +12,7 @@ from megatron.errors import DataError
 
 
 class TokenDataset(Protocol):
-    """What a loader reads: samples by index, and the origin of each token."""
+    """Samples by index, and the origin of each token: the interface that a loader needs."""
 
     seq_length: int
 
@@ -29,7 +29,7 @@ def normalised(weights: Sequence[float] | np.ndarray) -> np.ndarray:
 
 
 def shares_of(weights: Sequence[float], rule: str) -> list[float]:
-    """Normalised weights, rounded as Megatron rounds them; the blend normalises them a second time."""
+    """Returns normalised weights with Megatron's rounding. The blend normalises them a second time."""
     if rule == "main":
         return normalised(weights).tolist()
     total = 0.0
@@ -39,7 +39,7 @@ def shares_of(weights: Sequence[float], rule: str) -> list[float]:
 
 
 def part_samples(wanted: int, weight: float, rule: str, *, surplus: bool = True) -> int:
-    """The number of samples to build a source for. The surplus keeps rounding from exhausting it."""
+    """Number of samples to build for a source. The surplus keeps rounding from exhausting it."""
     if not surplus:
         return math.ceil(wanted * weight)
     if rule == "main":
@@ -61,7 +61,7 @@ class BlendedDataset:
         builders: Builders | None = None,
         cache: IndexCache | None = None,
     ) -> None:
-        """At least `needed` of the `size` samples must exist. `exhaustive` takes every sample of every source once."""
+        """Raises if fewer than `needed` of the `size` samples exist. `exhaustive` limits each source to one epoch."""
         assert len(datasets) == len(weights) > 0
         self.datasets = list(datasets)
         self.seq_length = datasets[0].seq_length

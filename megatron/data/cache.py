@@ -1,8 +1,8 @@
 """Caches index arrays between runs, keyed by what they were built from. A damaged entry is rebuilt.
 
-Of several processes one builds an entry and the others map it (see `claim`). Should two build the same one, they write
-equal content, each file is replaced atomically, and the description that makes an entry valid is written last. Deleting
-a cache is always safe.
+One process builds an entry and the others map it (see `claim`). Two concurrent builds are harmless: they write equal
+content, each file is replaced atomically, and the description that makes an entry valid is written last. Deleting a
+cache is always safe.
 """
 
 import hashlib
@@ -34,27 +34,27 @@ _DAY = 24 * 3600.0  # seconds
 _ENTRY, _CLAIM = re.compile(r"[0-9a-f]{32}-[a-z]+\.(npy|json)"), re.compile(r"\.[0-9a-f]{32}-claim\.lock")
 # What numpy raises on damage: the header is parsed as Python and may name any size.
 _LOAD_ERRORS = (OSError, ValueError, EOFError, SyntaxError, TokenError, OverflowError, MemoryError, RecursionError)
-_ATTEMPTS = 3  # at storing an entry while its directory is being deleted
+_ATTEMPTS = 3  # to store an entry while its directory is being deleted
 Arrays = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class CachePlace:
-    """Where indices are stored, and whose are read."""
+    """The directories of cached indices, and the users whose entries are trusted."""
 
     directory: Path
     required: bool = False
-    """The user named this directory: failing to write there is an error, not a note."""
+    """The user named this directory, so a failed write is an error instead of a note."""
     shared: Path | None = None
-    """Another directory, which is read but not written."""
+    """A second directory, read-only."""
     trusted: frozenset[int] | None = None
-    """The users whose entries are read; None: everybody's. Whoever writes an index decides which tokens a run sees."""
+    """The users whose entries are read (None: all users). The author of an index decides which tokens a run sees."""
 
     @staticmethod
     def of(asked: str | None, prefix: str, files: Sequence[str] | None = None) -> "CachePlace":
-        """The place for the indices of this data: the user's own choice, which is trusted, else beside the data, else
-        a temporary one. Beside data of another user everybody has a directory of his own. `files`: of the data; unset,
-        the pair that the prefix names."""
+        """Chooses the place for the indices of this data: the user's choice (trusted), else beside the data, else a
+        temporary directory. Beside another user's data each user has a separate directory. `files` are the data files,
+        by default the pair that the prefix names."""
         if asked is not None:
             return CachePlace(Path(asked), required=True)
         beside, me = Path(prefix).absolute().parent, os.getuid()
@@ -71,14 +71,14 @@ class IndexCache:
     def __init__(self, place: CachePlace, say: Callable[[str], None] | None = None) -> None:
         self.place, self._say = place, say
         self.directory = place.directory
-        self.notes: list[str] = []  # what the user should be told
+        self.notes: list[str] = []  # lines to show to the user
 
     def load_or_build(self, description: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
         """Returns the arrays of this description, mapped from a valid cache entry or else built and stored."""
         text = json.dumps({"format": FORMAT, **description}, sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()[:32]
         shared = self.place.shared
-        loaded = None if shared is None else self._load_undamaged(shared, key, text)  # damage there is not ours to mend
+        loaded = None if shared is None else self._load_undamaged(shared, key, text)  # read-only: damage is ignored
         if loaded is not None:
             return loaded
         try:
@@ -98,7 +98,7 @@ class IndexCache:
         except StorageError as error:
             if self.place.required:
                 raise StorageError(f"--data-cache-path {self.directory}: {error}") from error
-            self.notes.append(f"index cache not stored, so built at every start: {error}")
+            self.notes.append(f"index cache not stored, so the index is rebuilt at every start: {error}")
             return arrays
         if all(array.nbytes <= _MAPPED_FROM for array in arrays.values()):
             return arrays  # reading them back would map nothing
@@ -107,7 +107,7 @@ class IndexCache:
         try:
             loaded = self._load(self.directory, key, text)  # mapped: the ranks of a machine share one copy
         except _DamagedError as damage:
-            self.notes.append(f"index cache {damage}: not used, though it was written just now")
+            self.notes.append(f"index cache {damage}: damaged right after writing; the index is built in memory")
         return build() if loaded is None else loaded
 
     def _load_undamaged(self, directory: Path, key: str, text: str) -> Arrays | None:
@@ -135,8 +135,8 @@ class IndexCache:
         found, trusted = path.stat(), self.place.trusted
         if trusted is not None and (found.st_uid not in trusted or found.st_mode & stat.S_IWOTH):
             raise _DamagedError(
-                f"{path}: belongs to user {found.st_uid}, or everybody may write it; give --data-cache-path if you "
-                "trust the directory"
+                f"{path}: owned by the untrusted user {found.st_uid}, or world-writable; give --data-cache-path if "
+                "you trust the directory"
             )
 
     def _load_array(self, path: Path, crc: int) -> np.ndarray:
@@ -173,7 +173,7 @@ class IndexCache:
 
 
 class _DamagedError(Exception):
-    """The entry exists but cannot be used."""
+    """Raised for an entry that exists but cannot be used."""
 
 
 def _path(directory: Path, key: str, name: str) -> Path:
@@ -192,7 +192,7 @@ def _npy(array: np.ndarray) -> Iterator[bytes | memoryview]:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Removes temporary files and claims of killed builders: those older than a day, longer than any build takes."""
+    """Removes temporary files and claims of killed builders. They are recognised by an age of more than a day."""
     long_ago = time.time() - _DAY
     for path in directory.glob(".*"):
         if not _ENTRY.fullmatch(target_of(path.name) or "") and not _CLAIM.fullmatch(path.name):

@@ -1,7 +1,7 @@
-"""Which of several processes builds an index: one per file system, whatever the number of ranks.
+"""Elects the process that builds an index: one per file system, for any number of ranks.
 
-A claim is a lock that the operating system keeps: it ends with its holder, also with one that is killed, so nobody
-waits for a process that is no more. Where the file system has no locks, every process builds, and the files are equal.
+A claim is a file lock. The operating system releases it when its holder exits or is killed, so no process waits for a
+dead one. On a file system without locks every process builds, and the files are equal.
 """
 
 import os
@@ -22,7 +22,7 @@ Found = TypeVar("Found")
 
 
 class Claim:
-    """Within the context, and once `wait_turn` has returned nothing, this process is the one to build."""
+    """Context of a claim. This process must build the index if `wait_turn` returns None."""
 
     def __init__(self, path: Path, say: Callable[[str], None] | None = None) -> None:
         self._path, self._say = path, say
@@ -41,12 +41,12 @@ class Claim:
             return
         if self._held:
             self._sign(_ENDED)
-            with suppress(OSError):  # whoever waits has opened it; whoever comes later finds the index
+            with suppress(OSError):  # waiting processes have the file open; later ones find the index
                 self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
     def wait_turn(self, find: Callable[[], Found | None]) -> Found | None:
-        """What `find` has found, once another process has built it; None when this one is to build."""
+        """Returns the result of `find` once another process has built the index; None if this process must build."""
         pause, began, said = _FIRST_PAUSE, time.monotonic(), time.monotonic()
         while self._descriptor is not None and not self._taken(self._descriptor):
             time.sleep(pause)
@@ -61,8 +61,8 @@ class Claim:
         return find()
 
     def _taken(self, descriptor: int) -> bool:
-        """Whether nobody else builds. If one has tried, and there is still no index (it could not be stored), all that
-        wait build at once, each for itself."""
+        """Returns True if no other process is building. If an earlier builder could not store its index, all waiting
+        processes build at once, each for itself."""
         try:
             self._held = try_lock(descriptor)
         except BlockingIOError:
@@ -81,7 +81,7 @@ class Claim:
             os.pwrite(self._descriptor, text.encode(), 0)
 
     def _signature(self) -> str:
-        """Empty where nobody has signed yet."""
+        """Returns the holder's signature; empty before the first one."""
         assert self._descriptor is not None
         with suppress(OSError, UnicodeDecodeError):
             return os.pread(self._descriptor, 300, 0).decode()

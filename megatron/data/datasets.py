@@ -10,7 +10,7 @@ from megatron.data.sources import SourceContent
 
 @dataclass(frozen=True)
 class Datasets:
-    """The datasets of a run; None where a split is empty or unused. `table`, `notes`, `warnings` are to be printed."""
+    """The datasets of a run; None for an empty or unused split. The caller prints `table`, `notes` and `warnings`."""
 
     train: TokenDataset | None
     valid: TokenDataset | None
@@ -18,14 +18,14 @@ class Datasets:
     table: str
     notes: tuple[str, ...] = ()
     fingerprint: str = ""  # of the data's content, for the checkpoint
-    sources: Sequence[SourceContent] = ()  # what the ranks of a run compare
+    sources: Sequence[SourceContent] = ()  # compared between ranks
     warnings: tuple[str, ...] = ()
-    full_table: str = ""  # every source, where `table` is abbreviated
+    full_table: str = ""  # every source; `table` may be abbreviated
     validation_sets: tuple[tuple[str, TokenDataset], ...] = ()  # by name, under --multiple-validation-sets
 
     @property
     def validated(self) -> dict[str, TokenDataset]:
-        """Each set that an evaluation reports a loss of, by the name of its records."""
+        """The sets whose loss an evaluation reports, by the name of their records."""
         if self.validation_sets:
             return {f"{SET_PREFIX}{name}": dataset for name, dataset in self.validation_sets}
         return {} if self.valid is None else {"valid": self.valid}

@@ -1,9 +1,11 @@
 """Fill in the middle: cuts documents in three and moves the middle to the end, so that a model learns to insert.
 
-Prefix, middle and suffix (PSM) become `<prefix> prefix <suffix> suffix <middle> middle`, or with the suffix first (SPM)
-`<prefix> <suffix> suffix <middle> prefix middle`. The cuts fall between any two characters; only a token that is cut is
-re-encoded, so the parts in their original order give the original text. The result depends only on the seed and the
-sample's index. Rearranging adds tokens; the sample is truncated to its length.
+- PSM: `<prefix> prefix <suffix> suffix <middle> middle`
+- SPM, with the suffix first: `<prefix> <suffix> suffix <middle> prefix middle`
+
+The cuts fall between any two characters. Only a token that is cut is re-encoded, so the parts in their original order
+give the original text. The result depends only on the seed and the sample's index. Rearranging adds tokens; the sample
+is truncated to its length.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -52,14 +54,14 @@ class FillInTheMiddle:
     @classmethod
     def of(cls, config: "DataConfig", tokenizer: TextTokenizer | None) -> "FillInTheMiddle":
         if tokenizer is None:
-            raise ConfigError("--fim-data: cuts text, and this run has no tokenizer of text; give one, or leave it out")
+            raise ConfigError("--fim-data: needs a text tokenizer, and this run has none; give one, or leave it out")
 
         def token(flag: str, name: str) -> int:
             number = tokenizer.token_id(name)
             if number is None:
                 raise ConfigError(
                     f"{flag} {name}: not in the tokenizer's vocabulary of {tokenizer.vocab_size}; "
-                    f"name a token that is, or use a tokenizer with such tokens"
+                    f"name a token of the vocabulary, or use another tokenizer"
                 )
             return number
 
@@ -78,7 +80,7 @@ class FillInTheMiddle:
         marks = (fim.prefix, fim.middle, fim.suffix, fim.eod, *([] if fim.fragment is None else [fim.fragment]))
         if len(set(marks)) < len(marks):
             raise ConfigError(
-                "--fim-prefix-token and the other --fim-...-token name one token twice; give each its own"
+                "--fim-prefix-token and the other --fim-...-token flags name the same token twice; give each its own"
             )
         return fim
 
@@ -93,7 +95,7 @@ class FIMDataset:
         self.seed, self.split = seed, split
         self.seq_length = dataset.seq_length
         self._vocab_size = tokenizer.vocab_size
-        self._lengths = np.full(self._vocab_size, -1, dtype=np.int32)  # characters of each token; -1: not asked yet
+        self._lengths = np.full(self._vocab_size, -1, dtype=np.int32)  # characters of each token; -1: unknown
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -141,7 +143,7 @@ class FIMDataset:
         return text is not None and self.tokenizer.detokenize(tokens[: 4 * len(text)].tolist()).startswith(text)
 
     def _characters(self, tokens: np.ndarray) -> np.ndarray:
-        """Characters of each token; 0 for a token that holds part of a character, so that no cut falls inside one."""
+        """Number of characters of each token; 0 for a token with part of a character, so that no cut splits one."""
         lengths = self._lengths[tokens]
         if (lengths < 0).any():
             for token in np.unique(tokens[lengths < 0]).tolist():
@@ -151,7 +153,7 @@ class FIMDataset:
         return lengths
 
     def _pieces(self, tokens: np.ndarray, ends: np.ndarray, cuts: Sequence[int]) -> list[np.ndarray]:
-        """The tokens between the cuts, one piece more than cuts. `ends` is where each token ends, in characters."""
+        """Returns the tokens between the cuts, len(cuts) + 1 pieces. `ends`: character offset of each token's end."""
         places = np.searchsorted(ends, cuts, side="right").tolist()  # the token with the character after the cut
         pieces: list[list[np.ndarray | list[int]]] = [[]]
         done = 0
@@ -168,7 +170,7 @@ class FIMDataset:
         return [np.concatenate([np.asarray(part, dtype=np.int64) for part in piece]) for piece in pieces]
 
     def _cut_token(self, token: int, cuts: Sequence[int]) -> list[list[int]]:
-        """Splits a token after so many characters; or before it, where its text does not survive a round trip."""
+        """Splits a token after these numbers of characters, or before it if its text does not survive a round trip."""
         before: list[list[int]] = [*([] for _ in cuts), [token]]
         if not any(cuts):
             return before

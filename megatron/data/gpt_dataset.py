@@ -1,7 +1,8 @@
 """Samples of one source in exactly Megatron-LM's order.
 
-The sequences of a split are repeated for as many epochs as the samples need, shuffled and concatenated. The stream is
-cut every seq_length tokens, with one token of overlap between samples. Then the samples are shuffled.
+1. Repeat the sequences of a split for as many epochs as the samples need; shuffle and concatenate them.
+2. Cut the stream every seq_length tokens, with one token of overlap between samples.
+3. Shuffle the samples.
 """
 
 import numpy as np
@@ -28,10 +29,10 @@ class GPTDataset:
         cache: IndexCache | None = None,
         fingerprint: str | None = None,
     ) -> None:
-        """Uses sequences first <= i < last. `num_samples` None means one epoch; `fingerprint`: the data's, if known."""
+        """Uses sequences first <= i < last; `num_samples` None means one epoch. `fingerprint` is the data's."""
         assert 0 <= first < last <= len(data) and seq_length > 0
         if not 0 <= seed < 2**32:
-            raise ConfigError(f"--seed {seed}: the sample order needs 0 to {2**32 - 1}; choose another")
+            raise ConfigError(f"--seed {seed}: the sample order needs a seed from 0 to {2**32 - 1}; choose another")
         self.data, self.seq_length = data, seq_length
         self.first, self.last = first, last
         self.tokens_per_epoch = int(data.sequence_lengths[first:last].sum(dtype=np.int64))
@@ -65,7 +66,7 @@ class GPTDataset:
         }
 
     def _build(self, builders: Builders, seed: int) -> Arrays:
-        """One generator draws documents, then samples. Changing that order changes the sample order of every run."""
+        """Draws documents, then samples, from one generator. A different sequence of draws would reorder all runs."""
         rng = np.random.RandomState(seed)
         total = samples_in(self.epochs * self.tokens_per_epoch, self.seq_length)
         first_part = total
@@ -95,7 +96,7 @@ class GPTDataset:
         return out
 
     def locate(self, index: int, token: int) -> str:
-        """The origin of token `token` of sample `index`."""
+        """Returns the file and document from which token `token` of sample `index` comes."""
         sample = int(self.order[index])
         place, offset = self.samples[sample].tolist()
         while True:

@@ -1,25 +1,24 @@
-"""Builds the index arrays of samples: in C++ where it was compiled, else in numpy with identical results.
+"""Builds the index arrays of samples: in C++ if compiled, else in numpy with identical results.
 
-`Builders.resolve()` picks one and says which and why.
+`Builders.resolve()` picks one and records the reason.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from types import ModuleType
 from typing import Literal
 
 import numpy as np
 
+from megatron.commands import build_command
+from megatron.data.helpers import INTERFACE, Helpers, helpers
 from megatron.errors import ConfigError
 from megatron.utils.process import usable_cpus
 
-_INTERFACE = 2  # of csrc/data/helpers.cpp
 _INT32_MAX = np.iinfo(np.int32).max
 _UINT32_MAX = np.iinfo(np.uint32).max
 _BLOCK = 1 << 18  # documents per block in numpy, to keep its temporaries small
 _WORTH_A_THREAD = 1 << 18  # entries
-_MOST_THREADS = 8  # memory runs out long before
+_MOST_THREADS = 8  # fewer already saturate the memory
 _WORTH_SAYING = 1 << 25  # entries; building more takes seconds
 
 Implementation = Literal["auto", "c++", "numpy"]
@@ -36,7 +35,7 @@ def samples_in(tokens: int, seq_length: int) -> int:
 
 
 def separate_last_epoch(tokens_per_epoch: int, seq_length: int, epochs: int, samples: int) -> bool:
-    """True if the last epoch is shuffled separately: when less than 80 % of it is used."""
+    """True if the last epoch is shuffled separately, because less than 80 % of it is used."""
     if epochs == 1:
         return False
     from_last = samples - samples_in((epochs - 1) * tokens_per_epoch, seq_length)
@@ -44,7 +43,7 @@ def separate_last_epoch(tokens_per_epoch: int, seq_length: int, epochs: int, sam
 
 
 def position_dtype(positions: int) -> np.dtype:
-    """The dtype of the sample index: an offset always fits 32 bits, a position in the document index may not."""
+    """Returns the dtype of the sample index. Offsets fit 32 bits; positions in the document index may need 64."""
     return np.dtype(np.int32 if positions <= _INT32_MAX else np.int64)
 
 
@@ -56,10 +55,10 @@ def shuffle_dtype(samples: int) -> np.dtype:
 class Builders:
     """One interface to the two implementations."""
 
-    helpers: ModuleType | None
+    helpers: Helpers | None
     reason: str
-    threads: int = 1  # of the C++ loops; their number changes no result
-    say: Callable[[str], None] | None = None  # called with a line about work that takes long
+    threads: int = 1  # of the C++ loops; the result does not depend on it
+    say: Callable[[str], None] | None = None  # called with a line before long work
 
     @classmethod
     def resolve(
@@ -68,13 +67,13 @@ class Builders:
         if implementation == "numpy":
             return cls(None, "numpy: asked for", say=say)
         try:
-            helpers = import_module("megatron.data._helpers")
-        except ImportError as error:
-            reason = f"not built ({error}); run: pip install pybind11 && python setup.py build_ext --inplace"
+            compiled = helpers()
+        except (OSError, AttributeError):
+            reason = f"not built; run: {build_command()}"
         else:
-            if getattr(helpers, "interface", None) == _INTERFACE:
-                return cls(helpers, "c++", min(_MOST_THREADS, usable_cpus()), say)
-            reason = "built from other sources; run: python setup.py build_ext --inplace"
+            if compiled.interface == INTERFACE:
+                return cls(compiled, "c++", min(_MOST_THREADS, usable_cpus()), say)
+            reason = f"built from other sources; run: {build_command()}"
         if implementation == "c++":
             raise ConfigError(f"data index builders in C++: {reason}")
         return cls(None, f"numpy: C++ {reason}", say=say)
@@ -87,7 +86,7 @@ class Builders:
         return max(1, min(self.threads, entries // _WORTH_A_THREAD))
 
     def shuffle(self, values: np.ndarray, rng: np.random.RandomState) -> None:
-        """rng.shuffle(values) in place, bit for bit."""
+        """Shuffles in place, bit for bit like rng.shuffle(values)."""
         if self.helpers is None or len(values) > _UINT32_MAX:
             rng.shuffle(values)
             return
@@ -100,7 +99,7 @@ class Builders:
     def document_index(
         self, first: int, count: int, epochs: int, separate: bool, rng: np.random.RandomState
     ) -> np.ndarray:
-        """Sequences first .. first + count, `epochs` times and shuffled; the last epoch apart if `separate`."""
+        """Shuffles `epochs` copies of sequences first .. first + count; the last epoch separately if `separate`."""
         self._tell(epochs * count, "shuffling {} sequences")
         dtype = np.int32 if first + count <= _INT32_MAX else np.int64
         index = np.empty(epochs * count, dtype=dtype)
@@ -114,7 +113,7 @@ class Builders:
         return index
 
     def shuffle_index(self, first_part: int, samples: int, rng: np.random.RandomState) -> np.ndarray:
-        """0 .. samples, with the first part and the rest shuffled separately."""
+        """Returns 0 .. samples - 1, with the first part and the rest shuffled separately."""
         self._tell(samples, "shuffling {} samples")
         index = np.arange(samples, dtype=shuffle_dtype(samples))
         self.shuffle(index[:first_part], rng)
@@ -123,7 +122,7 @@ class Builders:
         return index
 
     def sample_index(self, lengths: np.ndarray, documents: np.ndarray, seq_length: int, samples: int) -> np.ndarray:
-        """[samples + 1, 2]: (place in `documents`, token offset) of each bound between samples."""
+        """Returns [samples + 1, 2]: place in `documents` and token offset of each bound between samples."""
         self._tell(len(documents), "concatenating {} sequences")
         out = np.zeros((samples + 1, 2), dtype=position_dtype(len(documents)))
         if self.helpers is None:
@@ -134,7 +133,7 @@ class Builders:
         return out
 
     def blend(self, weights: np.ndarray, size: int, limits: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """(dataset of each sample, int16; its index in that dataset, int64). No dataset exceeds its limit."""
+        """Returns, per sample, its dataset (int16) and its index there (int64). No dataset exceeds its limit."""
         self._tell(size, "choosing the source of each of {} samples")
         datasets, numbers = np.empty(size, dtype=np.int16), np.empty(size, dtype=np.int64)
         weights = np.ascontiguousarray(weights, dtype=np.float64)
@@ -145,7 +144,7 @@ class Builders:
 
 
 def _sample_index(lengths: np.ndarray, documents: np.ndarray, seq_length: int, out: np.ndarray) -> None:
-    """Bound k > 0 is at token k * seq of the concatenated documents, which are taken in blocks to save memory."""
+    """Places bound k > 0 at token k * seq of the concatenated documents, in blocks to save memory."""
     samples, begin, bound = len(out) - 1, 0, 1
     for start in range(0, len(documents), _BLOCK):
         if bound > samples:

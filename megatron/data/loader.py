@@ -1,7 +1,7 @@
 """Collates samples into batches of tensors, prefetched by worker processes.
 
-The only module of this package that imports torch. It never touches the random state of the process, and a batch is a
-function of the dataset and its sample indices alone.
+No other module of this package imports torch. The loader never touches the random state of the process, and a batch
+depends only on the dataset and its sample indices.
 """
 
 import atexit
@@ -29,13 +29,13 @@ from megatron.utils.read_ahead import ReadAhead
 
 Batch = dict[str, torch.Tensor]
 _ALIGNMENT = 64  # bytes
-_UNREAD = -1  # no token: an embedding that met it would fail
+_UNREAD = -1  # invalid as a token: an embedding lookup fails
 _STOPPED_AFTER, _STOPPED_EVERY = 5.0, 30.0  # seconds without a batch, after which stopped workers are reported
 _PATIENCE = 1.0  # seconds to wait for a batch in flight when the loader is closed
 
 
 class BatchDataset(Dataset[Batch | MegatronError]):
-    """A whole batch per list of sample indices. Errors are returned, because a worker's exception loses its message."""
+    """Maps a list of sample indices to a batch. Returns errors, because an exception in a worker loses its message."""
 
     def __init__(
         self, dataset: TokenDataset, masks: MaskConfig, vocab_size: int | None, fields: Set[str] = ALL_FIELDS
@@ -63,8 +63,8 @@ class BatchDataset(Dataset[Batch | MegatronError]):
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in made.items()}
 
     def _read(self, sample_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """The samples, and their ids without marks: both [b, s + 1]; of the right shape alone where no field depends on
-        the tokens."""
+        """Returns the samples, and their ids without marks, both [b, s + 1]. The values are placeholders if no field
+        depends on the tokens."""
         shape = len(sample_ids), self.dataset.seq_length + 1
         if not self.masks.depend_on_tokens(self.fields):
             unread = np.broadcast_to(np.int64(_UNREAD), shape)
@@ -89,8 +89,8 @@ class BatchDataset(Dataset[Batch | MegatronError]):
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A batch in one buffer, which goes through its worker's pipe. As shared memory, torch's way, it needs a socket in
-    the temporary folder, which a killed worker leaves there, and a thread that prints the errors of its last moment."""
+    """A batch in one buffer, sent through the worker's pipe. torch's shared memory would need a socket and a thread. A
+    killed worker leaves the socket in the temporary folder, and the thread prints errors when the worker ends."""
 
     memory: torch.Tensor
     layout: dict[str, tuple[int, torch.dtype, torch.Size]]  # offset, shape and dtype of each tensor
@@ -118,13 +118,13 @@ class PackedBatch:
         return _received, (self.memory.numpy(), self.layout)
 
     def pin_memory(self) -> "PackedBatch":
-        """Called by torch's loader where memory is to be pinned."""
+        """Pins the buffer; called by torch's loader."""
         return PackedBatch(self.memory.pin_memory(), self.layout)
 
 
 def pack_batch(batch: Any) -> Any:
-    """A batch as it goes from a worker to the trainer. What is not tensors alone, which a script's own dataset may
-    give, goes torch's way."""
+    """Packs a batch for the transfer from worker to trainer. torch transfers anything but a mapping of plain tensors,
+    such as a batch of a script's own dataset."""
     if isinstance(batch, Mapping) and all(_is_plain(value) for value in batch.values()):
         return PackedBatch.of(dict(batch))
     return batch
@@ -151,8 +151,8 @@ class BatchIterator(Iterator[Batch]):
         collate: Callable[[Any], Any] | None = None,
         read_ahead: int = 2,
     ) -> None:
-        """`dataset[ids]` is a whole batch, `collate` its form for the way between processes. `read_ahead`: batches
-        prefetched in this process, in addition to those prefetched by the workers."""
+        """Starts the workers. `dataset[ids]` is a whole batch, which `collate` converts for the transfer. `read_ahead`
+        batches are prefetched in this process, in addition to those of the workers."""
         loader = DataLoader(
             dataset,
             batch_size=None,  # the sampler yields whole batches
@@ -163,15 +163,15 @@ class BatchIterator(Iterator[Batch]):
             worker_init_fn=partial(_live_with_the_trainer, os.getpid()),
             generator=torch.Generator(),  # otherwise the loader draws a seed from the global generator
         )
-        # No signal to the process group ends a new worker before it has set them to be ignored.
+        # Signals are blocked, so that none to the process group ends a new worker before it ignores them.
         with _child_signal_kept(), signals_held(signal.SIGINT, signal.SIGTERM):
             source: Iterator[Any] = iter(loader)
         self.workers: list[BaseProcess] = list(getattr(source, "_workers", []))
         ahead = ReadAhead(map(_unpacked, source), depth=read_ahead) if self.workers else None
         self._ahead = ahead
         self._batches: Iterator[Any] = source if ahead is None else ahead
-        # At exit Python waits for its children, and the workers ignore SIGTERM. Registered after torch's own handler,
-        # which waits 5 s per worker, so this one runs first.
+        # At exit Python waits for its children, and the workers ignore SIGTERM. This handler is registered after
+        # torch's, which waits 5 s per worker, so it runs first.
         self._end = weakref.finalize(self, _end_workers, source, ahead, self.workers, os.getpid())
         if self.workers:
             atexit.register(self._end)
@@ -186,8 +186,8 @@ class BatchIterator(Iterator[Batch]):
                 raise
             self.close()
             raise DataError(
-                f"a data worker died ({ends}): out of memory or of shared memory, or a .bin file was cut while in use; "
-                f"use a smaller --num-workers, or 0 to load in the training process"
+                f"a data worker died ({ends}): out of (shared) memory, or a .bin file was truncated while in use; "
+                f"lower --num-workers, or give 0 to load in the training process"
             ) from error
         if isinstance(batch, MegatronError):
             self.close()
@@ -195,7 +195,7 @@ class BatchIterator(Iterator[Batch]):
         return batch
 
     def _report_stopped_workers(self) -> None:
-        """Waits for the next batch, and names workers that are stopped: nothing else would end a single rank's wait."""
+        """Waits for the next batch, and reports stopped workers. A run of one rank has no other timeout."""
         seconds = _STOPPED_AFTER
         while self._ahead is not None and not self._ahead.wait(seconds):
             seconds = _STOPPED_EVERY
@@ -233,8 +233,8 @@ def _end_workers(batches: Iterator[Any], ahead: ReadAhead[Any] | None, workers: 
 
 @contextmanager
 def _child_signal_kept() -> Iterator[None]:
-    """Keeps torch from installing its SIGCHLD handler, which raises at any point of a step or save when a worker dies.
-    A dead worker is still reported, by the next batch."""
+    """Undoes torch's SIGCHLD handler, which raises at any point of a step or save when a worker dies. The next batch
+    still reports the dead worker."""
     before = signal.getsignal(signal.SIGCHLD)
     yield
     if before is not None and signal.getsignal(signal.SIGCHLD) is not before:
@@ -257,9 +257,9 @@ def build_loader(
     read_ahead: int = 2,
     fields: Set[str] = ALL_FIELDS,
 ) -> BatchIterator:
-    """The micro-batches of these samples: of `fields` those that there are, tokens, labels, position_ids [b, s] int64,
-    loss_mask [b, s] float32, and document_ids [b, s] with reset_attention_mask; and sample_ids [b]. Samples are read,
-    and workers started, where a field depends on the tokens."""
+    """Returns the micro-batches of these samples: sample_ids [b] and the requested `fields`. Tokens, labels and
+    position_ids are int64 [b, s], loss_mask is float32 [b, s]; document_ids [b, s] needs reset_attention_mask or --sft.
+    Samples are read, and workers started, only if a field depends on the tokens."""
     masks = masks or MaskConfig()
     num_workers = num_workers if masks.depend_on_tokens(fields) else 0
     return BatchIterator(
@@ -274,8 +274,8 @@ def build_loader(
 
 def _live_with_the_trainer(trainer: int, worker: int) -> None:
     """Makes a worker ignore the signals that a launcher sends to the process group: the trainer still needs batches to
-    finish its step and save. A worker ends with the trainer, also with one that died before the worker was ready, which
-    torch's own watch does not see."""
+    finish its step and save. The worker ends with the trainer, even if that died before the worker was ready, which
+    torch's own watch misses."""
     die_with(trainer)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,7 +1,7 @@
-"""The loss mask, position ids and document ids of a batch.
+"""Loss mask, position ids and document ids of a batch.
 
-A document ends with the end-of-document token. A conversation (--sft) need not: samples of these carry marks above the
-ids.
+A document ends with the end-of-document token. A conversation (--sft) may end without it, so samples of conversations
+carry marks in the bits above the ids.
 """
 
 from collections.abc import Set
@@ -12,19 +12,19 @@ import numpy as np
 from megatron.errors import ConfigError
 
 ALL_FIELDS = frozenset({"tokens", "labels", "loss_mask", "position_ids", "document_ids"})
-"""Of a batch, besides the numbers of its samples."""
+"""Fields of a batch, besides its sample_ids."""
 COUNTED, STARTS = 1 << 32, 1 << 33
-"""Marks on a token of a conversation: what is predicted from it is in the loss; it is the first one."""
+"""Marks on a token of a conversation. COUNTED: its prediction is in the loss. STARTS: it is the first token."""
 _ID = COUNTED - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskConfig:
-    """The end-of-document id, and how it affects masks and positions."""
+    """The end-of-document id, and its effect on masks and positions."""
 
     eod_id: int | None = None
     conversations: bool = False
-    """Samples have marks, which decide masks and positions; the other settings are of documents."""
+    """Samples have marks, which decide masks and positions; the settings below apply to documents."""
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
@@ -33,10 +33,10 @@ class MaskConfig:
         for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             if getattr(self, name) and self.eod_id is None:
                 flag = "--" + name.replace("_", "-")
-                raise ConfigError(f"{flag}: the tokenizer has no end-of-document id; use one that has, or leave it out")
+                raise ConfigError(f"{flag}: the tokenizer has no end-of-document id; use another, or leave it out")
 
     def depend_on_tokens(self, fields: Set[str]) -> bool:
-        """Whether a batch of these fields takes reading samples; the others follow from its size."""
+        """True if a batch of these fields requires reading samples; other fields follow from its size."""
         read = {
             "tokens": True,
             "labels": True,
@@ -48,13 +48,13 @@ class MaskConfig:
 
 
 def without_marks(text: np.ndarray) -> np.ndarray:
-    """The ids alone."""
+    """Returns the ids."""
     return text & _ID
 
 
 def loss_mask(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray:
-    """[b, s] -> float32 [b, s]: 0 where the input is an end-of-document token that is masked out, or where it is not
-    marked as counted."""
+    """Returns 0 for inputs whose prediction is left out of the loss: masked end-of-document tokens, or tokens of a
+    conversation without the mark COUNTED. [b, s] -> float32 [b, s]"""
     if masks.conversations:
         return ((tokens & COUNTED) != 0).astype(np.float32)
     if not masks.eod_mask_loss:
@@ -63,7 +63,7 @@ def loss_mask(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray:
 
 
 def position_ids(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray:
-    """[b, s] -> int64 [b, s]: 0, 1, 2, ...; restarting after each end of document if configured."""
+    """Returns 0, 1, 2, ..., restarting after each end of document if configured. [b, s] -> int64 [b, s]"""
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int64), tokens.shape)
     if not (masks.reset_position_ids or masks.conversations):
         return positions.copy()
@@ -72,7 +72,7 @@ def position_ids(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray:
 
 
 def document_ids(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray | None:
-    """[b, s] -> int64 [b, s]: the number of documents that end before each position; None if not configured.
+    """Returns the number of documents that end before each position; None if not configured. [b, s] -> int64 [b, s]
 
     Positions with the same id may attend to each other. An end-of-document token belongs to its document.
     """
@@ -82,7 +82,7 @@ def document_ids(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray | None:
 
 
 def _starts(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray:
-    """Where a document begins (the one at the beginning of the sample need not be there) or a conversation."""
+    """Returns True where a document or conversation begins; not set for a document at position 0."""
     if masks.conversations:
         return (tokens & STARTS) != 0
     follows = np.zeros(tokens.shape, dtype=bool)

@@ -1,4 +1,4 @@
-"""Concatenates datasets into one. Streams in constant memory and checks every input against its record on the way."""
+"""Concatenates datasets into one. Streams in constant memory, and checks every input against its record."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
@@ -52,9 +52,9 @@ def merge(
     impl: Impl | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> list[MergeResult]:
-    """Merges each group into its output. The outputs get their final names together, when all are complete.
+    """Merges each group into its output. Renames the outputs together, when all are complete.
 
-    `impl` None keeps the inputs' kind of index. `on_bytes` receives the bytes copied so far and the total.
+    `impl` None keeps the inputs' index format. `on_bytes` receives the bytes copied so far and the total.
     """
     parts = [[look_at(prefix) for prefix in group.prefixes] for group in groups]
     for members in parts:
@@ -99,13 +99,13 @@ def _refuse_foreign_record(prefix: str, record: DataRecord, data: IndexedDataset
         return
     if (said.get("rank"), said.get("world")) != (named.rank, named.world):
         raise DataError(
-            f"{record_path(prefix)}: is partition {said.get('rank')} of {said.get('world')} by its record and "
+            f"{record_path(prefix)}: partition {said.get('rank')} of {said.get('world')} by its record, but "
             f"{named.rank} of {named.world} by its name; rename it back"
         )
 
 
 def refuse_differences(parts: Sequence[MergeInput]) -> None:
-    """Refuses inputs that differ in token dtype, tokenizer or end-of-document marking."""
+    """Rejects inputs that differ in token dtype, tokenizer or end-of-document marking."""
     first = parts[0]
     for part in parts:
         if part.dtype != first.dtype:
@@ -125,12 +125,12 @@ def refuse_differences(parts: Sequence[MergeInput]) -> None:
             with_eod, without = (prefix, other_prefix) if record.append_eod else (other_prefix, prefix)
             raise ConfigError(
                 f"{without}: made without --append-eod and {with_eod} with it; preprocess one of them again "
-                f"(or remove {record_path(without)} to merge them as they are)"
+                f"(or remove {record_path(without)} to merge them regardless)"
             )
 
 
 def refuse_other_runs(parts: Sequence[MergeInput]) -> None:
-    """Refuses partitions that come from different runs: other input files or other settings."""
+    """Rejects partitions of different runs: other input files or other settings."""
     first_of: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {}
     for part in parts:
         named, said = partition_of(part.prefix), part.record.extra.get("partition") if part.record else None
@@ -144,8 +144,8 @@ def refuse_other_runs(parts: Sequence[MergeInput]) -> None:
             )
         if said.get("settings") != wanted.get("settings"):
             raise ConfigError(
-                f"{part.prefix}: made with other settings than {first} (--json-keys, --split-sentences, --lang and "
-                "the like); run one of them again with the other's"
+                f"{part.prefix}: made with other settings than {first} (--json-keys, --split-sentences, --lang or "
+                "similar); run one of them again with the other's settings"
             )
 
 
@@ -175,12 +175,12 @@ def _finish(builder: IndexedDatasetBuilder, parts: Sequence[MergeInput]) -> Merg
         write_record(builder.prefix, joined_record(builder.prefix, records, summary.max_id, summary.checksums))
         return MergeResult(summary, len(parts), ())
     more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-    note = f"no record was written: {', '.join(missing[:_NAMED])}{more} came without one (.meta.json)"
+    note = f"no record was written: {', '.join(missing[:_NAMED])}{more} had no record (.meta.json)"
     return MergeResult(summary, len(parts), (note,))
 
 
 def joined_record(prefix: str, records: Sequence[DataRecord], max_id: int, checksums: FileChecksums) -> DataRecord:
-    """The record of datasets made with one tokenizer: all their sources, and the settings they share."""
+    """Makes the record of datasets with the same tokenizer: all their sources, and the settings they share."""
     first = records[0]
     beginning = {name: value for name, value in first.extra.items() if name == FIRST_TOKENS}
     return make_record(
@@ -197,12 +197,12 @@ def joined_record(prefix: str, records: Sequence[DataRecord], max_id: int, check
 
 def _sources(records: Sequence[DataRecord]) -> tuple[str, ...]:
     if all(record.source == records[0].source for record in records):
-        return records[0].source  # each partition names all files of the run
+        return records[0].source  # each partition lists all files of the run
     return tuple(dict.fromkeys(name for record in records for name in record.source))
 
 
 def _whole(records: Sequence[DataRecord]) -> dict[str, Any]:
-    """The settings of the unpartitioned run, if these are all its partitions."""
+    """Returns the settings digest of the unpartitioned run if these are all its partitions, else nothing."""
     said = [record.extra.get("partition") for record in records]
     parts = [part for part in said if isinstance(part, dict) and part.get("whole")]
     whole = {part["whole"] for part in parts}
@@ -213,7 +213,7 @@ def _whole(records: Sequence[DataRecord]) -> dict[str, Any]:
 
 
 def _agreed(extras: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The settings all records share, without `partition`."""
+    """Returns the settings that all records share, without `partition`."""
     first, *others = list(extras)
     kept = {name: value for name, value in first.items() if name != "partition"}
     absent = object()

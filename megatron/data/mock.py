@@ -1,4 +1,4 @@
-"""Synthetic samples for a run without files. A sample is a function of its index, so every layout sees the same."""
+"""Synthetic samples for a run without files. A sample depends only on its index, so every layout sees the same."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -44,10 +44,10 @@ class MockDataset:
 def mock_datasets(
     config: "DataConfig", num_samples: Sequence[int | None], seed: int, vocab_size: int | None, eod_id: int | None
 ) -> Datasets:
-    """The splits that --mock-data asks for."""
+    """Builds the splits that --mock-data requests."""
     sources = data_sources(config)
     if any(sources.blends):
-        raise ConfigError("--mock-data and a data path are both given; choose one")
+        raise ConfigError("--mock-data and a data path exclude each other; give one of them")
 
     def dataset(split: int) -> MockDataset | None:
         wanted = num_samples[split]

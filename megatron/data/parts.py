@@ -24,7 +24,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Partition:
-    """The partition that a dataset's name states: `base_part002_of_004_text_document` is rank 2 of 4."""
+    """Partition according to a dataset's name: `base_part002_of_004_text_document` is rank 2 of 4."""
 
     base: str
     rest: str
@@ -40,7 +40,7 @@ def partition_of(prefix: str) -> Partition | None:
 
 
 def find_prefixes(inputs: Sequence[str], output: str) -> list[str]:
-    """Expands prefixes, patterns and folders to prefixes sorted by name, without the output of an earlier merge."""
+    """Expands prefixes, patterns and folders to prefixes sorted by name. Skips the output of an earlier merge."""
     found: list[str] = []
     for word in inputs:
         if Path(word).is_dir():
@@ -61,10 +61,11 @@ def _pairs_in(folder: Path) -> list[str]:
         for path in (bin_path(name), idx_path(name)):
             if not os.path.lexists(path):
                 raise ConfigError(
-                    f"--input {folder}: {path.name} is missing, its other half is not; copy it again, or move the other"
+                    f"--input {folder}: {path.name} is missing, but not its .bin/.idx counterpart; copy it again, or "
+                    "move the counterpart away"
                 )
     if not names:
-        raise ConfigError(f"--input {folder}: holds no .bin and .idx; give the folder of the datasets")
+        raise ConfigError(f"--input {folder}: contains no .bin and .idx; give the folder of the datasets")
     return sorted(names)
 
 
@@ -77,7 +78,7 @@ def _matches(pattern: str) -> list[str]:
 
 
 def _is_output(prefix: str, output: str) -> bool:
-    """True for the output's own name, and for its names when several keys are merged."""
+    """True for the output's name, and for its names with a key when several keys are merged."""
     same_folder = Path(prefix).parent.resolve() == Path(output).parent.resolve()
     name, own = Path(prefix).name, Path(output).name
     keyed = name.startswith(f"{own}_") and name.endswith(("_document", "_sentence"))
@@ -98,7 +99,7 @@ def plan_groups(prefixes: Iterable[str], output: str) -> list[Group]:
     elif "" in by_key:
         keys = ", ".join(sorted(key for key in by_key if key))
         raise ConfigError(
-            f"--input: {by_key[''][0]} is no partition, and there are partitions of {keys}; merge them one by one"
+            f"--input: {by_key[''][0]} is not a partition, but others are partitions of {keys}; merge them separately"
         )
     else:
         groups = [Group(f"{output}_{key}", tuple(members)) for key, members in by_key.items()]
@@ -112,7 +113,7 @@ def _in_order(base: str, rest: str, members: list[str]) -> list[str]:
     worlds = sorted({part.world for part in parts.values()})
     if len(worlds) > 1:
         raise ConfigError(
-            f"--input: {base}: partitions of {worlds[0]} and of {worlds[1]} are mixed; move those of an older run"
+            f"--input: {base}: partitions of {worlds[0]} and of {worlds[1]} are mixed; move the older run's away"
         )
     by_rank: dict[int, str] = {}
     for prefix, part in parts.items():
@@ -128,11 +129,11 @@ def _in_order(base: str, rest: str, members: list[str]) -> list[str]:
         )
     beyond = [prefix for rank, prefix in by_rank.items() if rank >= worlds[0]]
     if beyond:
-        raise ConfigError(f"--input: {beyond[0]}: there are {worlds[0]} partitions, numbered from 0; move it away")
+        raise ConfigError(f"--input: {beyond[0]}: the {worlds[0]} partitions are numbered from 0; move it away")
     return [by_rank[rank] for rank in range(worlds[0])]
 
 
 def _refuse_output_as_input(group: Group) -> None:
     for prefix in group.prefixes:
         if os.path.realpath(bin_path(prefix)) == os.path.realpath(bin_path(group.output)):
-            raise ConfigError(f"--output-prefix {group.output}: is an input as well; choose another name")
+            raise ConfigError(f"--output-prefix {group.output}: is also an input; choose another name")

@@ -1,8 +1,8 @@
-"""Files behind a URL (s3://, gs://, https://, file://, memory://, ...), through fsspec.
+"""Files behind a URL (s3://, gs://, https://, file://, memory://, ...), read and written through fsspec.
 
-fsspec is imported when the first URL is met. Only schemes that name a store are taken: others of fsspec (reference,
-zip, a chain with ::) would read files that the object at the URL names. A range that comes back short is requested
-again, and then is an error that names the URL; it is never taken for the end of the file.
+fsspec is imported at the first URL. Only schemes of stores are accepted. Other fsspec schemes (reference, zip, a chain
+with ::) would read files that the object at the URL names. A range that comes back short is requested again, then
+raises an error with the URL; it never counts as the end of the file.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from megatron.utils.durable import write_atomically
 from megatron.utils.ranged_file import RangedFile
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_PACKAGES = {  # every scheme that is taken, and the package that reads it
+_PACKAGES = {  # the package that reads each accepted scheme
     **dict.fromkeys(("s3", "s3a"), "s3fs"),
     **dict.fromkeys(("gs", "gcs"), "gcsfs"),
     **dict.fromkeys(("az", "abfs", "abfss", "adl"), "adlfs"),
@@ -42,27 +42,27 @@ def is_url(name: str | Path) -> bool:
 
 
 def refuse_secrets(url: str) -> None:
-    """For a URL that becomes the name of files. What is left of it without its secrets would name other objects."""
+    """Rejects a URL with secrets as a name of files. Without its secrets it would name other objects."""
     if without_secrets(url) != url:
         raise ConfigError(
-            f"{url}: a password or query in the address of a dataset; leave it out (credentials are taken from "
-            "the environment of the store's package)"
+            f"{url}: the address of a dataset contains a password or query; leave it out (the store's package takes "
+            "credentials from its environment)"
         )
 
 
 @dataclass(frozen=True)
 class RemoteStatus:
     size: int
-    version: str  # equal versions mean equal content, as far as the store tells
+    version: str  # equal versions mean equal content, as far as the store reports it
 
 
 def _store(url: str) -> tuple[Any, str]:
-    """(file system, path in it) of a URL."""
+    """Returns the file system of a URL, and the path in it."""
     scheme = url.partition("://")[0]
     if "::" in url:
-        raise ConfigError(f"{url}: :: chains two file systems, which is not read; fetch the file, and name that")
+        raise ConfigError(f"{url}: chains two file systems (::), which is not supported; download the file first")
     if scheme not in _PACKAGES:
-        raise ConfigError(f"{url}: {scheme}:// is not read; give one of {', '.join(_PACKAGES)}, or fetch the file")
+        raise ConfigError(f"{url}: {scheme}:// is not supported; use {', '.join(_PACKAGES)}, or download the file")
     try:
         import fsspec
     except ImportError:
@@ -78,7 +78,7 @@ def _store(url: str) -> tuple[Any, str]:
         package = _PACKAGES[scheme]
         raise ConfigError(f"{url}: {scheme}:// needs the package {package}; pip install {package}") from None
     except ValueError as error:
-        raise ConfigError(f"{url}: not an address ({_short(error)}); correct it") from None
+        raise ConfigError(f"{url}: invalid address ({_short(error)}); correct it") from None
     return store, str(path)
 
 
@@ -87,8 +87,8 @@ def _numbers(version: str) -> list[int]:
 
 
 async def _client_within_the_host(**options: Any) -> Any:
-    """A web client that follows a redirect only to the server that was asked (http to https too): the address, which a
-    stranger may have written, could lead to servers that only this machine reaches."""
+    """Makes a web client that follows redirects only within the server (http to https too). Otherwise an address by a
+    stranger could lead to servers that only this machine reaches."""
     import aiohttp
 
     async def look(_session: Any, _context: Any, asked: Any) -> None:
@@ -103,9 +103,9 @@ async def _client_within_the_host(**options: Any) -> Any:
 
 
 def redirected(address: str, server: str) -> str:
-    """The line about a redirect to another server. The Hugging Face Hub's links do, and its own scheme needs none."""
+    """Returns the error about a redirect to another server. The Hugging Face Hub's links redirect; hf:// does not."""
     found = _OF_THE_HUB.fullmatch(address.partition("?")[0])
-    way_out = "fetch the file (curl -L), and name that"
+    way_out = "download the file (curl -L), and give its path"
     if found is not None:
         kind, name, revision, path = found.groups()
         way_out = f"give hf://{kind or ''}{name}@{revision}/{path} (pip install huggingface_hub), or {way_out}"
@@ -114,8 +114,8 @@ def redirected(address: str, server: str) -> str:
 
 @contextmanager
 def _looking(url: str, doing: str, error_class: type[MegatronError] = DataError) -> Iterator[tuple[Any, str]]:
-    """The store of a URL without what it remembers, and the path in it. Turns whatever the store raises into one of our
-    errors; each kind of store has its own classes."""
+    """Yields the store of a URL, with its cache cleared, and the path in it. Turns the exceptions of any store into
+    MegatronError."""
     store, path = _store(url)
     try:
         store.invalidate_cache()
@@ -123,9 +123,9 @@ def _looking(url: str, doing: str, error_class: type[MegatronError] = DataError)
     except MegatronError:
         raise
     except FileNotFoundError as error:
-        if isinstance(error.__cause__, MegatronError):  # fsspec takes whatever fails on the web for this
+        if isinstance(error.__cause__, MegatronError):  # fsspec turns every web failure into FileNotFoundError
             raise error.__cause__ from None
-        raise ConfigError(f"{url}: there is no such object; check the address") from None
+        raise ConfigError(f"{url}: no such object; check the address") from None
     except Exception as error:
         raise error_class(f"{url}: {doing} failed ({_short(error)}); check the network and the access rights") from None
 
@@ -138,9 +138,9 @@ def status_of(url: str) -> RemoteStatus:
     with _looking(url, "looking at it") as (store, path):
         facts = store.info(path)
     if facts.get("type") == "directory":
-        raise ConfigError(f"{url}: is a folder; name a file")
+        raise ConfigError(f"{url}: is a folder; give a file")
     if not isinstance(facts.get("size"), int):
-        raise ConfigError(f"{url}: the server does not tell its size; download it first, and name the file")
+        raise ConfigError(f"{url}: the server does not report its size; download it first, and give the file")
     known = repr([facts[name] for name in _VERSIONS if facts.get(name) is not None])
     return RemoteStatus(facts["size"], hashlib.sha256(known.encode()).hexdigest()[:16])
 
@@ -162,14 +162,14 @@ def has_magic(url: str) -> bool:
 
 
 def matches(pattern: str) -> list[str]:
-    """The URLs of the files that match, sorted."""
+    """Returns the URLs of the matching files, sorted."""
     with _looking(pattern, "listing") as (store, path):
         found = store.glob(path, detail=True)
     return sorted(str(store.unstrip_protocol(name)) for name, facts in found.items() if facts["type"] == "file")
 
 
 def files_in(url: str) -> list[str]:
-    """The URLs of all files below a folder, sorted."""
+    """Returns the URLs of all files below a folder, sorted."""
     with _looking(url, "listing") as (store, path):
         return sorted(str(store.unstrip_protocol(name)) for name in store.find(path))
 
@@ -184,23 +184,23 @@ def open_remote(url: str, size: int, buffering: int) -> io.BufferedReader:
                 data: bytes = store.cat_file(path, start=start, end=stop)
                 if len(data) == stop - start:
                     return data
-                reason = f"{len(data)} bytes came"
+                reason = f"got {len(data)} bytes"
             except MegatronError:
                 raise
-            except Exception as error:  # each kind of store raises its own classes
+            except Exception as error:  # each store has its own exception classes
                 reason = _short(error)
             if pause is not None:
                 time.sleep(pause)
         raise DataError(
             f"{url}: reading bytes {start} to {stop} failed {len(PAUSES) + 1} times ({reason}); check the "
-            "network and the object, or download it and name the file"
+            "network and the object, or download it and give the file"
         )
 
     return io.BufferedReader(RangedFile(size, fetch), max(buffering, 1 << 20))
 
 
 def download(url: str, path: Path) -> None:
-    """Fetches the object whole or not at all. One that changes meanwhile is refused."""
+    """Downloads an object atomically. Raises if it changes meanwhile."""
     try:
         write_atomically(path, _blocks(url), sync=False, temporary=path.with_name(f"{path.name}.download"))
     except OSError as error:
@@ -213,7 +213,7 @@ def _blocks(url: str) -> Iterator[bytes]:
         while block := source.read(8 << 20):
             yield block
     if status_of(url) != status:
-        raise DataError(f"{url}: was changed while it was read; run again when nobody writes it")
+        raise DataError(f"{url}: changed while it was read; run again when no process writes it")
 
 
 def upload(path: Path, url: str) -> None:
@@ -224,7 +224,7 @@ def upload(path: Path, url: str) -> None:
         store.invalidate_cache()
         size = store.info(name)["size"]
     if size != path.stat().st_size:
-        raise StorageError(f"{url}: {size} bytes are there, and {path.stat().st_size} were written; run again")
+        raise StorageError(f"{url}: has {size} bytes, but {path.stat().st_size} were written; run again")
 
 
 def remove(url: str) -> None:

@@ -13,7 +13,7 @@ _RECORD = ".meta.json"
 
 
 def fetch_words(words: Iterable[str], folder: Path) -> list[str]:
-    """Downloads what each URL names (a prefix, a pattern, a folder) and replaces it by the local prefixes."""
+    """Downloads the datasets of each URL (a prefix, pattern or folder) and replaces it by the local prefixes."""
     local = []
     for word in words:
         local += [fetch_pair(prefix, folder) for prefix in _prefixes_of(word)] if remote.is_url(word) else [word]
@@ -21,7 +21,7 @@ def fetch_words(words: Iterable[str], folder: Path) -> list[str]:
 
 
 def fetch_pair(prefix: str, folder: Path) -> str:
-    """Downloads .bin, .idx and the record, if any; returns the local prefix. Each URL folder gets a local one."""
+    """Downloads .bin, .idx and any record; returns the local prefix. Each URL folder has its own local folder."""
     remote.refuse_secrets(prefix)
     parent, _, name = prefix.rpartition("/")
     place = folder / hashlib.sha256(parent.encode()).hexdigest()[:8]
@@ -45,12 +45,12 @@ def _prefixes_of(word: str) -> list[str]:
         return [without_ending(word)]
     found = {without_ending(name) for name in names if name.endswith(_HALVES)}
     if not found:
-        raise ConfigError(f"--input {word}: holds no .bin and .idx; {way_out}")
+        raise ConfigError(f"--input {word}: contains no .bin and .idx; {way_out}")
     return sorted(found)
 
 
 def refuse_existing_urls(prefix: str, outputs: Sequence[str]) -> None:
-    """`outputs` are URLs without ending."""
+    """Rejects `outputs` (URLs without ending) that exist."""
     remote.refuse_secrets(prefix)
     for output in outputs:
         for ending in _HALVES:
@@ -59,7 +59,7 @@ def refuse_existing_urls(prefix: str, outputs: Sequence[str]) -> None:
 
 
 def beside(prefix: str, local: str) -> str:
-    """The URL of a local output: the same name, in the folder of `prefix`."""
+    """Returns the URL of a local output: its name in the folder of `prefix`."""
     return f"{prefix.rpartition('/')[0]}/{Path(local).name}"
 
 

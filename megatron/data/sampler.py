@@ -1,7 +1,7 @@
-"""The samples of each rank and step: a pure function of the samples consumed so far.
+"""Samples of each rank and step: a pure function of the samples consumed so far.
 
 Each block of micro_batch_size * dp_size samples is split among the data-parallel ranks. A global batch is a whole
-number of blocks, so the samples of a step depend on the global batch size alone.
+number of blocks, so the samples of a step depend only on the global batch size.
 """
 
 from collections.abc import Iterator
@@ -24,18 +24,18 @@ class BlockShape:
 def sample_batches(
     order: str, total_samples: int, consumed_samples: int, shape: BlockShape, *, data_sharding: bool = True
 ) -> Iterator[list[int]]:
-    """The sample ids of each micro-batch of one rank, in the order of --dataloader-type."""
+    """Yields the sample ids of each micro-batch of one rank, in the order of --dataloader-type."""
     if order == "single":
         return single_batches(total_samples, consumed_samples, shape)
     return cyclic_batches(total_samples, consumed_samples, shape, data_sharding=data_sharding)
 
 
 def single_batches(total_samples: int, consumed_samples: int, shape: BlockShape) -> Iterator[list[int]]:
-    """Sample ids in order from `consumed_samples`, a contiguous micro-batch per rank. Drops an incomplete block."""
+    """Yields contiguous micro-batches of sample ids, in order from `consumed_samples`. Drops an incomplete block."""
     if consumed_samples > total_samples:
         raise DataError(
-            f"{consumed_samples} samples are consumed, but the data has {total_samples}: "
-            f"not the data or the --train-samples/--train-iters of the earlier run; restore them"
+            f"{consumed_samples} samples are consumed, but the data has {total_samples}: the data or "
+            f"--train-samples/--train-iters differ from the earlier run's; restore them"
         )
     for start in range(consumed_samples, total_samples - shape.block + 1, shape.block):
         begin = start + shape.dp_rank * shape.micro_batch_size
@@ -45,12 +45,12 @@ def single_batches(total_samples: int, consumed_samples: int, shape: BlockShape)
 def cyclic_batches(
     total_samples: int, consumed_samples: int, shape: BlockShape, *, data_sharding: bool = True
 ) -> Iterator[list[int]]:
-    """Endless epochs, each shuffled by torch.randperm seeded with the epoch's number.
+    """Yields micro-batches of endless epochs, each shuffled by torch.randperm seeded with the epoch's number.
 
-    With data_sharding every rank shuffles a bucket of its own, as Megatron does: the order then depends on the
-    number of data-parallel ranks. Without it one permutation is shared by any number of ranks.
+    With data_sharding every rank shuffles its own bucket, as in Megatron, so the order depends on the number of
+    data-parallel ranks. Without it all ranks share one permutation, for any number of ranks.
     """
-    import torch  # imported here alone: the rest of this package must work without torch
+    import torch  # imported lazily: this module must work without torch
 
     active = total_samples - total_samples % shape.block
     if not active:
@@ -60,7 +60,7 @@ def cyclic_batches(
         )
     if consumed_samples % active % shape.block:
         raise ConfigError(
-            f"--dataloader-type cyclic: {consumed_samples} samples consumed do not end on a block of {shape.block}; "
+            f"--dataloader-type cyclic: the {consumed_samples} samples consumed are not whole blocks of {shape.block}; "
             f"resume with the earlier --micro-batch-size and number of data-parallel ranks"
         )
     epoch, done = divmod(consumed_samples, active)

@@ -1,4 +1,4 @@
-"""Builds the dataset of one source: the part of its sequences that a split takes, with its index in the cache."""
+"""Builds the dataset of one source: its sequences in a split, with a cached index."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from megatron.data.sources import Sources
 if TYPE_CHECKING:
     from megatron.config.sections.data import DataConfig
 
-_CACHED_FROM = 1 << 16  # sequences of all epochs; a smaller index is faster to build than to load
+_CACHED_FROM = 1 << 16  # sequences over all epochs; a smaller index is faster to build than to load
 _SAID_EVERY = 10.0  # seconds
 _FEW = 32  # sources; with thousands, a cache file for each small index costs more than it saves
 
@@ -27,7 +27,7 @@ OwnDataset = GPTDataset | ConversationDataset
 
 @dataclass(frozen=True)
 class SourceSlice:
-    """Sequences first <= i < last of one source, with its weight in the blend (None: proportional to size)."""
+    """Sequences first <= i < last of one source, and its weight in the blend (None: proportional to size)."""
 
     data: IndexedDataset | Conversations
     fingerprint: str
@@ -54,7 +54,7 @@ class SourceDatasets:
     """Builds datasets of single sources; `notes` are lines to print about them."""
 
     def __init__(self, config: "DataConfig", sources: Sources, seed: int, builders: Builders, *, pad_id: int) -> None:
-        """`pad_id`: the id that fills up samples of conversations."""
+        """Prepares to build; `pad_id` pads samples of conversations."""
         self._config, self._sources, self._seed, self._builders = config, sources, seed, builders
         self._pad_id = pad_id
         self._tidied: set[Path] = set()  # directories of indices

@@ -1,4 +1,4 @@
-"""Opens and checks each source of a run once, whatever splits and blends use it."""
+"""Opens and checks each source of a run once for all splits and blends."""
 
 import hashlib
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron.config.sections.data import DataConfig
 
 _SHUFFLED = "GPT shuffles sequences, not documents"
-_NAMED = 3  # a note lists at most this many sources; of more it names the first
+_NAMED = 3  # a note lists at most this many sources, or names the first of more
 _MAPPED_AT_ONCE = 512  # .bin files
 _LOOKED_AT = 64  # documents whose last token is checked
 _BLOCK = 1 << 16  # documents per block
@@ -38,17 +38,17 @@ class Source:
 
 @dataclass(frozen=True)
 class SourceContent:
-    """What must be the same on all machines that read this source."""
+    """Digests of a source, which must be equal on all machines that read it."""
 
     prefix: str
     content: str
     """Digest of the index and of a sample of the tokens."""
     record: str
-    """Digest of the record beside it; empty where there is none."""
+    """Digest of the record beside it; empty without one."""
 
 
 class Sources:
-    """The opened sources. Data made with another eod_id, vocabulary or tokenizer than the run's is refused."""
+    """The opened sources. Rejects data made with another eod_id, vocabulary or tokenizer than the run's."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Sources:
         self.config, self._tokenizer = config, tokenizer
         self._vocab_size, self._eod_id, self._tokenizer_fingerprint = vocab_size, eod_id, tokenizer_fingerprint
         self._opened: dict[str, Source] = {}
-        # Those read last stay mapped. Arrays already handed out stay valid, too: they hold their map.
+        # The most recently read files stay mapped. Arrays already returned stay valid: they hold their map.
         self._pool = lru_cache(_MAPPED_AT_ONCE)(map_tokens)
         self._mapped_indices = 0
         self._borders = border_flag(config)
@@ -73,7 +73,7 @@ class Sources:
         return len(self._opened)
 
     def prepare(self, prefixes: Sequence[str]) -> None:
-        """Raises the limit on open files for these sources, or refuses a blend too large for it, before opening any."""
+        """Raises the limit on open files before opening these sources, or rejects a blend that is too large for it."""
         for prefix in filter(is_url, prefixes):
             raise ConfigError(fetch_first("data path", prefix))
         new = set(prefixes) - self._opened.keys()
@@ -111,7 +111,7 @@ class Sources:
         return Source(data, fingerprint, digest)
 
     def _check_borders(self, data: IndexedDataset, record: DataRecord | None, flag: str) -> None:
-        """Refuses a setting that depends on end-of-document tokens for data without them, where it would do nothing."""
+        """Rejects a setting that needs end-of-document tokens if the data has none, because it would be a no-op."""
         last = _last_sequences(data, _LOOKED_AT)
         marked = any(int(data.get(sequence)[-1]) == self._eod_id for sequence in last)
         if (last and not marked) or (record is not None and record.extra.get("append_eod") is False):
@@ -136,7 +136,7 @@ class Sources:
         ]
 
     def contents(self) -> tuple[SourceContent, ...]:
-        """The content of each source. The more sources there are, the fewer blocks are sampled of each."""
+        """Returns the digests of each source. With more sources, fewer blocks of each are sampled."""
         blocks = max(_FEWEST_BLOCKS, min(_MOST_BLOCKS, _ALL_BLOCKS // max(1, len(self._opened))))
         found = []
         for prefix, source in self._opened.items():
@@ -145,7 +145,7 @@ class Sources:
         return tuple(found)
 
     def fingerprint(self, mixture: str) -> str:
-        """Identifies the content of the files, whatever their paths, and how they are mixed ("" without a blend)."""
+        """Hash of the files' content, independent of their paths, and of their `mixture` ("" without a blend)."""
         digest = hashlib.sha256()
         for source in self._opened.values():
             record = source.record_digest or _NO_RECORD
@@ -155,7 +155,7 @@ class Sources:
 
 
 def _last_sequences(data: IndexedDataset, count: int) -> list[int]:
-    """The last sequences of the first `count` documents that are not empty."""
+    """Returns the last sequence of each of the first `count` non-empty documents."""
     found: list[int] = []
     for start in range(0, data.num_documents, _BLOCK):
         bounds = data.document_indices[start : start + _BLOCK + 1]
@@ -175,11 +175,11 @@ def _listed(prefixes: list[str], text: str) -> list[str]:
 def check_border_flag(config: "DataConfig", eod_id: int | None) -> None:
     flag = border_flag(config)
     if flag is not None and eod_id is None:
-        raise ConfigError(f"{flag}: the tokenizer has no end-of-document id; use one that has, or leave it out")
+        raise ConfigError(f"{flag}: the tokenizer has no end-of-document id; use another, or leave it out")
 
 
 def border_flag(config: "DataConfig") -> str | None:
-    """The flag in use that needs an end-of-document token after each document, if any."""
+    """Returns the active flag that needs an end-of-document token after each document, if any."""
     for name in ("reset_attention_mask", "dataloader_inter_document_masking", "reset_position_ids", "eod_mask_loss"):
         if getattr(config, name):
             return "--" + name.replace("_", "-")

@@ -1,6 +1,6 @@
 """Builds the training, validation and test datasets of a run, and the table that describes them.
 
-Every rank has its own from files alone; of those that share a file system one builds an index, and the others map it.
+Ranks do not communicate: each reads the files. One rank per file system builds an index, and the others map it.
 """
 
 import time
@@ -84,7 +84,7 @@ def sources_of(
     chat: ConversationEncoder | None,
     say: Callable[[str], None] | None = None,
 ) -> Sources:
-    """The files of a run: documents, or conversations under --sft. None is opened yet."""
+    """Returns the sources of a run, not opened yet: documents, or conversations under --sft."""
     if not config.sft:
         return Sources(
             config,
@@ -94,7 +94,7 @@ def sources_of(
             tokenizer=tokenizer,
         )
     if chat is None:
-        raise ConfigError("--sft: datasets_provider gives no chat encoder; pass chat=run.chat, as pretrain_gpt.py does")
+        raise ConfigError("--sft: datasets_provider passes no chat encoder; add chat=run.chat, as in pretrain_gpt.py")
     return ConversationSources(config, chat, say)
 
 
@@ -111,7 +111,7 @@ class _Builder:
         separate = config.train_data_path or config.valid_data_path or config.test_data_path
         if shared and (separate or config.per_split_data_args_path):
             raise ConfigError(
-                "--data-path and --train/valid/test-data-path are both given; use --data-path with --split, "
+                "--data-path and --train/valid/test-data-path exclude each other; give --data-path with --split, "
                 "or a path for each split"
             )
         if not any(self.asked.blends):
@@ -152,7 +152,7 @@ class _Builder:
         )
 
     def _mixture(self) -> str:
-        """What decides the sample order besides the content: weights, and the split of each source."""
+        """Describes the weights and the split of each source, which determine the sample order besides the content."""
         lines = []
         for name, blend in zip(SPLITS, self.asked.blends):
             if blend is None or self._direct(blend) or (blend.weights is None and self.asked.cut):
@@ -162,12 +162,12 @@ class _Builder:
         return "\n".join(lines)
 
     def _split(self, split: int, wanted: int | None) -> TokenDataset | None:
-        """The dataset of one split; None, with a note, where it is empty. An empty training split is an error."""
+        """Builds the dataset of one split. Returns None with a note if it is empty; raises for a training split."""
         name, blend = SPLITS[split], self.asked.blends[split]
         if blend is None:
             self.notes.append(f"{name}: no data path, so no {name} data")
             if split == 0 and wanted:
-                raise ConfigError("--train-data-path: not given; give it too, or use --data-path with --split")
+                raise ConfigError("--train-data-path: not given; add it, or use --data-path with --split")
             return None
         if wanted == 0:
             return None
@@ -187,7 +187,7 @@ class _Builder:
         return self._weighted(name, blend.flag, used, wanted)
 
     def _validation_sets(self, wanted: int | None) -> Iterator[tuple[str, TokenDataset]]:
-        """Each source of the validation split as a set of its own."""
+        """Yields each source of the validation split as a separate set."""
         blend = self.asked.blends[1]
         if blend is None or wanted == 0:
             return
@@ -200,7 +200,7 @@ class _Builder:
             yield name, dataset
 
     def _direct(self, blend: Blend) -> bool:
-        """True if the split is one source without a blend. For a weight Megatron builds a surplus, and so must we."""
+        """True if the split is one source without a blend. A weighted source needs a blend for Megatron's surplus."""
         weighted = blend.weights is not None and (self.config.split_rule != "main" or self.asked.cut)
         return len(blend.prefixes) == 1 and not weighted
 
@@ -208,7 +208,7 @@ class _Builder:
         if prefixes:
             more = f" and {len(prefixes) - 1} others" if len(prefixes) > 1 else ""
             verb = "have" if more else "has"
-            self.notes.append(f"{name}: {prefixes[0]}{more} {verb} nothing for it, the other sources share the weight")
+            self.notes.append(f"{name}: {prefixes[0]}{more} {verb} no {name} data; the other sources share the weight")
 
     def _empty(self, name: str, why: str, wanted: int | None) -> None:
         if name == "train" and wanted:
@@ -236,7 +236,7 @@ class _Builder:
     def _weighted(self, name: str, flag: str, parts: list[SourceSlice], wanted: int | None) -> TokenDataset:
         if wanted is None:
             raise ConfigError(
-                f"{flag}: weights, but the whole {name} split is asked for; give the paths without weights"
+                f"{flag}: has weights, but the run uses the whole {name} split; give the paths without weights"
             )
         rule = self.config.split_rule
         shares = shares_of([part.weight or 0.0 for part in parts], rule)
@@ -248,7 +248,7 @@ class _Builder:
         return self._blend(name, parts, datasets, shares, size, wanted, exhaustive=False)
 
     def _exhaustive(self, name: str, flag: str, parts: list[SourceSlice], wanted: int | None) -> TokenDataset | None:
-        """Prefixes without weights: every sample of every source at most once, sources proportional to their size."""
+        """Blends prefixes without weights: sources in proportion to their size, each sample at most once."""
         datasets = self.made.of_slices(name, parts, [None] * len(parts))
         kept = [(part, dataset) for part, dataset in zip(parts, datasets) if len(dataset)]
         if not kept:
@@ -260,7 +260,7 @@ class _Builder:
             wanted = sum(sizes)
         if wanted is not None and wanted > sum(sizes):
             raise DataError(
-                f"{flag}: one epoch of its sources is {sum(sizes)} {name} samples, and the run needs {wanted}; "
+                f"{flag}: one epoch of its sources is {sum(sizes)} {name} samples, but the run needs {wanted}; "
                 f"give weights (weight prefix weight prefix ...) to repeat them, or train shorter"
             )
         size = sum(sizes) if wanted is None else wanted

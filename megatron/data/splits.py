@@ -1,4 +1,4 @@
-"""Splits sequences into training, validation and test, and counts the samples that a run needs of each."""
+"""Splits sequences into training, validation and test, and counts the samples that a run needs."""
 
 from itertools import accumulate
 
@@ -6,13 +6,13 @@ from megatron.config.split import Shares
 
 
 def split_bounds(shares: Shares, sequences: int, rule: str = "23.06") -> tuple[int, int, int, int]:
-    """The bounds b, where split k holds sequences b[k] <= i < b[k + 1]. `rule`: of --split-rule."""
+    """Returns bounds b; split k holds sequences b[k] <= i < b[k + 1]. `rule` is the value of --split-rule."""
     if rule == "main":
         bounds = [round(share * float(sequences)) for share in accumulate(shares, initial=0.0)]
     else:
         bounds = list(accumulate((round(share * float(sequences)) for share in shares), initial=0))
         surplus = bounds[-1] - sequences
-        # Megatron's bound can be negative here, which trains on documents of another split; ours is at least 0.
+        # In Megatron a bound can be negative here, which trains on documents of another split.
         bounds = [0] + [max(0, bound - surplus) for bound in bounds[1:]]
     return (bounds[0], bounds[1], bounds[2], bounds[3])
 
@@ -25,7 +25,7 @@ def sample_counts(
     eval_iters: int,
     global_batch_size: int,
 ) -> tuple[int, int, int]:
-    """The samples that a run needs: (train, valid, test). It evaluates after every interval and at the end."""
+    """Returns the samples that a run needs: (train, valid, test). It evaluates after each interval and at the end."""
     if train_samples is not None:
         train = train_samples
         iterations = train_iters if train_iters is not None else train_samples // global_batch_size

@@ -1,11 +1,11 @@
-"""The table of what a run will read, printed before the first step."""
+"""Renders the table of the data that a run will read, printed before the first step."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.errors import ConfigError
 
-OFTEN = 4.0  # warn when a source is repeated for more epochs
+OFTEN = 4.0  # warn if a source is repeated for more epochs
 _MOST_ROWS = 20
 _LARGEST, _MOST_REPEATED = 5, 2  # rows per split that are kept in an abbreviated table
 
@@ -17,8 +17,8 @@ class MixtureRow:
     weight: float | None  # its share in the split
     sequences: int
     tokens: int  # of one epoch
-    samples: int  # that the run uses
-    epochs: float  # that these samples amount to
+    samples: int  # used by the run
+    epochs: float  # of these samples
 
 
 _HEADINGS = ("split", "source", "weight", "sequences", "tokens", "samples", "epochs")
@@ -48,7 +48,7 @@ def render_mixture(rows: Sequence[MixtureRow]) -> str:
 
 
 def abbreviated(rows: Sequence[MixtureRow]) -> list[MixtureRow]:
-    """All rows if they are few; else the largest and most repeated sources of each split, the rest and the sum."""
+    """Returns few rows unchanged; of many, each split's largest and most repeated sources, the rest and the sum."""
     if len(rows) <= _MOST_ROWS:
         return list(rows)
     shown: list[MixtureRow] = []
@@ -81,7 +81,7 @@ def _together(name: str, rows: Sequence[MixtureRow]) -> MixtureRow:
 
 
 def _repeated(rows: Sequence[MixtureRow], more_than: float) -> list[MixtureRow]:
-    """The training sources repeated for more epochs than this, most repeated first."""
+    """Returns the training sources repeated for more epochs than this, most repeated first."""
     found = [row for row in rows if row.split == "train" and row.epochs > more_than]
     return sorted(found, key=lambda row: -row.epochs)
 
@@ -96,7 +96,7 @@ def warn_repeated(rows: Sequence[MixtureRow]) -> Iterator[str]:
         others = f" (and {_others(len(found) - 1)} more than {OFTEN:g} times)" if len(found) > 1 else ""
         yield (
             f"training reads {found[0].source} {found[0].epochs:.1f} times{others}: give it more data or a smaller "
-            f"weight; --max-epochs N refuses to repeat a source more often than N times"
+            f"weight; --max-epochs N rejects a run that repeats a source more than N times"
         )
 
 

@@ -1,2 +1,2 @@
-"""How good a trained model is: perplexity, LAMBADA, multiple choice, and EleutherAI's harness. Importing it loads
-nothing."""
+"""Evaluates trained models: perplexity, LAMBADA, multiple choice, and EleutherAI's harness. Importing this package
+loads nothing."""

@@ -1,4 +1,4 @@
-"""Multiple choice: the choice whose text is likeliest after its context, by its sum and by its mean per character."""
+"""Multiple choice: picks the likeliest choice after its context, by its sum and by its mean per character."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from megatron.inference.texts import check_text, read_json_lines, text_under
 from megatron.tokenizer import Tokenizer
 
 Fit = Callable[[list[int], list[int], str], tuple[list[int], list[int]]]
-"""(context, target, place) -> both, shortened to what the model can read, or an error that names the place."""
+"""Function (context, target, place) -> both, shortened to the model's window; its error names the place."""
 
 
 @dataclass(frozen=True)
 class Item:
     rows: tuple[Scored, ...]
     lengths: tuple[int, ...]
-    """Characters of the choices."""
+    """Characters of each choice."""
     gold: int
 
 
@@ -53,31 +53,30 @@ class Choices:
 
 
 def plan_choices(data: Path, tokenizer: Tokenizer, fit: Fit) -> Choices:
-    """Plans the evaluation of objects with `context`, `choices` and `gold`, the number of the right choice counted from
-    0."""
+    """Plans the evaluation of objects with `context`, `choices` and `gold`, the index of the right choice."""
     items, prefixes = [], []
     for place, entry in read_json_lines(data, flag="--data"):
-        context = text_under(entry, "context", place, "it may be empty, but has to be there")
+        context = text_under(entry, "context", place, "it may be empty, but is required")
         texts, gold = _choices(entry, place), entry.get("gold")
         if type(gold) is not int or not 0 <= gold < len(texts):
-            raise DataError(f"{place}: gold is {gold!r:.40}, not the number of a choice from 0 to {len(texts) - 1}")
+            raise DataError(f"{place}: gold is {gold!r:.40}; give the number of a choice, from 0 to {len(texts) - 1}")
         rows = tuple(_row(context, text, tokenizer, fit, place) for text in texts)
         if _has_prefix(rows):
             prefixes.append(place)
         items.append(Item(rows, tuple(map(len, texts)), gold))
     told = (
-        f"{len(prefixes)} items have a choice that begins another ({prefixes[0]} is the first): by the plain sum "
+        f"{len(prefixes)} items have a choice that is a prefix of another (first: {prefixes[0]}): by the plain sum "
         if prefixes
         else ""
     )
-    notes = [f"{told}the shorter one is never less likely; see the normalised accuracy"] if prefixes else []
+    notes = [f"{told}the shorter one is never less likely; use the normalised accuracy"] if prefixes else []
     return Choices(items, notes)
 
 
 def _choices(entry: Mapping[str, Any], place: str) -> list[str]:
     texts = entry.get("choices")
     if not isinstance(texts, list) or len(texts) < 2 or not all(isinstance(text, str) for text in texts):
-        raise DataError(f"{place}: has no 'choices', a list of two texts or more")
+        raise DataError(f"{place}: has no 'choices'; give a list of two or more texts")
     for number, text in enumerate(texts):
         check_text(text, place)
         if not text.strip():
@@ -93,12 +92,12 @@ def _row(context: str, choice: str, tokenizer: Tokenizer, fit: Fit, place: str) 
     if not before:
         before = [tokenizer.eod]
     if not target:
-        raise DataError(f"{place}: the choice {choice[:40]!r} has no token of its own after its context")
+        raise DataError(f"{place}: the choice {choice[:40]!r} adds no token to its context")
     return continuation(*fit(before, target, place))
 
 
 def encode_pair(encode: Callable[[str], list[int]], context: str, target: str) -> tuple[list[int], list[int]]:
-    """Tokens of both, cut where the context ends; spaces at its end go to the target, whose tokens have them."""
+    """Returns the tokens of both. Spaces at the end of the context go to the target, whose tokens include them."""
     stripped = context.rstrip()
     target = context[len(stripped) :] + target
     before = encode(stripped) if stripped else []

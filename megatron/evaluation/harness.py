@@ -1,7 +1,7 @@
-"""A model of ours for EleutherAI's harness: `tools/harness.py --model megatron --model_args load=DIR,... --tasks ...`.
+"""Model for EleutherAI's harness: `tools/harness.py --model megatron --model_args load=DIR,... --tasks ...`.
 
-The harness is an optional package. Its requests arrive as text; contexts that are too long lose their beginning, texts
-are cut into windows and targets into tokens as its own `hf` model does it.
+The harness is an optional package. Its requests arrive as text. As in its own `hf` model, contexts that are too long
+lose their beginning, texts are cut into windows, and targets into tokens.
 """
 
 import dataclasses
@@ -39,16 +39,16 @@ __all__ = ["MegatronLM", "cli_evaluate", "offer_model"]
 
 NAME = "megatron"
 NEW_TOKENS = 256
-"""Generated at most, where a task does not say."""
+"""Most tokens to generate if a task sets no limit."""
 _OF_THE_HARNESS = ("max_batch_size",)
-"""Arguments that the harness adds to those of the user."""
+"""Arguments that the harness adds to the user's."""
 
 
 class MegatronLM(TemplateLM):
-    """`model_args` are the fields of ModelOptions; `max_length`, as the harness calls it, is `seq_length`."""
+    """The harness's model. `model_args` are the fields of ModelOptions, except that `max_length` is `seq_length`."""
 
     source: ClassVar[StepSource] = OWN_STEPS
-    """Reads what other programs saved."""
+    """Reader of checkpoints, by default only of native ones."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class MegatronLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without a context follows: the beginning of a text, where the tokenizer's folder names one."""
+        """Token before a text without a context: the tokenizer's bos_token, or the end of document without one."""
         return self.subject.bos_id if self.subject.bos_id is not None else self.eot_token_id
 
     @property
@@ -90,10 +90,10 @@ class MegatronLM(TemplateLM):
         return self.subject.tokenizer.tokenize(string)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Rejected: the harness hands the text back, in which special tokens would be text."""
+        """Raises, because the harness hands the text back, and its special tokens would then be plain text."""
         raise ConfigError(
-            "--apply_chat_template: text of the harness is text here, special tokens included; export the model "
-            "(tools/convert_checkpoint.py --to hf) and evaluate it with --model hf"
+            "--apply_chat_template: special tokens in the harness's text would be read as plain text; export the "
+            "model (tools/convert_checkpoint.py --to hf) and evaluate it with --model hf"
         )
 
     def _loglikelihood_tokens(
@@ -124,7 +124,7 @@ class MegatronLM(TemplateLM):
         return sums.tolist()
 
     def generate_until(self, requests: "Sequence[Instance]", disable_tqdm: bool = False) -> list[str]:
-        """Each with its own settings; a stop text ends it and is not part of it. Equal settings are batched."""
+        """Generates each text with its own settings; equal settings are batched. A stop text ends it, and is cut."""
         texts = [""] * len(requests)
         for same in _by_settings(requests):
             contexts, settings = [requests[number].args[0] for number in same], requests[same[0]].args[1]
@@ -138,7 +138,7 @@ class MegatronLM(TemplateLM):
         count = int(wanted["max_gen_toks"])
         if count >= self.max_length:
             raise ConfigError(
-                f"max_gen_toks {count}: the model reads {self.max_length} tokens, prompt included; ask for less"
+                f"max_gen_toks {count}: the model reads {self.max_length} tokens, prompt included; give less"
             )
         stops = handle_stop_sequences(wanted.get("until"), eos=None)
         room = self.max_length - count
@@ -153,7 +153,7 @@ class MegatronLM(TemplateLM):
 
 
 def _by_settings(requests: "Sequence[Instance]") -> list[list[int]]:
-    """The numbers of the requests, grouped by equal generation settings."""
+    """Groups the numbers of the requests by equal generation settings."""
     found: dict[str, list[int]] = {}
     for number, request in enumerate(requests):
         found.setdefault(json.dumps(request.args[1], sort_keys=True, default=repr), []).append(number)
@@ -161,12 +161,12 @@ def _by_settings(requests: "Sequence[Instance]") -> list[list[int]]:
 
 
 def offer_model(source: StepSource) -> None:
-    """Registers our model with the harness. `source`: reads what other programs saved."""
+    """Registers the model with the harness. `source` reads its checkpoints, such as those of other programs."""
     register_model(NAME)(type(MegatronLM.__name__, (MegatronLM,), {"source": source}))
 
 
 def model_options(arguments: dict[str, Any]) -> ModelOptions:
-    """The options in the harness's `--model_args`."""
+    """Parses the harness's `--model_args`."""
     names = {field.name for field in dataclasses.fields(ModelOptions)}
     given = {"seq_length" if name == "max_length" else name: value for name, value in arguments.items()}
     given = {name: value for name, value in given.items() if name not in _OF_THE_HARNESS}
@@ -174,18 +174,18 @@ def model_options(arguments: dict[str, Any]) -> ModelOptions:
     if unknown:
         raise ConfigError(f"--model_args {unknown[0]}: not one of {', '.join(sorted(names))}")
     if "load" not in given:
-        raise ConfigError("--model_args: has no load=DIR, the checkpoint")
+        raise ConfigError("--model_args: has no load=DIR; add it to name the checkpoint")
     size = str(given.pop("batch_size", "auto"))
     if not size.startswith("auto"):
         if re.fullmatch("[1-9][0-9]{0,8}", size) is None:
-            raise ConfigError(f"--batch_size {size}: not a number of sequences from 1 to 999999999, and not auto")
+            raise ConfigError(f"--batch_size {size}: must be a number of sequences from 1 to 999999999, or auto")
         given["batch_size"] = int(size)
     given = {name: value for name, value in given.items() if value is not None}
     return ModelOptions(**{**given, "load": str(given["load"])})
 
 
 def _row(context: Sequence[int], target: Sequence[int], window: int) -> Scored:
-    """A row to score, cut from the left to the window."""
+    """Makes a row to score, cut from the left to the window."""
     tokens = [*context, *target][-(window + 1) :]
     count = min(len(target), len(tokens) - 1)
     return continuation(tokens[:-count], tokens[-count:])

@@ -1,4 +1,4 @@
-"""LAMBADA: is the last word of a passage what the model would say next?"""
+"""LAMBADA: tests whether the model predicts the last word of a passage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Lambada:
     rows: Sequence[Scored]
 
     def result(self, scores: Scores) -> dict[str, Any]:
-        """As Megatron-LM counts: right is a passage whose last word is the likeliest, token by token."""
+        """Counts as in Megatron-LM: a passage is correct if each target token is the model's top prediction."""
         return {
             "accuracy": float(np.mean(scores.greedy)),
             "correct": int(scores.greedy.sum()),
@@ -32,13 +32,13 @@ class Lambada:
 
 
 def plan_passages(data: Path, tokenizer: Tokenizer, fit: Fit, *, strict: bool, json_key: str) -> Lambada:
-    """Not strict: the last token of the passage. Strict: all tokens of its last word."""
+    """Plans the passages. The target is the last token of a passage; if `strict`, all tokens of its last word."""
     rows = []
     for place, entry in read_json_lines(data, flag="--data"):
         text = text_under(entry, json_key, place)
         words = text.split()
         if len(words) < 2:
-            raise DataError(f"{place}: {text[:40]!r} has fewer than two words, and the last one needs a context")
+            raise DataError(f"{place}: {text[:40]!r} has fewer than two words, but the last one needs a context")
         if strict:
             begin = text.rindex(words[-1])
             context, target = tokenizer.tokenize(text[:begin].strip()), tokenizer.tokenize(f" {words[-1]}")
@@ -47,7 +47,7 @@ def plan_passages(data: Path, tokenizer: Tokenizer, fit: Fit, *, strict: bool, j
             context, target = tokens[:-1], tokens[-1:]
         if not context or not target:
             raise DataError(
-                f"{place}: {text[:40]!r} has {len(context) + len(target)} token: no context for the last word"
+                f"{place}: {text[:40]!r} has {len(context) + len(target)} token, so the last word has no context"
             )
         rows.append(continuation(*fit(context, target, place)))
     return Lambada(rows)

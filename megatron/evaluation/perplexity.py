@@ -15,7 +15,7 @@ from megatron.evaluation.texts import Document
 
 @dataclass(frozen=True)
 class Perplexity:
-    """The rows to score, and what their sum is divided by."""
+    """Rows to score, and the counts that divide their sum."""
 
     rows: Sequence[Scored]
     documents: int
@@ -48,8 +48,8 @@ class Perplexity:
 def plan_windows(
     documents: Sequence[Document], *, window: int, stride: int | None, prefix: int | None, data: str
 ) -> Perplexity:
-    """Windows over every document. `prefix`: an id put before each, so that its first token is predicted too; without
-    one, it is not, and a document's words are counted less the first."""
+    """Cuts every document into windows. With `prefix`, an id before each document, its first token is predicted too.
+    Without it the first token is not predicted, and the first word is not counted."""
     rows: list[Scored] = []
     used: list[Document] = []
     for document in documents:
@@ -59,7 +59,7 @@ def plan_windows(
             rows += cut
             used.append(document)
     if not rows:
-        why = ": the first token of each has no context (--score-first-token predicts it from the end of a document)"
+        why = ": the first token of each has no context (--score-first-token gives it one, an end of document)"
         raise DataError(f"{data}: no document has a token to predict{'; give it text' if prefix is not None else why}")
     words = [document.words for document in used if document.words is not None]
     size = [document.bytes for document in used if document.bytes is not None]
@@ -79,7 +79,7 @@ def notes(task: Perplexity, window: int, data: str) -> list[str]:
         found.append(f"{data}: skipped {task.skipped} documents without a token to predict")
     longest = max(row.length for row in task.rows)
     if longest < window:
-        found.append(f"{data}: its texts are shorter than the window of {window} tokens: {longest} at most are read")
+        found.append(f"{data}: its texts are shorter than the window of {window} tokens: the longest has {longest}")
     return found
 
 
@@ -87,4 +87,4 @@ def perplexity_of(value: float) -> float:
     try:
         return math.exp(value)
     except OverflowError:
-        raise DataError(f"the loss is {value:.1f} per token or word, too large for a perplexity") from None
+        raise DataError(f"the loss is {value:.1f} per token or word: its perplexity is too large to compute") from None

@@ -1,4 +1,4 @@
-"""Progress of a long evaluation on stderr: a bar on a terminal, a line every few seconds elsewhere."""
+"""Shows the progress of an evaluation on stderr: a bar on a terminal, a line every few seconds elsewhere."""
 
 import sys
 import time
@@ -11,7 +11,7 @@ PAUSE = 10.0
 
 
 class TokenProgress:
-    """`total` and `add` count tokens that the model reads, of all ranks. Shown by the rank that is `main`."""
+    """Progress in tokens that the model reads on all ranks. The rank with `main` shows it."""
 
     def __init__(self, total: int, *, main: bool) -> None:
         self.total, self.done = total, 0

@@ -1,4 +1,4 @@
-"""One evaluation, from its settings to its report."""
+"""Runs one evaluation, from its settings to its report."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ from megatron.utils.outputs import check_output, write_output
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
-    """What is measured, on what. Fields are flags."""
+    """Task and data of an evaluation. Fields are flags."""
 
     task: str
     data: str
@@ -37,7 +37,7 @@ class TaskOptions:
 
 
 class ScoringTask(Protocol):
-    """Rows to score, and what their scores mean."""
+    """Rows to score, and the metrics of their scores."""
 
     @property
     def rows(self) -> Sequence[Scored]: ...
@@ -46,8 +46,8 @@ class ScoringTask(Protocol):
 
 
 def evaluate(options: ModelOptions, task_options: TaskOptions, source: StepSource = OWN_STEPS) -> dict[str, Any]:
-    """Files are read before any weight, and results are written when all of them are there. `source`: reads what other
-    programs saved."""
+    """Evaluates, prints the result, and writes it. Files are read before any weight. `source` reads the checkpoint, by
+    default only a native one."""
     if task_options.output is not None:
         check_output(Path(task_options.output))
     subject = open_subject(options, source)
@@ -60,7 +60,7 @@ def evaluate(options: ModelOptions, task_options: TaskOptions, source: StepSourc
 
 
 def measure(subject: Subject, task_options: TaskOptions) -> dict[str, Any]:
-    """The results, on every rank."""
+    """Returns the results, on every rank."""
     run = subject.run
     task, notes = run_on_all(lambda: _task(subject, task_options), run.parallel.world)
     _check_same(task, subject)
@@ -91,8 +91,8 @@ def _task(subject: Subject, options: TaskOptions) -> tuple[ScoringTask, Sequence
 
 
 def fit_to(window: int, *, truncate: bool) -> Fit:
-    """The rule for prompts: a target is always read whole; with `truncate` a context loses its beginning if both exceed
-    the window, else that is refused."""
+    """Makes the function that fits a context and its target to the window. It never cuts a target. With `truncate` it
+    cuts the beginning of the context, else it raises."""
 
     def fit(context: list[int], target: list[int], place: str) -> tuple[list[int], list[int]]:
         over = len(context) + len(target) - 1 - window
@@ -102,21 +102,21 @@ def fit_to(window: int, *, truncate: bool) -> Fit:
             return context[over:], target
         way_out = f"shorten it to less than {window}" if truncate else "--truncate-prompts drops its beginning"
         raise DataError(
-            f"{place}: {len(context) + len(target) - 1} tokens, and the model reads {window} at once; {way_out}"
+            f"{place}: {len(context) + len(target) - 1} tokens, but the model reads {window} at once; {way_out}"
         )
 
     return fit
 
 
 def _check_same(task: ScoringTask, subject: Subject) -> None:
-    """Ranks read the files themselves: other files, or another tokenizer, would give numbers that mean nothing."""
+    """Raises if ranks read different tokens. Each rank reads the files itself, and differences would be meaningless."""
     digest = hashlib.sha256()
     for row in task.rows:
         digest.update(f"{row.first} {row.length} ".encode() + row.tokens.tobytes())
     digests = all_gather_json(digest.hexdigest(), subject.run.parallel.world, str)
     for rank, other in enumerate(digests):
         if other != digests[0]:
-            raise DataError(f"rank {rank} reads other tokens than rank 0: give all machines the same files")
+            raise DataError(f"rank {rank} reads other tokens than rank 0; give all machines the same files")
 
 
 def _report(subject: Subject, options: TaskOptions, result: dict[str, Any], progress: TokenProgress) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def _report(subject: Subject, options: TaskOptions, result: dict[str, Any], prog
 
 
 def _table(report: Mapping[str, Any]) -> str:
-    """Two columns; what does not apply is left out."""
+    """Formats two columns, without values that do not apply."""
     rows = [(name.replace("_", " "), _shown(value)) for name, value in report.items() if value is not None]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

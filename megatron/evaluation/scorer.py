@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens under a model in any layout, in batches of rows of similar length."""
+"""Computes log-probabilities of tokens under a model in any layout, in batches of rows of similar length."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,22 +17,22 @@ from megatron.model.gpt import GPT, Stage
 from megatron.model.passes import Batch, Passes
 
 _ROWS_AT_ONCE = 256
-"""Tokens whose logits exist at a time, where the likeliest token is asked for."""
+"""Tokens whose logits exist at a time when the likeliest token is requested."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of each row."""
+    """Scores of each row."""
 
     logprobs: np.ndarray
-    """The sum of the log-probabilities of its scored tokens, in nats; float64."""
+    """Sum of the log-probabilities of its scored tokens, in nats; float64."""
     greedy: np.ndarray
-    """Whether each scored token is the model's likeliest one; all False where that was not asked for."""
+    """True if each scored token is the model's likeliest one; all False if not requested."""
 
 
 def score_step(model: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The forward step of an evaluation: [rows] sums of log-probabilities, and how many of the scored tokens are the
-    likeliest. The head runs on the scored positions alone."""
+    """Forward step of an evaluation. Returns, per row, the sum of log-probabilities and the number of scored tokens
+    that are the likeliest: [rows] each. The head runs only on the scored positions."""
     wanted = batch["wanted"]  # [rows, seq]
     layers = [int(name) for name in model.layers]
     body = Stage(range(layers[0], layers[-1] + 1), last=False)
@@ -55,7 +55,7 @@ def score_step(model: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 class Scorer:
-    """All ranks of a model call `score` with the same rows. Data-parallel ranks take batches in turn."""
+    """Scores rows. All ranks of a model call `score` with the same rows; data-parallel ranks take batches in turn."""
 
     def __init__(
         self, model: nn.Module, passes: Passes, parallel: ParallelState, device: torch.device, *, tokens_per_pass: int
@@ -68,7 +68,7 @@ class Scorer:
     def score(
         self, rows: Sequence[Scored], *, greedy: bool = False, on_batch: Callable[[int], object] = lambda tokens: None
     ) -> Scores:
-        """In the order of `rows`. `on_batch` is told how many tokens of all ranks were read since the last call."""
+        """Returns scores in the order of `rows`. `on_batch` gets the tokens that all ranks read in each round."""
         self.model.eval()
         totals = torch.zeros(2, len(rows), dtype=torch.float64, device=self.device)
         for turn in self._turns(rows):
@@ -79,23 +79,21 @@ class Scorer:
                 totals[:, torch.tensor(mine, device=self.device)] = torch.stack(found).double()
             on_batch(sum(rows[number].length for batch in turn for number in batch))
         all_reduce(totals, self.parallel.dp_cp)
-        all_reduce(totals, self.parallel.pp)  # only the last stage has any
+        all_reduce(totals, self.parallel.pp)  # only the last stage has nonzero totals
         logprobs, hits = totals.cpu().numpy()
         if not np.isfinite(logprobs).all():
-            raise NonFiniteError(
-                "the model's log-probabilities are not finite: its weights, or their precision, are bad"
-            )
+            raise NonFiniteError("the model's log-probabilities are not finite: check its weights and --dtype")
         return Scores(logprobs, hits == np.array([row.count for row in rows]))
 
     def _turns(self, rows: Sequence[Scored]) -> Iterator[list[list[int]]]:
-        """Groups of batches, one for each data-parallel rank. If the last group has too few, some ranks repeat a batch,
+        """Yields groups of one batch per data-parallel rank. If the last group has too few, some ranks repeat a batch,
         because ranks that share experts must compute equally often."""
         batches, size = list(self._batches(rows)), self.parallel.dp.size
         for first in range(0, len(batches), size):
             yield batches[first : first + size]
 
     def _batches(self, rows: Sequence[Scored]) -> Iterator[list[int]]:
-        """Batches of row numbers, longest rows first: running out of memory shows at once, and padding is small."""
+        """Yields batches of row numbers, longest rows first: a lack of memory shows at once, and padding is small."""
         batch: list[int] = []
         for number in sorted(range(len(rows)), key=lambda number: -rows[number].length):
             longest = rows[batch[0]].length if batch else 0
@@ -107,7 +105,7 @@ class Scorer:
             yield batch
 
     def _batch(self, rows: Sequence[Scored], greedy: bool) -> Batch:
-        """Padded at the end, where causal attention does not see it."""
+        """Makes a batch, padded at the end, where causal attention does not see it."""
         pieces = 2 * self.parallel.cp.size if self.parallel.cp.size > 1 else 1
         longest = -(-max(row.length for row in rows) // pieces) * pieces
         tokens = torch.zeros(2, len(rows), longest, dtype=torch.int64)
@@ -121,6 +119,6 @@ class Scorer:
 
 
 def scorer_of(subject: Subject) -> Scorer:
-    """Reads the weights. All ranks ask for it together."""
+    """Makes the scorer and reads the weights; collective over all ranks."""
     run, tokens = subject.run, subject.options.batch_size * subject.window
     return Scorer(subject.model, subject.passes, run.parallel, run.device, tokens_per_pass=tokens)

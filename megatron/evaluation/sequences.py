@@ -1,4 +1,4 @@
-"""What is scored: a row of tokens of which some are predicted, and how a long text is cut into such rows."""
+"""Rows of tokens with predictions to score, and the cut of a long text into such rows."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Scored:
-    """The model reads `tokens[:-1]`, and its predictions of `tokens[first:]` are scored."""
+    """Row of which the model reads `tokens[:-1]`; its predictions of `tokens[first:]` are scored."""
 
     tokens: Tokens
     first: int
@@ -23,23 +23,23 @@ class Scored:
 
     @property
     def length(self) -> int:
-        """How many positions the model reads."""
+        """Number of positions that the model reads."""
         return len(self.tokens) - 1
 
     @property
     def count(self) -> int:
-        """How many predictions are scored."""
+        """Number of scored predictions."""
         return len(self.tokens) - self.first
 
 
 def continuation(context: Sequence[int], target: Sequence[int]) -> Scored:
-    """The target after its context, which has at least one token."""
+    """Makes a row that scores the target after its context, which has at least one token."""
     return Scored(np.array([*context, *target], dtype=np.int64), len(context))
 
 
 def windows(tokens: Tokens, window: int, stride: int) -> Iterator[Scored]:
-    """Every token but the first is scored once. A window begins `stride` tokens after the one before; all but the first
-    score only what is new in them, which has at least `window - stride` tokens of context."""
+    """Yields windows at the given stride that score every token but the first once. All windows but the first score
+    only their new tokens, which have at least `window - stride` tokens of context."""
     if not 1 <= stride <= window:
         raise ConfigError(f"--overlapping-eval {stride}: must be from 1 to the window of {window} tokens")
     last, scored = len(tokens) - 1, 0

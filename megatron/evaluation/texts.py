@@ -1,4 +1,4 @@
-"""Reads what is evaluated: plain text, JSON lines, or .bin/.idx. Whatever is wrong with a file is one line."""
+"""Reads the data of an evaluation: plain text, JSON lines, or .bin/.idx. Errors in a file are one line."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Document:
     tokens: Tokens
     words: int | None
     bytes: int | None
-    """The bytes of its text; None where ids do not stand for text."""
+    """Number of bytes of its text; None if ids do not stand for text."""
 
 
 def is_indexed(data: Path) -> bool:
@@ -34,7 +34,7 @@ def is_indexed(data: Path) -> bool:
 
 
 def refuse_tokens(data: Path, task: str) -> None:
-    """For tasks that are made of texts."""
+    """Rejects .bin/.idx data for a task that needs text."""
     if is_indexed(data):
         raise ConfigError(
             f"--task {task}: {data} holds tokens, which only --task perplexity reads; give JSON lines of texts"
@@ -42,7 +42,7 @@ def refuse_tokens(data: Path, task: str) -> None:
 
 
 def read_documents(data: Path, tokenizer: Tokenizer, *, json_key: str, wikitext: bool) -> list[Document]:
-    """A text file is one document; of JSON lines each line, and of .bin/.idx each document is one."""
+    """Reads documents: a text file as one, JSON lines as one per line, .bin/.idx as stored."""
     if is_indexed(data):
         if wikitext:
             raise ConfigError(f"--detokenize wikitext: {data} holds tokens, not text; give the text, or leave it out")
@@ -63,7 +63,7 @@ def _document(text: str, tokenizer: Tokenizer, wikitext: bool) -> Document:
 def _indexed(prefix: str, tokenizer: Tokenizer) -> Iterator[Document]:
     data = IndexedDataset(prefix)
     if not data.num_tokens:
-        raise DataError(f"{prefix}.bin: is empty; there is nothing to evaluate")
+        raise DataError(f"{prefix}.bin: is empty; give data with tokens")
     record = read_record(prefix)
     if record is not None:
         check_files(record, data, data.fingerprint)
@@ -78,8 +78,8 @@ def _indexed(prefix: str, tokenizer: Tokenizer) -> Iterator[Document]:
         tokens = np.concatenate(pieces or [np.empty(0)]).astype(np.int64)
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < tokenizer.vocab_size:
             raise DataError(
-                f"{prefix}.bin: holds ids from {tokens.min()} to {tokens.max()}, and the model's tokenizer "
-                f"({tokenizer.name}) has {tokenizer.vocab_size} entries: it was made with another"
+                f"{prefix}.bin: holds ids from {tokens.min()} to {tokens.max()}, but the model's tokenizer "
+                f"({tokenizer.name}) has {tokenizer.vocab_size} entries; give data of the same tokenizer"
             )
         if tokenizer.name == NUMBERS:
             yield Document(tokens, None, None)

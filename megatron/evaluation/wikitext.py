@@ -1,5 +1,5 @@
-"""Undoes the tokenisation of the WikiText files, so that a model is judged on text as people write it. The rules, their
-order and the way words are counted are those of the published perplexities."""
+"""Undoes the tokenisation of the WikiText files, so that a model is evaluated on natural text. The rules, their order
+and the count of words follow the published perplexities."""
 
 import re
 from functools import partial
@@ -37,6 +37,5 @@ def _closed_up(opening: str, closing: str, found: re.Match[str]) -> str:
 
 
 def count_words(text: str) -> int:
-    """The number of words as the published perplexities count them: in the text of the file, where each end of line is
-    a word."""
+    """Counts words as the published perplexities do: in the text of the file, where each line end is a word."""
     return len(text.strip().split(" "))

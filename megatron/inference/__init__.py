@@ -1,1 +1,1 @@
-"""Text generation with a trained model."""
+"""Generates text with a trained model."""

@@ -1,4 +1,4 @@
-"""Texts that continue prompts: batches of similar length, shared by data-parallel ranks, from tokens to text."""
+"""Continues prompts: makes batches of similar length, shares them among data-parallel ranks, and decodes the tokens."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """The settings of a generation: how prompts are continued."""
+    """Settings of a generation."""
 
     sampling: Sampling
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
-    """Texts before which to end; they may span tokens."""
+    """Stop texts: an answer ends before the first one. They may span tokens."""
     ends: Collection[int] = ()
     """Tokens that end a text."""
     logprobs: bool = False
@@ -36,7 +36,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Answer:
-    """`text` ends before a stop text, `tokens` with the token that completed it."""
+    """Continuation of a prompt. `text` ends before a stop text, `tokens` with the token that completed it."""
 
     prompt: str
     text: str
@@ -47,7 +47,7 @@ class Answer:
 
 
 class Answers:
-    """All ranks of a model ask for the same answers."""
+    """Generates answers. All ranks of a model make the same calls."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject, self.parallel = subject, subject.run.parallel
@@ -61,8 +61,8 @@ class Answers:
         on_text: Callable[[str], object] | None = None,
         on_answers: Callable[[Mapping[int, Answer]], object] = lambda found: None,
     ) -> list[Answer]:
-        """Answers in the order of the prompts. `on_text` is told the text of a single prompt as it comes; `on_answers`
-        all answers so far, by number."""
+        """Returns answers in the order of the prompts. `on_text` receives the streamed text of a single prompt.
+        `on_answers` receives all answers so far, by number."""
         assert on_text is None or len(prompts) == 1
         seeds = wanted.sampling.seeds([prompt.tokens for prompt in prompts])
         found: dict[int, Answer] = {}
@@ -78,8 +78,8 @@ class Answers:
         return [found[number] for number in range(len(prompts))]
 
     def _turns(self, prompts: Sequence[Prompt]) -> Iterator[list[list[int]]]:
-        """Batches of prompts of similar length, by number: one for each data-parallel rank at a time, or one for all of
-        them where they share experts and so must compute together."""
+        """Yields batches of prompt numbers, by similar length: one for each data-parallel rank at a time. Ranks that
+        share experts must compute together, so they get one batch in common."""
         order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number].tokens))
         size, ranks = self.subject.options.batch_size, self.parallel.dp.size if self.parallel.ep.size == 1 else 1
         batches = [order[first : first + size] for first in range(0, len(order), size)]
@@ -119,7 +119,7 @@ class Answers:
             )
         answers = [_answer(*each, wanted.logprobs) for each in zip(prompts, texts, found, strict=True)]
         if on_text is not None:
-            on_text(texts[0].new_text())  # what had to wait for the end
+            on_text(texts[0].new_text())  # the text that was held back until the end
         return answers
 
 

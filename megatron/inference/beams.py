@@ -1,8 +1,8 @@
-"""Beam search: the continuations whose tokens together are the likeliest, as `transformers` finds them.
+"""Beam search: finds the continuations with the highest total probability, as in `transformers`.
 
-Of every prompt some beams are open; each step extends them by all tokens and keeps the best as many. One that ends is a
-result if it was among the best; a result's score is its sum of log-probabilities over length ** length_penalty. A
-prompt is done when its best open beam, at its present length, would not be better than the worst of its results.
+Every prompt has num_beams open beams. Each step extends them by all tokens and keeps the best. A beam that ends becomes
+a result if it is among the best; its score is the sum of log-probabilities over length ** length_penalty. A prompt is
+done if its best open beam, at its present length, would not beat the worst of its results.
 """
 
 from collections.abc import Collection, Sequence
@@ -37,7 +37,7 @@ class Result:
 
 @dataclass
 class _Search:
-    """The beam search of one prompt."""
+    """Beam search of one prompt."""
 
     count: int
     width: int
@@ -48,8 +48,8 @@ class _Search:
     done: bool = False
 
     def take_in(self, candidates: Sequence[tuple[int, int, float]]) -> list[int]:
-        """Takes the candidates (beam, token, sum of log-probabilities), best first. Returns for each new open beam the
-        one that it extends; none for a search that is done, for the model may have no position left for it."""
+        """Takes the candidates (beam, token, sum of log-probabilities), best first. Returns, for each new open beam,
+        the beam that it extends. Returns none if the search is done, because the model may have no position left."""
         parents: list[int] = []
         opened: list[Beam] = []
         for rank, (parent, token, total) in enumerate(candidates):
@@ -90,13 +90,13 @@ def beam_search(
     max_new_tokens: int | None = None,
     eod_id: int | Collection[int] | None = None,
 ) -> list[Continuation]:
-    """The best continuation of each prompt."""
+    """Returns the best continuation of each prompt."""
     decoder = model if isinstance(model, Decoder) else Decoder(model)
     counts, ends = new_token_counts(decoder.model, prompts, max_new_tokens), ids_of(eod_id)
     vocabulary, several = decoder.model.vocab_size, max(2, 1 + len(ends))
     if not 1 <= num_beams <= vocabulary // several:
         raise ConfigError(
-            f"--num-beams {num_beams}: must be from 1 to {vocabulary // several}, by the vocabulary's size"
+            f"--num-beams {num_beams}: must be from 1 to {vocabulary // several}, a limit by the vocabulary's size"
         )
     order = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
     searches = [_Search(counts[row], num_beams, length_penalty, ends) for row in order]
@@ -127,8 +127,8 @@ def beam_search(
 
 
 def _best(logits: Tensor, sums: Tensor, count: int) -> Tensor:
-    """logits [prompts * beams, vocabulary], sums [prompts, beams] -> [prompts, count, 2]: the largest sums with one
-    token more, and before each its place among beams * vocabulary."""
+    """Returns the largest sums with one more token, as pairs (place among beams * vocabulary, sum).
+    logits [prompts * beams, vocabulary], sums [prompts, beams] -> [prompts, count, 2]"""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     totals = wide.log_softmax(-1).view(*sums.shape, -1) + sums.to(logits.device, wide.dtype).unsqueeze(-1)
     best = totals.flatten(1).topk(count, dim=1)

@@ -1,7 +1,7 @@
-"""The passes of a generation: one over each prompt, then one per token, on all ranks of a model.
+"""Runs the passes of a generation: one over each prompt, then one per token, on all ranks of a model.
 
-The last pipeline stage has the logits. Its first rank decides what comes of them, and all ranks are told: no rank draws
-for itself, so none can go another way.
+The last pipeline stage has the logits. Its first rank chooses the tokens and broadcasts them. No other rank samples, so
+ranks cannot diverge.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from megatron.utils.cpu import available_memory
 
 
 def generate_step(model: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The forward step of a generation: logits [rows, vocabulary] of the last position, and no count."""
+    """Forward step of a generation. Returns logits [rows, vocabulary] of the last position, and 0 as the count."""
     layers = [int(name) for name in model.layers]
     body = Stage(range(layers[0], layers[-1] + 1), last=False)
     hidden = model(batch["tokens"], position_ids=batch["position_ids"], cache=batch["cache"], stage=body)
@@ -31,19 +31,18 @@ def generate_step(model: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 class Decoder:
-    """All ranks of a model make the same calls. Rows are those of one batch of prompts."""
+    """Decodes one batch of prompts, a row for each. All ranks of a model make the same calls."""
 
     def __init__(self, model: GPT, passes: Passes | None = None, parallel: ParallelState | None = None) -> None:
-        """`passes` and `parallel`: of a model that is split over ranks; without them it is whole on this rank."""
+        """Prepares to decode. A model that is split over ranks needs `passes` and `parallel`."""
         self.model, self.passes = model, passes
         self.parallel = parallel or ParallelState.plan(Layout(1), 0)
         if self.parallel.cp.size > 1:
             raise ConfigError(
-                f"{CP_FLAG} {self.parallel.cp.size}: texts are generated with whole sequences on every rank; use "
-                f"{CP_FLAG} 1"
+                f"{CP_FLAG} {self.parallel.cp.size}: generation needs whole sequences on every rank; use {CP_FLAG} 1"
             )
         self.device = next(model.parameters()).device
-        # Data-parallel ranks that share experts compute together, and so generate the same.
+        # Data-parallel ranks that share experts compute together, so they generate the same texts.
         self.together = self.parallel.world if self.parallel.ep.size > 1 else self.parallel.model
         stages = self.parallel.pp.size
         self._source = self.together.size // stages * (stages - 1)
@@ -60,7 +59,7 @@ class Decoder:
         return self._cache
 
     def read(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Tensor | None:
-        """The logits [rows, vocabulary] behind each prompt, on the last stage. Prompts of equal length must be
+        """Returns the logits [rows, vocabulary] after each prompt, on the last stage. Prompts of equal length must be
         adjacent. The KV cache is allocated for `new_tokens` more tokens."""
         lengths = [len(prompt) for prompt in prompts]
         self._check_memory(len(prompts), max(lengths) + new_tokens - 1)
@@ -74,17 +73,17 @@ class Decoder:
         return torch.cat(parts) if parts else None
 
     def _check_memory(self, rows: int, length: int) -> None:
-        """Refuses a KV cache that does not fit: memory is only taken when it is written to, and then the system would
+        """Rejects a KV cache that does not fit. The system allocates memory only at the first write, and would then
         kill the process."""
         size, free = self.model.cache_bytes(rows, length), available_memory()
         if self.device.type == "cpu" and free is not None and size > free:
             raise ConfigError(
-                f"--batch-size {rows}: keys and values of {rows} x {length} tokens take {size >> 20} MiB, and "
+                f"--batch-size {rows}: keys and values of {rows} x {length} tokens take {size >> 20} MiB, but "
                 f"{free >> 20} MiB are free; lower it, or --max-new-tokens"
             )
 
     def step(self, tokens: Tensor) -> Tensor | None:
-        """The logits [rows, vocabulary] behind one more token [rows] of each row, on the last stage."""
+        """Returns the logits [rows, vocabulary] after one more token per row, `tokens` [rows], on the last stage."""
         logits = self._pass(tokens.unsqueeze(1), self._positions, self.cache)
         self._positions += 1
         return logits
@@ -95,33 +94,35 @@ class Decoder:
         return None if result is None else result[0]
 
     def take(self, rows: Sequence[int]) -> None:
-        """Replaces the rows by these; a row may occur several times."""
+        """Keeps these rows in this order; a row may occur several times."""
         order = torch.tensor(rows, device=self.device)
         self.cache.take(order)
         self._positions = self._positions[order]
 
     def decided(self, logits: Tensor | None, decide: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Tensor:
-        """Runs `decide` on the one rank that has the logits and broadcasts its result: a float64 tensor of this shape
-        on the host of every rank. Raises on all ranks if a logit is not finite, or if `decide` raises."""
+        """Runs `decide` on one rank that has the logits, and broadcasts its result. Every rank gets a float64 tensor of
+        this shape on the host. Raises on all ranks if a logit is not finite, or if `decide` raises."""
         result, error = torch.full(shape, torch.inf, dtype=torch.float64), None
         if self.decides:
             try:
                 result = _decision(logits, decide, shape)
-            except Exception as caught:  # told first: the other ranks wait
+            except Exception as caught:  # raised after the broadcast, for which the other ranks wait
                 error = caught
         if self.together.size > 1:
             result = broadcast(result.to(self.device), self.together, self._source).cpu()
         if error is not None:
             raise error
         if bool(result.isposinf().any()):
-            raise MegatronError(f"rank {self.together.ranks[self._source]} chooses the tokens, and says what is wrong")
+            raise MegatronError(
+                f"rank {self.together.ranks[self._source]} chooses the tokens and failed; see its error"
+            )
         if bool(result.isnan().any()):
-            raise NonFiniteError("the model's logits are not finite: its weights, or their precision, are bad")
+            raise NonFiniteError("the model's logits are not finite: check its weights and --dtype")
         return result
 
 
 def _decision(logits: Tensor | None, decide: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Tensor:
-    """NaN where the logits are not finite."""
+    """Returns the decision; all NaN if the logits are not finite."""
     assert logits is not None, "the rank that decides has no logits"
     if not bool(logits.isfinite().all()):
         return torch.full(shape, torch.nan, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Continues prompts one token at a time, with a cache of keys and values."""
+"""Continues prompts one token at a time, with a KV cache."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -14,20 +14,20 @@ from megatron.model import GPT
 DEFAULT_NEW_TOKENS = 64
 
 OnToken = Callable[[int, int], bool | None]
-"""(row, token), as soon as a token of a continuation is known; True ends the row with that token."""
+"""Callback (row, token) for each new token of a continuation; returning True ends the row with that token."""
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """The continuation of one prompt. The token that ends the document is not part of it."""
+    """Continuation of one prompt, without the token that ends the document."""
 
     tokens: tuple[int, ...]
     finish: str
-    """"eos", "stop" (whoever listens has had enough) or "length"."""
+    """"eos", "stop" (`on_token` returned True) or "length"."""
     logprobs: tuple[float, ...] | None = field(default=None, compare=False)
-    """Of each token under the model as it is: before temperature, top-k and top-p. Rounding may depend on the batch."""
+    """Log-probability of each token before temperature, top-k and top-p. Its rounding may depend on the batch."""
     score: float | None = field(default=None, compare=False)
-    """Of beam search: the sum of log-probabilities over the length to the power of the penalty."""
+    """Beam search only: sum of log-probabilities over length ** length_penalty."""
 
 
 @torch.inference_mode()
@@ -42,9 +42,9 @@ def generate(
     logprobs: bool = False,
     on_token: OnToken | None = None,
 ) -> list[Continuation]:
-    """One continuation per prompt, of all prompts at once. Rows do not affect each other, and nothing is padded.
+    """Returns one continuation per prompt. All prompts are one batch, without padding, and do not affect each other.
 
-    `seeds`: of the rows' random numbers (default: those of `sampling` for these prompts).
+    `seeds` seed the rows' random numbers (default: the seeds of `sampling` for these prompts).
     """
     decoder = model if isinstance(model, Decoder) else Decoder(model)
     sampling = sampling or Sampling(greedy=True)
@@ -75,7 +75,7 @@ def generate(
 
 
 class _Batch:
-    """What has become of each prompt so far. `rows` are the prompts whose rows are still computed, by length."""
+    """State of each prompt. `rows` are the prompts whose rows are still computed, by length."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class _Batch:
         ends: Collection[int],
         on_token: OnToken | None,
     ) -> None:
-        """`seeds`: none where nothing is drawn."""
+        """Starts with no tokens. `seeds` is empty for greedy decoding."""
         self.rows = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
         self.counts, self.ends, self.on_token = counts, ends, on_token
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -94,7 +94,7 @@ class _Batch:
         self.finish: list[str | None] = [None] * len(prompts)
 
     def choice(self, sampling: Sampling, logprobs: bool) -> Callable[[Tensor], Tensor]:
-        """logits [rows, vocabulary] -> [rows, 1 or 2]: the next tokens, and their log-probabilities if asked for."""
+        """Makes the function logits [rows, vocabulary] -> [rows, 1 or 2]: next tokens, with `logprobs` also these."""
         generators = [self.generators[row] for row in self.rows] if self.generators else ()
 
         def choose(logits: Tensor) -> Tensor:
@@ -121,10 +121,10 @@ class _Batch:
                 self.finish[row] = "length"
 
     def worth_keeping(self) -> list[int]:
-        """The places of the rows that go on; all of them, until half have ended, since leaving rows out copies the
-        others' keys and values. Empty: all have ended."""
+        """Returns the places of the rows to keep; none if all have ended. Keeps all until half have ended, because
+        removing rows copies the keys and values of the others."""
         going_on = [place for place, row in enumerate(self.rows) if self.finish[row] is None]
-        if any(self.finish[row] == "length" for row in self.rows):  # the model may have no position left for it
+        if any(self.finish[row] == "length" for row in self.rows):  # the model may have no position left for these
             return going_on
         return going_on if 2 * len(going_on) <= len(self.rows) else list(range(len(self.rows)))
 
@@ -139,7 +139,7 @@ class _Batch:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """logits [rows, vocabulary], tokens [rows, n] -> [rows, n]."""
+    """Returns log-probabilities: logits [rows, vocabulary], tokens [rows, n] -> [rows, n]."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return wide.gather(1, tokens) - wide.logsumexp(1, keepdim=True)
 
@@ -151,9 +151,9 @@ def ids_of(given: int | Collection[int] | None) -> Collection[int]:
 
 
 def new_token_counts(model: GPT, prompts: Sequence[Sequence[int]], asked: int | None) -> list[int]:
-    """The number of tokens to add to each prompt; refused if prompt and continuation exceed the model's positions."""
+    """Returns the number of tokens to add to each prompt. Raises if prompt and continuation exceed the positions."""
     if not prompts or any(not prompt for prompt in prompts):
-        raise ConfigError("--prompt: an empty prompt has nothing to continue; give at least one token of text")
+        raise ConfigError("--prompt: an empty prompt cannot be continued; give at least one token of text")
     return [room(model.config.max_position_embeddings, len(prompt), asked) for prompt in prompts]
 
 
@@ -165,7 +165,7 @@ def room(
     place: str = "--prompt",
     shorter: str = "shorten it, or let --truncate-prompts drop its beginning",
 ) -> int:
-    """The number of tokens to add to a prompt of `length`, by a model of so many positions."""
+    """Returns the number of tokens to add to a prompt of `length`, for a model with `positions`."""
     if asked is not None and asked < 1:
         raise ConfigError(f"--max-new-tokens {asked}: must be at least 1")
     wanted = DEFAULT_NEW_TOKENS if asked is None else asked
@@ -173,7 +173,7 @@ def room(
         return wanted
     if length >= positions:
         raise ConfigError(
-            f"{place}: {length} tokens, and the model has {positions} positions for prompt and continuation; {shorter}"
+            f"{place}: {length} tokens, but the model has {positions} positions for prompt and continuation; {shorter}"
         )
     if asked is not None and length + asked > positions:
         beside = "with a prompt" if place == "--prompt" else f"with {place}"

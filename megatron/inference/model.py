@@ -1,4 +1,4 @@
-"""A trained model to use: whatever --load takes, in any layout, on the ranks that the launcher started."""
+"""Opens a trained model for use: any checkpoint that --load accepts, in any layout, on the launcher's ranks."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -34,13 +34,13 @@ from megatron.utils.foreign import is_hugging_face, read_finite_json
 from megatron.utils.token_difference import token_difference, tokens_of
 
 LONGEST_WINDOW = 4096
-"""The window of a model that does not say how long its training samples were."""
+"""Window of a model if its checkpoint does not record the length of its training samples."""
 DEFAULT_BATCH = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Fields are flags of tools/evaluate.py and tools/generate.py, and arguments of the harness's model."""
+    """Flags of tools/evaluate.py and tools/generate.py, and arguments of the harness's model."""
 
     load: str
     ckpt_step: int | None = None
@@ -67,24 +67,24 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class Described:
-    """What a checkpoint says of itself, without its weights."""
+    """Description of a checkpoint, without its weights."""
 
     place: str
     dtype: str
     positions: int | None
     trained_length: int | None
     tokenizer_folder: Path | None
-    """The folder of the tokenizer files that the checkpoint holds, if it does."""
+    """Folder of the tokenizer files in the checkpoint, if any."""
     tokenizer: Tokenizer | None
     prompt_format: str | None = None
-    """How the run's --sft made text of conversations, if it was not the tokenizer's own template."""
+    """Prompt format of the run's --sft; None if it was the tokenizer's own template."""
     rows: int | None = None
-    """The rows of the word table, including padding if the checkpoint does not say how many rows are padding."""
+    """Rows of the token embedding, including padding if the checkpoint does not record the number of padding rows."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is used: the run of this rank, its tokenizer, and later its weights."""
+    """Model in use: the run of this rank, its tokenizer, and later its weights."""
 
     run: Run
     options: ModelOptions
@@ -92,7 +92,7 @@ class Subject:
 
     @property
     def window(self) -> int:
-        """Tokens that the model reads at once."""
+        """Number of tokens that the model reads at once."""
         return self.run.config.data.seq_length
 
     @property
@@ -100,18 +100,18 @@ class Subject:
         if self.run.tokenizer is None:
             raise ConfigError(
                 f"--load {self.options.load}: the checkpoint holds no tokenizer; give the one that it was trained with "
-                "(--vocab-file and --merge-file, or --tokenizer-type and --tokenizer-model)"
+                "(--vocab-file and --merge-file, or --tokenizer-type with --tokenizer-model)"
             )
         return self.run.tokenizer
 
     @property
     def chat_settings(self) -> TokenizerConfig:
-        """Those of the chat template: the format that the run was trained with."""
+        """Settings of the chat template, with the format that the run was trained with."""
         return replace(self.run.config.tokenizer, sft_tokenizer_prompt_format=self.described.prompt_format)
 
     @cached_property
     def bos_id(self) -> int | None:
-        """The id that the tokenizer's folder calls the beginning of a text; None if it names none."""
+        """Id of bos_token in the tokenizer's folder; None if it names none."""
         folder = self.described.tokenizer_folder
         if folder is None or not (folder / "tokenizer_config.json").is_file():
             return None
@@ -120,19 +120,19 @@ class Subject:
 
     @property
     def positions(self) -> int | None:
-        """How long a text may be."""
+        """Longest text in tokens; None if unlimited."""
         return self.run.config.model.max_position_embeddings
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """What ends a text: the tokenizer's end of a document, and of a Hugging Face model what its files name."""
+        """Ids that end a text: the tokenizer's end of document, and those that a Hugging Face model's files name."""
         own = frozenset() if self.tokenizer.eod_id is None else frozenset([self.tokenizer.eod_id])
         return own | named_ends(Path(self.options.load)) if self._is_hugging_face else own
 
     @property
     def beginning(self) -> tuple[int, ...]:
-        """What stands before a prompt: of a Hugging Face model what `transformers` puts there. Documents of our own
-        training begin with their text."""
+        """Ids before a prompt: those of `transformers` for a Hugging Face model. Native models have none, because their
+        training documents begin with text."""
         return self.tokenizer.beginning() if self._is_hugging_face else ()
 
     @property
@@ -141,7 +141,7 @@ class Subject:
 
     @cached_property
     def built(self) -> Parallel:
-        """The model with its weights. All ranks ask for it together."""
+        """Model with its weights; collective over all ranks."""
         run = self.run
         built = build_model(run, _model_provider, own_step, loaded_next=True)
         engine = Evaluation(built.model, built.passes, run.parallel, device=run.device)
@@ -152,7 +152,7 @@ class Subject:
             try:
                 load(hash_later=run.device.type == "cpu")
             except DamagedCheckpointError:
-                load(hash_later=False)  # which verifies before it reads, and tells what else there is
+                load(hash_later=False)  # verifies before it reads, and reports other steps
         return built
 
     @property
@@ -162,19 +162,19 @@ class Subject:
 
     @property
     def passes(self) -> Passes:
-        """Each batch names the forward step that it is for, under "step"."""
+        """Passes of the model; each batch carries its forward step under "step"."""
         return self.built.passes
 
 
 def open_subject(options: ModelOptions, source: StepSource = OWN_STEPS) -> Subject:
-    """Reads what the checkpoint says, joins the ranks and builds the tokenizer; no weight is read. `source`: reads what
-    other programs saved."""
+    """Reads the checkpoint's description, joins the ranks and builds the tokenizer, but reads no weights. `source`
+    reads the checkpoint, by default only a native one."""
     connect = partial(start, needs_data=False, stream=sys.stderr, source=source)
     return subject_of(options, connect, source)
 
 
 def subject_of(options: ModelOptions, connect: Callable[[RunConfig], Run], source: StepSource = OWN_STEPS) -> Subject:
-    """`connect`: starts the run of the settings on this rank."""
+    """Opens a model on the run that `connect` starts with its settings on this rank."""
     described = _describe(options, source)
     doubt = _doubt_of_size(options, described)
     run = connect(read_settings(_command_line(options, described), needs_data=False, source=source))
@@ -185,7 +185,7 @@ def subject_of(options: ModelOptions, connect: Callable[[RunConfig], Run], sourc
 
 
 def named_ends(folder: Path) -> frozenset[int]:
-    """The `eos_token_id`, one or several, of generation_config.json; where that names none, of config.json."""
+    """Returns the `eos_token_id` (one or several) of generation_config.json or, without one, of config.json."""
     for name in ("generation_config.json", "config.json"):
         ids = read_finite_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
         if ids is not None:
@@ -211,7 +211,7 @@ def _describe(options: ModelOptions, source: StepSource) -> Described:
     assert found is not None, "without a save directory there is no fresh start"
     saved = found.saved_settings()
     if "model" not in saved or WORD_TABLE not in found.manifest.model:
-        raise CheckpointError(f"{found.directory} holds no model of ours (a GPT and its configuration)")
+        raise CheckpointError(f"{found.directory}: not a checkpoint of a GPT and its settings; give another --load")
     own = found.tokenizer if found.tokenizer and (found.tokenizer / "tokenizer.json").is_file() else None
     return Described(
         str(found.directory),
@@ -226,7 +226,7 @@ def _describe(options: ModelOptions, source: StepSource) -> Described:
 
 
 def _prompt_format(saved: Mapping[str, Any]) -> str | None:
-    """None where it was the tokenizer's own template."""
+    """Returns the prompt format; None for the tokenizer's own template."""
     settings = TokenizerConfig(
         tokenizer_type=saved.get("tokenizer_type"), sft_tokenizer_prompt_format=saved.get("sft_tokenizer_prompt_format")
     )
@@ -241,7 +241,7 @@ def _tokenizer_in(folder: Path | None) -> Tokenizer | None:
 
 
 def _command_line(options: ModelOptions, described: Described) -> list[str]:
-    """The flags of a training run that would evaluate this model and train nothing: they are checked, and the model
+    """Returns the flags of a training run that only evaluates this model. So its settings are checked, and the model is
     split over ranks and loaded, as in training."""
     window = options.seq_length
     if window is None:
@@ -285,13 +285,13 @@ def _check_tokenizer(options: ModelOptions, described: Described, tokenizer: Tok
 
 
 def own_step(model: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The forward step of a batch that brings its own."""
+    """Runs the forward step that the batch carries."""
     return batch["step"](model, batch)
 
 
 def _doubt_of_size(options: ModelOptions, described: Described) -> str | None:
-    """The line about a tokenizer that can hardly be that of a checkpoint which holds none: its size is another, and
-    padding does not explain it."""
+    """Returns a warning if the checkpoint holds no tokenizer and the given one is probably wrong, because padding does
+    not explain its different size. Raises if it is certainly wrong."""
     settings = TokenizerSettings(**{name: getattr(options, name) for name in _OF_TOKENIZERS})
     made = TOKENIZERS.get(settings.tokenizer_type or "")
     own_size = made is None or not made.sized_by_settings
@@ -299,13 +299,13 @@ def _doubt_of_size(options: ModelOptions, described: Described) -> str | None:
         return None
     tokenizer = build_tokenizer(settings, announce=False)
     sizes = (
-        f"--load {options.load}: its table has {described.rows} rows, and the tokenizer given ({tokenizer.name}, "
-        f"fingerprint {tokenizer.fingerprint[:12]}) {tokenizer.vocab_size} entries"
+        f"--load {options.load}: its token embedding has {described.rows} rows, but the tokenizer given "
+        f"({tokenizer.name}, fingerprint {tokenizer.fingerprint[:12]}) has {tokenizer.vocab_size} entries"
     )
     if tokenizer.vocab_size > described.rows:
-        raise ConfigError(f"{sizes}: it is another than the model's; give that one")
+        raise ConfigError(f"{sizes}; give the model's tokenizer")
     if described.rows > 1.1 * tokenizer.vocab_size + 128:
-        return f"{sizes}; if it is not the model's, the results mean nothing"
+        return f"{sizes}; unless it is the model's, the results are meaningless"
     return None
 
 

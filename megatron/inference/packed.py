@@ -1,4 +1,4 @@
-"""Packs weights for generation on a CPU into the layout that products of a few rows read fastest."""
+"""Packs weights for generation on a CPU into the layout that is fastest for products of a few rows."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,7 +17,7 @@ from megatron.tensor_parallel import VocabParallelHead
 from megatron.utils.cpu import available_memory, fp32_products_unmarked
 
 _LARGE = 1 << 16
-"""Elements of a weight from which on its products gain more than their calls cost."""
+"""Elements of the smallest weight whose products gain more than the calls cost."""
 
 
 class _Packs(Protocol):
@@ -26,12 +26,11 @@ class _Packs(Protocol):
 
 @contextmanager
 def packed_weights(model: GPT, log: Callable[[str], object] = lambda text: None) -> Iterator[None]:
-    """Within the context, passes without gradients read packed copies of the weights, so the weights must not
-    change."""
+    """Makes passes without gradients read packed copies of the weights, which must not change within the context."""
     weights, few_rows, copied = list(_weights(model)), _few_rows(model), _can_be_packed(model)
     size, free = sum(weight.nbytes for _, weight in weights), available_memory()
     if copied and free is not None and 2 * size > free:
-        log(f"generation: {free >> 20} MiB are free, too few for packed copies of the weights ({size >> 20} MiB)")
+        log(f"generation: {free >> 20} MiB are free, not enough for packed copies of the weights ({size >> 20} MiB)")
         copied = False
     try:
         for module, weight in weights if copied or few_rows is not None else ():
@@ -44,7 +43,7 @@ def packed_weights(model: GPT, log: Callable[[str], object] = lambda text: None)
 
 
 def _few_rows(model: GPT) -> FewRows | None:
-    """The kernel for products of a few rows, if it takes this model's."""
+    """Returns the kernel for products of a few rows, if it supports this model's."""
     some, kernels = next(model.parameters()), model.make.kernels
     takes = some.device.type == "cpu" and some.dtype in DTYPES and kernels.backend("few_rows") == "native"
     return kernels.few_rows if takes else None
@@ -56,7 +55,7 @@ def _can_be_packed(model: GPT) -> bool:
 
 
 def _weights(model: GPT) -> Iterator[tuple[_Packs, Tensor]]:
-    """The weights of dense layers and of the head (experts are multiplied in groups, which take no packed weights)."""
+    """Yields the weights of dense layers and of the head. Grouped products of experts take no packed weights."""
     experts = {id(inner) for layer in model.layers.values() for inner in _experts(layer)}
     for module in model.modules():
         if isinstance(module, Linear) and id(module) not in experts and module.weight.numel() >= _LARGE:

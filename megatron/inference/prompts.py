@@ -1,4 +1,4 @@
-"""Where prompts come from: arguments, a file of lines or JSON lines, or standard input."""
+"""Reads prompts from arguments, a file of lines or JSON lines, or standard input."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ FLAG = "--prompt"
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt as it was given, and its place for messages."""
+    """Prompt text, and its place for messages."""
 
     place: str
     text: str
@@ -32,7 +32,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation that is to be answered, and its place for messages."""
+    """Conversation to answer, and its place for messages."""
 
     place: str
     messages: tuple[Mapping[str, Any], ...]
@@ -40,7 +40,7 @@ class Chat:
 
 
 def read_prompts(given: Sequence[str], file: str | None, json_key: str) -> list[Text]:
-    """Texts of arguments, lines or JSON lines."""
+    """Reads texts of arguments, lines or JSON lines."""
     if given:
         return [_checked(Text(FLAG, text)) for text in given]
     if file is None and sys.stdin.isatty():
@@ -57,7 +57,7 @@ def read_prompts(given: Sequence[str], file: str | None, json_key: str) -> list[
 
 
 def read_chats(given: Sequence[str], file: str | None) -> list[Chat]:
-    """Conversations of JSON lines; a text of an argument or a line is what the user says."""
+    """Reads conversations of JSON lines. The text of an argument or a plain line becomes a user message."""
     if given or file is None or not file.endswith((".jsonl", ".json")):
         texts = read_prompts(given, file, "")
         return [Chat(one.place, ({"role": "user", "content": one.text},), None) for one in texts]
@@ -68,7 +68,7 @@ def read_chats(given: Sequence[str], file: str | None) -> list[Chat]:
             raise conversation
         place = f"{file} line {conversation.line}"
         if conversation.messages[-1]["role"] == "assistant":
-            raise DataError(f"{place}: ends with an answer of the assistant; leave its last message out")
+            raise DataError(f"{place}: ends with an answer of the assistant; remove its last message")
         chats.append(Chat(place, tuple(conversation.messages), conversation.tools))
     return chats
 
@@ -79,7 +79,7 @@ def _lines(text: str, name: str) -> list[Text]:
 
 
 def _wrong(place: str, why: object) -> MegatronError:
-    """An argument is a setting, a line of a file is data."""
+    """Returns a ConfigError for an argument, a DataError for a line of a file."""
     return (ConfigError if place == FLAG else DataError)(f"{place}: {why}")
 
 
@@ -101,8 +101,8 @@ def encode_prompts(
     truncate: bool,
     special: bool = False,
 ) -> list[Prompt]:
-    """The prompts as tokens, after those of `beginning`, within the model's positions for prompt and continuation. With
-    `special`, text that spells a special token is that token."""
+    """Encodes prompts after the tokens of `beginning`. Checks that prompt and continuation fit the model's positions.
+    With `special`, text that spells a special token becomes that token."""
     found = []
     left = None
     if truncate and positions is not None:
@@ -110,7 +110,7 @@ def encode_prompts(
     for one in texts:
         tokens = tokenizer.tokenize_special(one.text) if special else tokenizer.tokenize(one.text)
         if not tokens and not beginning:
-            raise _wrong(one.place, "an empty prompt has nothing to continue; give at least one token of text")
+            raise _wrong(one.place, "an empty prompt cannot be continued; give at least one token of text")
         tokens = [*beginning, *(tokens if left is None else tokens[-left:])]
         room(positions, len(tokens), new_tokens, place=one.place)
         found.append(Prompt(one.text, tuple(tokens)))
@@ -120,7 +120,7 @@ def encode_prompts(
 def encoded_chats(
     chats: Sequence[Chat], encoder: ChatEncoder, *, positions: int | None, new_tokens: int | None
 ) -> list[Prompt]:
-    """The conversations as tokens, each with the prompt to answer it. The template writes what stands before a text."""
+    """Encodes conversations, each with the prompt to answer it. The template itself writes any beginning of a text."""
     found = []
     for one in chats:
         try:
@@ -128,7 +128,7 @@ def encoded_chats(
         except ChatError as error:
             raise _wrong(one.place, error) from None
         if not tokens:
-            raise _wrong(one.place, "the chat template writes nothing for it; use another template")
+            raise _wrong(one.place, "the chat template gives an empty text; use another template")
         room(positions, len(tokens), new_tokens, place=one.place, shorter="shorten it")
         found.append(Prompt(text, tuple(tokens)))
     encoder.template.close()

@@ -28,7 +28,7 @@ def restore_model(
     """Builds the model and fills it, ready to evaluate. `tensors` replace the checkpoint's own weights."""
     saved = reader.manifest
     if "model" not in saved.config or WORD_TABLE not in saved.model:
-        raise CheckpointError(f"{reader.directory} holds no model of ours (a GPT and its configuration)")
+        raise CheckpointError(f"{reader.directory}: not a checkpoint of a GPT and its settings; give another")
     with default_dtype(dtype), device:
         model = GPT(
             model_config(saved.config["model"]),
@@ -39,7 +39,7 @@ def restore_model(
     parameters = model.state_dict(keep_vars=True)
     if parameters.keys() != saved.model.keys():
         differing = sorted(parameters.keys() ^ saved.model.keys())
-        raise CheckpointError(f"{reader.directory} does not fit its own configuration: {', '.join(differing[:8])}")
+        raise CheckpointError(f"{reader.directory}: weights do not match its settings: {', '.join(differing[:8])}")
     for name, tensor in tensors or ((name, reader.logical(name, record)) for name, record in saved.model.items()):
         parameters[name].copy_(tensor)
     return model.eval()

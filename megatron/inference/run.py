@@ -1,4 +1,4 @@
-"""One run of tools/generate.py: from its settings to the texts."""
+"""Runs tools/generate.py, from its settings to the texts."""
 
 import json
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from megatron.utils.outputs import check_output, write_output
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """What is continued, and how. Fields are flags."""
+    """Prompts, and settings of their continuation. Fields are flags."""
 
     prompt: tuple[str, ...] = ()
     prompts: str | None = None
@@ -38,7 +38,7 @@ class GenerateOptions:
 def answer_prompts(
     options: GenerateOptions, model: ModelOptions, sampling: Sampling, source: StepSource = OWN_STEPS
 ) -> list[Answer]:
-    """Prompts are read and measured before any weight is. `source`: reads what other programs saved."""
+    """Answers the prompts, which are read and checked before any weight. `source` reads the checkpoint."""
     if options.output is not None:
         check_output(Path(options.output))
     subject = open_subject(model, source)
@@ -49,7 +49,7 @@ def answer_prompts(
 
 
 def continued(subject: Subject, options: GenerateOptions, sampling: Sampling) -> list[Answer]:
-    """On every rank. Without --output the first one shows them."""
+    """Returns the answers on every rank. Without --output rank 0 prints them."""
     prompts = _prompts(subject, options)
     wanted = Wanted(
         sampling=sampling,
@@ -73,7 +73,7 @@ def continued(subject: Subject, options: GenerateOptions, sampling: Sampling) ->
 
 
 def _prompts(subject: Subject, options: GenerateOptions) -> list[Prompt]:
-    """Read by the first rank, which has the standard input."""
+    """Reads the prompts on rank 0, which has the standard input."""
     world = subject.run.parallel.world
     if options.chat:
         return run_on_first(lambda: _chats(subject, options), world, list[Prompt])
@@ -102,7 +102,7 @@ def _chats(subject: Subject, options: GenerateOptions) -> list[Prompt]:
 
 
 class _InOrder:
-    """Shows every answer as soon as those before it have been shown."""
+    """Prints answers in order, each as soon as all earlier ones are printed."""
 
     def __init__(self) -> None:
         self.next = 0

@@ -11,12 +11,12 @@ from torch import Tensor
 from megatron.errors import ConfigError
 
 _COLDEST = 0.0001
-"""Logits that are divided by less may become infinite."""
+"""Smallest temperature. Division by a smaller one may make logits infinite."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen. `top_k` 0 and `top_p` 0 or 1 keep the whole distribution."""
+    """Settings for choosing tokens. `top_k` 0 and `top_p` 0 or 1 keep the whole distribution."""
 
     greedy: bool = False
     temperature: float = 1.0
@@ -35,8 +35,8 @@ class Sampling:
             raise ConfigError(f"--top-p {self.top_p}: must be between 0 and 1; 0 and 1 keep all tokens")
 
     def seeds(self, prompts: Sequence[Sequence[int]]) -> list[int]:
-        """The seed of each prompt's random numbers. It depends on the prompt and on how often it occurred before, so
-        that a continuation does not depend on other prompts."""
+        """Returns the seed of each prompt's random numbers. It depends on the prompt and on the number of its earlier
+        occurrences, so a continuation does not depend on other prompts."""
         seen: Counter[tuple[int, ...]] = Counter()
         found = []
         for prompt in map(tuple, prompts):
@@ -46,7 +46,7 @@ class Sampling:
         return found
 
     def choose(self, logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        """[batch, vocabulary] -> [batch]. Drawn on the CPU: the same tokens on every device."""
+        """Chooses a token per row: [batch, vocabulary] -> [batch]. Samples on the CPU, so equally on every device."""
         if self.greedy:
             return logits.argmax(-1)
         chances = self.filtered(logits.float()).softmax(-1).cpu()
@@ -54,7 +54,7 @@ class Sampling:
         return torch.cat(drawn).to(logits.device)
 
     def filtered(self, logits: Tensor) -> Tensor:
-        """Logits with -inf for the tokens that may not be drawn."""
+        """Returns the logits with -inf for the tokens that must not be sampled."""
         logits = logits / self.temperature
         if self.top_k:
             logits = keep_top_k(logits, self.top_k)
@@ -64,7 +64,7 @@ class Sampling:
 
 
 def keep_top_k(logits: Tensor, count: int) -> Tensor:
-    """Keeps the `count` likeliest tokens, and those as likely as the last of them."""
+    """Keeps the `count` likeliest tokens, and ties with the last of them."""
     threshold = logits.topk(min(count, logits.shape[-1]), dim=-1).values[..., -1:]
     return logits.masked_fill(logits < threshold, float("-inf"))
 

@@ -1,4 +1,4 @@
-"""Tokens to text as they come: whole characters only, and nothing that a stop text may take back."""
+"""Streams tokens as text: whole characters only, and no text that may turn out to be part of a stop text."""
 
 from collections.abc import Sequence
 
@@ -6,16 +6,16 @@ from megatron.tokenizer import Tokenizer
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8
-"""Tokens of the prompt."""
+"""Number of prompt tokens to decode with the first new ones."""
 
 
 class TextStream:
-    """The text that follows a prompt. `stops`: where the first of them begins, the text ends."""
+    """Text that follows a prompt. It ends before the first of the texts in `stops`."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stops: Sequence[str] = ()) -> None:
         self.tokenizer, self.stops = tokenizer, [stop for stop in stops if stop]
-        # Some tokenizers drop a space at the beginning of a text, so that the last tokens that were decoded are decoded
-        # again with the next ones; `_decoded` of these are old.
+        # Some tokenizers drop a space at the beginning of a text. So the last decoded tokens are decoded again together
+        # with the next ones; `_decoded` counts them.
         self._context = _end_of(prompt, tokenizer)
         self._tokens, self._decoded = self._context, len(self._context)
         self._all: list[int] = []
@@ -24,21 +24,21 @@ class TextStream:
         self._given = 0
 
     def add(self, token: int) -> bool:
-        """True if a stop text is complete: nothing more is wanted."""
+        """Adds a token. Returns True if a stop text is complete, so that the text has ended."""
         self.extend([token])
         self._take_in()
         return self.stopped
 
     def new_text(self) -> str:
-        """What can be shown since the last call: it will not change."""
+        """Returns the text since the last call that is final."""
         whole = self.stopped or self._finished
         end = len(self.text) if whole else len(self.text) - self._may_be_a_stop()
         new, self._given = self.text[self._given : end], max(self._given, end)
         return new
 
     def finish(self) -> None:
-        """No token follows: what waited is text, a character that never became whole included. The text is now that of
-        all tokens together: some tokenizers show no character of a run of bytes in which one is wrong."""
+        """Ends the stream. Text that was held back is now final, even an incomplete character. All tokens are decoded
+        again together, because some tokenizers show no character of a run of bytes that contains a wrong one."""
         if not self.stopped:
             before, whole = map(self.tokenizer.detokenize, (self._context, self._context + self._all))
             same = whole.startswith(before)
@@ -58,7 +58,7 @@ class TextStream:
         searched = max(0, len(self.text) - max(map(len, self.stops), default=0))
         self.text += whole[len(before) :]
         last = self._tokens[self._decoded :]
-        if self._decoded and self.tokenizer.detokenize(last).strip():  # behind spaces alone more of them are dropped
+        if self._decoded and self.tokenizer.detokenize(last).strip():  # more spaces are dropped after only spaces
             self._tokens = last
         self._decoded = len(self._tokens)
         self._end_at_stop(searched)
@@ -69,13 +69,13 @@ class TextStream:
             self.text, self.stopped = self.text[: min(places)], True
 
     def _may_be_a_stop(self) -> int:
-        """The length of the longest suffix of the text that is a prefix of a stop text."""
+        """Returns the length of the longest suffix of the text that is a prefix of a stop text."""
         return max((_overlap(self.text, stop) for stop in self.stops), default=0)
 
 
 def _end_of(prompt: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    """The last tokens, from the beginning of a character on: where single bytes are tokens, a part of a character makes
-    whole ones behind it unreadable."""
+    """Returns the last tokens, starting at a character. If single bytes are tokens, a partial character would make the
+    whole ones after it unreadable."""
     first = max(0, len(prompt) - _CONTEXT)
     while first > 0 and tokenizer.detokenize(prompt[first:]).startswith(_BROKEN):
         first -= 1

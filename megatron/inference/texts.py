@@ -1,4 +1,4 @@
-"""Reads texts that a model is to read: whatever is wrong with a file is one line that names its place."""
+"""Reads texts for a model. Errors in a file are one line with the place."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.base import refuse_surrogates
 
 BYTE_ORDER_MARK = "\ufeff"
-"""What some editors put before a text: no part of it."""
+"""Mark that some editors put before a text; it does not belong to the text."""
 
 
 def read_nonempty_text(path: Path, *, flag: str) -> str:
@@ -22,7 +22,7 @@ def read_nonempty_text(path: Path, *, flag: str) -> str:
 
 def decode_text(content: bytes, name: str) -> str:
     if not content.strip():
-        raise DataError(f"{name}: is empty; there is nothing to read")
+        raise DataError(f"{name}: is empty; give it text")
     try:
         return content.decode("utf-8").removeprefix(BYTE_ORDER_MARK)
     except UnicodeDecodeError as error:
@@ -32,7 +32,7 @@ def decode_text(content: bytes, name: str) -> str:
 
 
 def read_json_lines(path: Path, *, flag: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(place for messages, object) of every line that is not blank."""
+    """Yields (place for messages, object) for every line that is not blank."""
     for number, line in enumerate(read_nonempty_text(path, flag=flag).split("\n"), start=1):
         if not line.strip():
             continue
@@ -40,7 +40,7 @@ def read_json_lines(path: Path, *, flag: str) -> Iterator[tuple[str, Mapping[str
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{place}: not JSON ({error}); the file has one object in each line") from None
+            raise DataError(f"{place}: not JSON ({error}); each line must be one object") from None
         if not isinstance(entry, dict):
             raise DataError(f'{place}: a {type(entry).__name__}, not an object such as {{"text": "..."}}')
         yield place, entry

@@ -1,1 +1,1 @@
-"""Files of other programs, both ways: Hugging Face's models (`hf/`), Megatron-LM's checkpoints (`megatron_lm/`)."""
+"""Reads and writes other programs' files: Hugging Face's models (`hf/`), Megatron-LM's checkpoints (`megatron_lm/`)."""

@@ -14,27 +14,27 @@ from megatron.model.parameters import WORD_TABLE
 
 
 def open_step(directory: Path) -> FoundStep:
-    """The step that --load would take, or the step that is named."""
+    """Opens the step that --load would take, or the step that `directory` names."""
     number = step_of(directory.name)
     step = number if number is not None and not (directory / MANIFEST).is_dir() else None
     place = directory.parent if step is not None else directory
     found = describe_step(place, step=step, strict=True, check_hashes=True, source=OTHER_PROGRAMS)
-    assert found is not None, "without a save directory there is no fresh start"
+    assert found is not None, "only a save directory may be empty"
     return found
 
 
 def first_difference(one: FoundStep, other: FoundStep) -> str | None:
-    """None: equal in every bit, in weights, in what both have of the optimizer, and in the step."""
+    """Describes the first difference in weights, optimizer state or step; None if all bits are equal."""
     rows = [
         step.manifest.model[WORD_TABLE].logical_shape[0] for step in (one, other) if WORD_TABLE in step.manifest.model
     ]
-    if len(rows) == 2:  # Megatron-LM's tables may be described with their padding
+    if len(rows) == 2:  # Megatron-LM's tables may include padding
         one, other = one.with_vocabulary(min(rows)), other.with_vocabulary(min(rows))
     left, right = dict(_records(one)), dict(_records(other))
     names = [*left, *(name for name in right if name not in left)]
     for name in names:
         if name not in left or name not in right:
-            return f"{name[0]}{_kind(name)} is in {(one if name in left else other).directory} alone"
+            return f"{name[0]}{_kind(name)} is in {(one if name in left else other).directory} only"
         if difference := _difference(one, other, name, left[name], right[name]):
             return f"{name[0]}{_kind(name)} {difference}"
     if one.manifest.step != other.manifest.step:

@@ -1,5 +1,5 @@
-"""What the conversions share: tensors that are read one at a time, with progress, and a directory that appears under
-its name when it is complete."""
+"""Shared parts of the conversions: reads tensors one at a time, with progress, and writes a directory that gets its
+name when it is complete."""
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -23,16 +23,16 @@ from megatron.torch_files.writer import Deferred
 from megatron.utils import durable
 
 Show = Callable[[int, int], object]
-"""(bytes done, bytes of all)"""
+"""Called with (bytes done, bytes in total)."""
 
 
 def no_progress(done: int, total: int) -> None:
-    """Nobody watches."""
+    """No-op: shows no progress."""
 
 
 @dataclass
 class Reading:
-    """Makes the tensors of a conversion; `show` is told whenever one of them was read."""
+    """Makes the tensors of a conversion, and calls `show` after each one that was read."""
 
     show: Show
     total: int = 0
@@ -61,7 +61,7 @@ def save_native(
     release: bool,
     save_tokenizer: Callable[[Path], object] | None = None,
 ) -> SavedInfo:
-    """Saves a converted state as one process does."""
+    """Saves a converted state as a run of one process would."""
     with closing(RunHistory(run_id)) as history:
         return save_checkpoint(
             save,
@@ -75,18 +75,18 @@ def save_native(
 
 
 def refuse_what_must_stay(load: Path, save: Path) -> None:
-    """Replacing --save must not delete what --load reads."""
+    """Raises if replacing --save would delete what --load reads."""
     source, target = load.resolve(), save.resolve()
     within = target.parent == source and (paths.step_of(save.name) is not None or save.name == paths.RELEASE)
     if source == target or target in source.parents or within:
         raise ConfigError(f"--overwrite: --save {save} holds what --load {load} reads; give another directory")
     if save.is_symlink() or (save.exists() and not save.is_dir()):
-        raise ConfigError(f"--overwrite: --save {save} is no directory of its own; give another name")
+        raise ConfigError(f"--overwrite: --save {save} is not a directory of its own; give another name")
 
 
 @contextmanager
 def written_aside(out: Path, doing: str) -> Iterator[Path]:
-    """A temporary directory that takes the name `out` when it is complete: what had the name stays until then."""
+    """Yields a temporary directory, and renames it to `out` when it is complete. An existing `out` stays until then."""
     temporary = out.with_name(f"{paths.TEMPORARY}{out.name}")
     in_use = DirectoryLock.acquire(out, "conversion") if (out / paths.LOCK).exists() else None
     try:

@@ -1,4 +1,4 @@
-"""The source of a run that may begin with another program's files."""
+"""Source of checkpoints for a run that may begin with another program's files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class OtherPrograms:
-    """Reads Hugging Face's folders and Megatron-LM's steps; each is imported when it is first asked for."""
+    """Reads Hugging Face's folders and Megatron-LM's steps; their modules are imported on first use."""
 
     def open_step(self, directory: Path, say: Say, *, check_hashes: bool = True) -> ForeignStep | None:
         from megatron.interop.megatron_lm import open_foreign

@@ -1,4 +1,4 @@
-"""What is computed: a GPT in plain PyTorch, for the families of GPT-2, GPT-NeoX, Llama/Qwen/Mistral and OLMo-2."""
+"""A GPT in plain PyTorch, for the families of GPT-2, GPT-NeoX, Llama/Qwen/Mistral and OLMo-2."""
 
 from megatron.model.flops import flops_per_token, peak_flops
 from megatron.model.gpt import GPT

@@ -1,4 +1,4 @@
-"""Attention without parameters: which keys a query may see, and the product over them."""
+"""Attention without parameters: the visibility of keys, and the core attention."""
 
 from dataclasses import dataclass
 
@@ -15,18 +15,18 @@ from megatron.ops import Kernels
 class AttentionContext:
     """Inputs of the attention that all layers of one forward pass share."""
 
-    mask: Tensor | None = None  # true = may look; broadcasts to [batch, heads, queries, keys]; includes causality
-    causal: bool = True  # the core adds the causal triangle; False where the mask has it or nothing is hidden
+    mask: Tensor | None = None  # true = visible; broadcasts to [batch, heads, queries, keys]; includes causality
+    causal: bool = True  # the core adds the causal triangle; False if the mask has it or nothing is hidden
     rope: tuple[Tensor, Tensor] | None = None  # cos and sin, [batch or 1, seq, 1, rotated / 2]
     cache: KVCache | None = None
 
 
 class SequenceView:
-    """Positions and visibility of the tokens of one forward pass: here the whole sequence, or what follows the cache.
-    Context parallelism has a view of its own, with its own core attention."""
+    """Positions and visibility of the tokens of one forward pass: the whole sequence, or the tokens after the cache.
+    Context parallelism overrides this view and the core attention."""
 
     def past(self, cache: KVCache | None) -> int:
-        """The number of tokens before those of this pass."""
+        """Number of tokens before those of this pass."""
         return 0 if cache is None else cache.length
 
     def positions(self, tokens: int, past: int, device: torch.device) -> Tensor:
@@ -35,7 +35,7 @@ class SequenceView:
     def visible(
         self, tokens: int, *, window: Window, document_ids: Tensor | None, device: torch.device
     ) -> tuple[Tensor | None, bool]:
-        """The core attention's `mask` and `causal`."""
+        """Returns the core attention's `mask` and `causal`."""
         return attention_mask(tokens, tokens, window=window, document_ids=document_ids, device=device)
 
 

@@ -1,4 +1,4 @@
-"""One transformer layer, in the wirings that models have."""
+"""One transformer layer, in several wirings."""
 
 from torch import Tensor, nn
 
@@ -12,14 +12,14 @@ from megatron.model.self_attention import SelfAttention
 
 
 def make_layer(make: ModuleFactory, layer: int) -> "Layer":
-    """`layer` counts from 0 over the whole model, whatever part of it this process holds."""
+    """Makes the layer with this number, counted from 0 over the whole model."""
     if make.config.norm_placement == "after":
         return NormAfterBlock(make, layer)
     return ParallelBlock(make, layer) if make.config.use_parallel_residual else Block(make, layer)
 
 
 class Layer(nn.Module):
-    """What all wirings have."""
+    """Base class of all wirings."""
 
     self_attention: SelfAttention
     mlp: MLP | MoE
@@ -37,7 +37,7 @@ class Layer(nn.Module):
 
 
 class Block(Layer):
-    """x + attention(norm(x)), and to that the MLP of its norm."""
+    """y = x + attention(norm(x)); returns y + MLP(norm(y))."""
 
     def __init__(self, make: ModuleFactory, layer: int) -> None:
         super().__init__(make)
@@ -53,13 +53,13 @@ class Block(Layer):
         normed = self.input_layernorm(x)  # [batch, seq, hidden], like everything below
         attended = self._drop(self.self_attention(normed, context))
         normed, x = self.post_attention_layernorm.of_sum(attended, normed if self.residual_after_norm else x)
-        # No bias here: the projections have added theirs inside the matrix product.
+        # No bias here: the projections add theirs inside the matrix product.
         branch, residual = self._feed_forward(normed), normed if self.residual_after_norm else x
         return self.kernels.bias_dropout_add(branch, None, residual, self._drop)
 
 
 class ParallelBlock(Block):
-    """x + attention(norm(x)) + MLP(another norm(x)): GPT-NeoX."""
+    """x + attention(norm(x)) + MLP(another norm(x)), as in GPT-NeoX."""
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         attended = self._drop(self.self_attention(self.input_layernorm(x), context))
@@ -68,7 +68,7 @@ class ParallelBlock(Block):
 
 
 class NormAfterBlock(Layer):
-    """x + norm(attention(x)), and to that the norm of its MLP: OLMo-2."""
+    """y = x + norm(attention(x)); returns y + norm(MLP(y)), as in OLMo-2."""
 
     def __init__(self, make: ModuleFactory, layer: int) -> None:
         super().__init__(make)
@@ -79,7 +79,7 @@ class NormAfterBlock(Layer):
         self.mlp_output_layernorm = make.norm(config.hidden_size)
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
-        dtype = self.attention_output_layernorm.weight.dtype  # the residual stream's own may be fp32
+        dtype = self.attention_output_layernorm.weight.dtype  # the residual stream may be fp32
         x = x + self._drop(self.attention_output_layernorm(self.self_attention(x.to(dtype), context)))
         return x + self._drop(self.mlp_output_layernorm(self._feed_forward(x.to(dtype))))
 

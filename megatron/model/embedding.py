@@ -15,7 +15,7 @@ class Embedding(nn.Module):
         self.fp32_residual = make.config.fp32_residual_connection
 
     def forward(self, tokens: Tensor, position_ids: Tensor, words: Tensor | None = None) -> Tensor:
-        """`words`: the tokens' rows of the table, where they were looked up already."""
+        """Returns [batch, seq, hidden]. `words`: the tokens' rows of the table, if they were already looked up."""
         hidden = self.word_embeddings(tokens) if words is None else words  # [batch, seq, hidden]
         if self.position_embeddings is not None:
             hidden = hidden + self.position_embeddings(position_ids)
@@ -25,7 +25,7 @@ class Embedding(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """Holds the tied word table on a last pipeline stage that has no embedding, under the embedding's name."""
+    """Holds the tied token embedding, under the embedding's name, on a last pipeline stage without an embedding."""
 
     def __init__(self, make: ModuleFactory, padded_vocab_size: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Makes the modules of a GPT: plain ones here; `parallelize` overrides what a parallel layout needs differently.
+"""Makes the modules of a GPT. These are plain; `parallelize` overrides the ones that a parallel layout changes.
 
-The factory is the one value that travels through the constructors: a module takes from it the parts that a layout may
-replace, and the settings that it needs. Linear layers and tables are asked for by the name of their parameter in the
-whole model, so that a layout finds their row in the table of parameters.
+All constructors receive the factory: a module takes from it its settings and the parts that a layout may replace. It
+requests linear layers and tables by their parameter name in the whole model, so that a layout finds their row in the
+table of parameters.
 """
 
 from collections.abc import Callable
@@ -25,21 +25,21 @@ Dropout = Callable[[Tensor, float, bool], Tensor]
 
 
 RunExperts = Callable[[Tensor, list[int]], Tensor]
-"""(rows [tokens, hidden] sorted by expert, how many each expert gets) -> the experts' results in the same order."""
+"""(rows [tokens, hidden] sorted by expert, rows per expert) -> the experts' results in the same order."""
 Dispatcher = Callable[[Tensor, Tensor, RunExperts], Tensor]
 """(rows [tokens, hidden] sorted by expert, counts [experts], experts) -> the experts' results in the same order."""
 
 
 def run_here(rows: Tensor, counts: Tensor, experts: RunExperts) -> Tensor:
-    """The dispatcher of a rank that holds all experts: it calls them. (Others: megatron/expert_parallel.)"""
+    """Dispatcher for ranks that hold all experts: calls them. Other dispatchers: megatron/expert_parallel."""
     return experts(rows, counts.tolist())
 
 
 class ModuleFactory:
     dropout: Dropout = staticmethod(F.dropout)
-    """On the residual stream."""
+    """Dropout on the residual stream."""
     pieces_of_sequence = 1
-    """How many ranks share each sequence and see other tokens of it."""
+    """Number of ranks that each hold a different part of every sequence."""
 
     def __init__(
         self,
@@ -56,19 +56,19 @@ class ModuleFactory:
         self.routers = RouterReports(self.moe, config.num_layers, self.pieces_of_sequence) if on else None
 
     def linear(self, name: str, in_features: int, out_features: int, *, bias: bool) -> Linear:
-        """A linear layer with the sizes of the whole one; a layout makes this rank's part of it."""
+        """Makes a linear layer. Sizes are those of the whole layer; a layout makes only this rank's part."""
         return Linear(in_features, out_features, bias=bias, wgrads=self.wgrads)
 
     def norm(self, width: int) -> Norm:
         return Norm(width, self.config, self.kernels)
 
     def head_norm(self, name: str, heads: int) -> Norm:
-        """The norm of queries or keys: over each head, or over all `heads` of the whole model together."""
+        """Makes a norm of queries or keys: over each head, or over all `heads` of the whole model together."""
         together = self.config.qk_layernorm_scope == "all"
         return self.norm(self.config.head_dim * (heads if together else 1))
 
     def vocabulary_table(self, rows: int) -> Table:
-        """`rows`: of the whole table, padding included."""
+        """Makes a table. `rows` counts the whole table, padding included."""
         return Table(rows, self.config.hidden_size)
 
     def position_table(self) -> Table:
@@ -85,7 +85,7 @@ class ModuleFactory:
         return HeadAndLoss(vocab_size, self.kernels)
 
     def experts(self) -> range:
-        """The numbers of the experts that are on this rank."""
+        """Indices of this rank's experts."""
         return range(self.moe.num_experts or 0)
 
     def dispatcher(self) -> Dispatcher:

@@ -1,8 +1,8 @@
-"""Floating-point operations of training, by Megatron's formula (arXiv 2205.05198), and what devices can do.
+"""Training FLOPs by Megatron's formula (arXiv 2205.05198), and the peak FLOP/s of devices.
 
-Model FLOPs: forward and backward (twice the forward) of every matrix product, attention's full square, no recompute.
-For plain GPT-2 shapes it is 72 B s L h^2 (1 + s / 6h + V / 12Lh); below is the same count for every option. Of experts
-those count that a token goes to (none dropped), the shared one, and the router.
+Model FLOPs count forward and backward (twice the forward) of every matrix product, the full square of attention, and no
+recomputation. For plain GPT-2 shapes this is 72 B s L h^2 (1 + s / 6h + V / 12Lh); the code below covers every option.
+MoE layers count a token's top-k experts (none dropped), the shared expert and the router.
 """
 
 from megatron.config import ModelConfig, MoEConfig
@@ -11,7 +11,7 @@ from megatron.config import ModelConfig, MoEConfig
 def flops_per_token(
     config: ModelConfig, *, seq_length: int, padded_vocab_size: int, moe: MoEConfig | None = None
 ) -> float:
-    """Training FLOPs for each token of a sequence of `seq_length`."""
+    """Training FLOPs per token of a sequence of `seq_length`."""
     hidden, width = config.hidden_size, config.head_dim
     query_width, kv_width = config.num_attention_heads * width, config.query_groups * width
     qkv = hidden * (query_width + 2 * kv_width)
@@ -36,8 +36,8 @@ def _experts(config: ModelConfig, moe: MoEConfig) -> int:
     return router + chosen + _mlp(config, moe.moe_shared_expert_intermediate_size or 0)
 
 
-# Dense (not sparse) peak of one device in FLOP/s, by a part of its name, most specific first. Half precision means
-# bf16 and fp16 alike. Only devices whose maker states the number are here: an unknown device has no MFU.
+# Dense (not sparse) peak FLOP/s of one device, by a part of its name, most specific first. Half precision is bf16 and
+# fp16. Only numbers published by the vendor are listed; an unknown device has no MFU.
 _PEAKS: tuple[tuple[str, float, float | None], ...] = (  # in half precision, in float32
     ("GB300", 2500e12, None),
     ("GB200", 2500e12, None),
@@ -65,7 +65,7 @@ _PEAKS: tuple[tuple[str, float, float | None], ...] = (  # in half precision, in
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """FLOP/s that `device_name` (torch's name for it) can reach in `dtype`; None where it is not known."""
+    """Peak FLOP/s of `device_name` (torch's name) in `dtype`; None if unknown."""
     if dtype not in ("bfloat16", "float16", "float32"):
         return None
     if dtype == "bfloat16" and "V100" in device_name:

@@ -1,4 +1,4 @@
-"""The GPT, in plain PyTorch: nothing here knows about ranks, so that one process is the oracle of every layout."""
+"""The GPT in plain PyTorch. This module knows nothing about ranks, so one process is the oracle of every layout."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,18 +23,18 @@ from megatron.ops import Kernels
 
 @dataclass(frozen=True)
 class Stage:
-    """The layers that one forward pass runs, where a pipeline rank holds several stages."""
+    """The layers that one forward pass runs on a pipeline rank with several stages."""
 
     layers: range
     last: bool
-    """Whether the head follows."""
+    """True if the head follows."""
 
 
 class GPT(nn.Module):
     """A decoder-only language model, or the layers of it that one pipeline rank holds.
 
-    Parameters are created in torch's default dtype and on its default device, and left unset: `model.init` draws them
-    by name. Layers are keyed by their number in the whole model, so names never depend on what else is held here.
+    Parameters use torch's default dtype and device and stay uninitialised: `model.init` draws them by name. Layers are
+    keyed by their number in the whole model, so names do not depend on the layout.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class GPT(nn.Module):
         recompute: RecomputeConfig | None = None,
         make: ModuleFactory | None = None,
     ) -> None:
-        """`make`: makes the modules of a parallel layout instead of plain ones (megatron/parallelize)."""
+        """`make`: factory for the modules of a parallel layout (megatron/parallelize); by default plain modules."""
         super().__init__()
         rows = vocab_size if padded_vocab_size is None else padded_vocab_size
         assert rows >= vocab_size, f"{rows} padded vocabulary rows cannot hold {vocab_size} tokens"
@@ -70,7 +70,7 @@ class GPT(nn.Module):
         self.output_layer = make.vocabulary_table(rows) if last and not config.tied else None
         self.head_and_loss = make.head_and_loss(vocab_size) if last else None
         self.computes_in: torch.dtype | None = None
-        """Unset: the type of its weights. Weights that are gathered for a pass may be kept in another."""
+        """Dtype of a pass if weights are stored in another dtype and gathered; None: the weights' dtype."""
         self.as_made = inventory(self)
 
     def forward(
@@ -84,11 +84,11 @@ class GPT(nn.Module):
         hidden: Tensor | None = None,
         stage: Stage | None = None,
     ) -> Tensor:
-        """tokens, position_ids, labels, document_ids [batch, seq]; `hidden` is the previous stage's result, with which
-        positions may stand for the tokens; `stage` says which of the layers to run, unless it is all of them.
+        """Runs the model on tokens, position_ids, labels and document_ids [batch, seq].
 
-        Returns logits [batch, seq, vocabulary]; with labels the loss of every token [batch, seq] in fp32; from a stage
-        that is not the last, its hidden states [batch, seq, hidden].
+        `hidden` is the previous stage's result; position_ids may then replace the tokens. `stage` selects the layers to
+        run; None runs all. Returns logits [batch, seq, vocabulary], or with labels the loss of every token [batch, seq]
+        in fp32. A stage that is not the last returns its hidden states [batch, seq, hidden].
         """
         per_token = position_ids if tokens is None else tokens
         assert per_token is not None, "neither tokens nor positions were given"
@@ -112,20 +112,20 @@ class GPT(nn.Module):
         return self.head_and_loss(self.final_layernorm(hidden), weight, labels)
 
     def table(self) -> dict[str, Parameter]:
-        """Every parameter of the whole model, whatever part of it is here, by name."""
+        """Name -> parameter of the whole model, whatever part this rank holds."""
         return parameters(self.config, self.vocab_size, self.make.moe)
 
     @property
     def head_weight(self) -> Tensor:
-        """[padded vocabulary, hidden]: the output layer's or, tied, the embedding's."""
+        """Weight [padded vocabulary, hidden] of the output layer or, if tied, of the embedding."""
         if self.output_layer is not None:
             return self.output_layer.weight
         assert self.embedding is not None
         return self.embedding.word_embeddings.weight
 
     def _look_up(self, tokens: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """The tokens' rows and the tied table for the head, looked up so that both add to one gradient tensor. CPU
-        only: the number of distinct tokens would be a host sync on an accelerator."""
+        """Returns the tokens' rows and the tied table for the head; both then add to one gradient tensor. CPU only: on
+        an accelerator the number of distinct tokens would cost a host sync."""
         assert self.embedding is not None
         table = self.embedding.word_embeddings
         alone = self.head_and_loss is None or self.output_layer is not None
@@ -135,7 +135,7 @@ class GPT(nn.Module):
         return look_up_and_share(table.weight, tokens)
 
     def make_cache(self, batch: int, max_length: int) -> KVCache:
-        """An empty cache for generation with this model, in its dtype and on its device."""
+        """Makes an empty cache for generation, in the model's dtype and on its device."""
         like = next(self.parameters())
         return KVCache(
             [int(name) for name in self.layers],
@@ -149,13 +149,13 @@ class GPT(nn.Module):
         )
 
     def cache_bytes(self, batch: int, max_length: int) -> int:
-        """The memory of `make_cache`."""
+        """Size of the cache that `make_cache` makes."""
         tokens, width = slots_for(max_length, self.config.window), self._groups_here * self.config.head_dim
         return 2 * len(self.layers) * batch * tokens * width * next(self.parameters()).element_size()
 
     @property
     def _groups_here(self) -> int:
-        """The number of key/value heads in a layer of this rank."""
+        """Number of key/value heads in a layer on this rank."""
         first = next(iter(self.layers.values()))
         assert isinstance(first, Layer)
         return first.self_attention.groups
@@ -191,7 +191,7 @@ class GPT(nn.Module):
         return hidden
 
     def _on_host(self, device: torch.device) -> HostActivations | None:
-        """Keeps in host memory what layers save for their backward, if the settings ask for it."""
+        """Returns the offloading of activations to host memory; None if it is off or has no use."""
         if not self.recompute.cpu_offloading_num_layers or _is_host(device) or not torch.is_grad_enabled():
             return None
         return HostActivations(host_link(device))

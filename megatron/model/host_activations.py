@@ -1,7 +1,7 @@
-"""Keeps what the backward pass needs of some layers in host memory: --cpu-offloading-num-layers.
+"""Offloads the activations of some layers to host memory (--cpu-offloading-num-layers).
 
-What a layer saves for its backward sets out for the host at once, and its memory on the device is free when the layer
-is done. When backward comes to a layer, what the layer before it saved is fetched too, so that it is there in time.
+The copy of a saved tensor to the host starts at once; its device memory is free when the layer is done. When backward
+reaches a layer, the activations of the layer before it are prefetched.
 """
 
 import weakref
@@ -23,10 +23,10 @@ LEAST_BYTES = 1 << 20
 
 @dataclass
 class _Saved:
-    """A tensor that is on the host."""
+    """A tensor that was copied to the host."""
 
     host: Tensor
-    """Its elements, in the order of `shape`."""
+    """The elements, flat, in the order of `shape`."""
     shape: torch.Size
     device: torch.device
     fetched: Tensor | None = None
@@ -35,7 +35,7 @@ class _Saved:
 
 @dataclass
 class _Layer:
-    """What one layer has saved in one forward pass."""
+    """The tensors that one layer saved in one forward pass."""
 
     before: "_Layer | None"
     tensors: list[_Saved] = field(default_factory=list)
@@ -46,20 +46,20 @@ class HostActivations:
 
     def __init__(self, link: HostLink, least_bytes: int = LEAST_BYTES) -> None:
         self._link, self._least_bytes = link, least_bytes
-        # Weak: a layer lives as long as backward needs something of it, and keeps the one before it alive.
+        # Weak: backward keeps a layer alive while it needs its tensors, and a layer keeps the one before it alive.
         self._last: Callable[[], _Layer | None] = lambda: None
 
     @contextmanager
     def layer(self, module: nn.Module) -> Iterator[None]:
-        """Copies to the host what is saved for backward within the context, except the weights of `module`."""
+        """Copies tensors that are saved for backward within the context to the host, except weights of `module`."""
         layer = _Layer(self._last())
         self._last = weakref.ref(layer)
-        # The originals live until the layer is done, so that no other tensor can have the place of one of them.
+        # The originals live until the layer is done, so that no other tensor can reuse their addresses.
         known: dict[Any, tuple[Tensor, _Saved]] = {}
 
         def pack(tensor: Tensor) -> Tensor | tuple[_Layer, _Saved]:
             size, repeats = tensor.numel() * tensor.element_size(), 0 in tensor.stride()
-            # Looked up late: weights that ranks divide are gathered within the layer.
+            # The parameters are read here, because sharded weights are gathered within the layer.
             if size < self._least_bytes or repeats or _storage(tensor) in _storages(module.parameters()):
                 return tensor
             key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
@@ -106,5 +106,5 @@ def _storages(tensors: Iterable[Tensor]) -> set[int]:
 
 @cache
 def host_link(device: torch.device) -> HostLink:
-    """One stream for the copies of a device, whatever number of forward passes are under way."""
+    """Returns the device's copy stream, shared by all forward passes in flight."""
     return HostLink(device)

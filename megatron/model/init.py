@@ -1,4 +1,4 @@
-"""Initial values, drawn by (seed, parameter name, index): every layout starts as the same model."""
+"""Initial values, drawn by (seed, parameter name, index), so every layout starts with the same model."""
 
 from collections.abc import Sequence
 from math import prod
@@ -12,13 +12,13 @@ from megatron.model.random_values import Run, normal_values, uniform_values
 
 
 def initial_value(parameter: Parameter, seed: int) -> Tensor:
-    """The logical view of the whole parameter, in fp32 on the CPU."""
+    """Returns the initial logical view of the whole parameter, in fp32 on the CPU."""
     shape = parameter.row.shape
     return initial_elements(parameter, [(0, prod(shape))], seed).view(shape)
 
 
 def initial_elements(parameter: Parameter, runs: Sequence[Run], seed: int) -> Tensor:
-    """The elements of the runs of the logical view, one after the other, in fp32 on the CPU."""
+    """Returns the initial elements of these runs of the logical view, concatenated, in fp32 on the CPU."""
     start = parameter.row.start
     if isinstance(start, float):
         count = sum(count for _, count in runs)
@@ -30,7 +30,7 @@ def initial_elements(parameter: Parameter, runs: Sequence[Run], seed: int) -> Te
 
 @torch.no_grad()
 def initialise(model: GPT, seed: int) -> None:
-    """Set every parameter of an unsplit GPT. Padded vocabulary rows are zero: they have no meaning."""
+    """Sets every parameter of an unsplit GPT. Padding rows of the vocabulary are zero."""
     table = model.table()
     for name, stored in model.named_parameters():
         value = initial_value(table[name], seed).view(table[name].row.stored_shape)

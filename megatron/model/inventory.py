@@ -1,4 +1,4 @@
-"""What a model consists of, to see later whether somebody changed it after it was made."""
+"""Inventory of a model's modules and parameters, to detect changes after it was made."""
 
 from torch import nn
 
@@ -8,8 +8,8 @@ _NO_CHANGE = {"training", "as_made"}
 
 
 def inventory(model: nn.Module) -> dict[str, object]:
-    """The class and attributes of every module, hooks included, and the shape and hooks of every parameter and buffer.
-    Dtype, device, values and what is frozen may change without a trace."""
+    """Returns the class, attributes and hooks of every module, and the shape and hooks of every parameter and buffer.
+    It does not record dtype, device, values or requires_grad, which may change."""
     found: dict[str, object] = {}
     for name, module in model.named_modules():
         found[name] = type(module)
@@ -25,7 +25,7 @@ def inventory(model: nn.Module) -> dict[str, object]:
 
 
 def _identity(value: object) -> object:
-    """Plain values and the keys of dictionaries (hooks are kept in some) by value, other objects by identity."""
+    """Returns plain values and dictionary keys (some dictionaries hold hooks) by value, other objects by identity."""
     if isinstance(value, dict):
         return tuple(value)
     return value if isinstance(value, _PLAIN) else id(value)

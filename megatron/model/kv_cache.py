@@ -1,4 +1,4 @@
-"""The keys and values of past tokens, which generation keeps so that a pass computes its new tokens alone."""
+"""Cache of the keys and values of past tokens, so that a pass of generation computes only its new tokens."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,15 +8,14 @@ from torch import Tensor
 from megatron.model.attention_mask import Window, attention_mask
 
 SPARE = 64
-"""Slots beyond the window: what has left it is moved out of the way once in so many tokens."""
+"""Slots beyond the window. The cache shifts out old tokens once per this many tokens."""
 
 
 class KVCache:
-    """Preallocated for `max_length` tokens, or for a model with an attention window, for the tokens that the window
-    reaches. All rows of the batch end in the same slot, so that a pass writes one slice; a shorter row begins in a
-    later slot.
+    """Cache preallocated for `max_length` tokens, or with an attention window for the tokens in its reach. All rows of
+    the batch end in the same slot, so that a pass writes one slice; a shorter row begins in a later slot.
 
-    The model calls `begin`, then every layer `extend`, then `advance`.
+    In a pass the model calls `begin`, every layer calls `extend`, then the model calls `advance`.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class KVCache:
         return sum(tensor.nbytes for kept in (self.keys, self.values) for tensor in kept.values())
 
     def begin(self, tokens: int) -> tuple[Tensor | None, bool]:
-        """Begins a pass of so many new tokens, dropping tokens outside the window if the cache is full. Returns the
+        """Begins a pass of `tokens` new tokens; if the cache is full, it drops tokens outside the window. Returns the
         core attention's `mask` and `causal` for the keys that `extend` returns."""
         whole = self.length + tokens
         assert whole <= self.max_length, f"KV cache of {self.max_length} tokens asked to hold {whole}"
@@ -57,11 +56,11 @@ class KVCache:
         mask, causal = attention_mask(tokens, keys - first, window=self.window, document_ids=None, device=device)
         if self._own is None or first >= self._all_own_from:
             return mask, causal
-        assert mask is None and tokens == 1, "rows of different lengths go on by one token"
+        assert mask is None and tokens == 1, "rows of different lengths advance by one token"
         return self._own[..., first:keys], False
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends key and value [batch, groups, new, head_dim]; returns the past and new ones together."""
+        """Appends key and value [batch, groups, new, head_dim]. Returns past and new ones together."""
         return self._extend(self.keys[layer], key), self._extend(self.values[layer], value)
 
     def _extend(self, kept: Tensor, new: Tensor) -> Tensor:
@@ -80,12 +79,12 @@ class KVCache:
         self._used = min(self._used + tokens, self.slots)
 
     def _first(self) -> int:
-        """The first slot that the next token sees."""
+        """First slot that the next token sees."""
         reach = reach_of(self.window)
         return 0 if reach is None else max(0, self._used - reach)
 
     def _drop(self, slots: int) -> None:
-        """Forgets the first `slots` slots."""
+        """Drops the first `slots` slots."""
         for kept in (*self.keys.values(), *self.values.values()):
             kept[:, :, : self._used - slots] = kept[:, :, slots : self._used].clone()
         if self._own is not None:
@@ -97,9 +96,10 @@ class KVCache:
     # ------------------------------------------------------------ rows of different lengths
 
     def prompts(self, lengths: Sequence[int]) -> "list[tuple[slice, KVCache]]":
-        """Prepares the cache for prompts of these lengths, equal lengths in adjacent rows. Returns for each length its
-        rows and a cache for the pass that reads them, which writes into this one's memory. Generation then continues
-        with this cache."""
+        """Prepares the cache for prompts of these lengths, equal lengths in adjacent rows.
+
+        Returns for each length its rows and a cache for the pass over them, which writes into this cache's memory.
+        Generation then continues with this cache."""
         some = next(iter(self.keys.values()))
         assert self.length == 0 and len(lengths) == some.shape[0]
         longest, stop = max(lengths), min(max(lengths), self.slots)
@@ -121,14 +121,13 @@ class KVCache:
         return parts
 
     def _clear_before(self, starts: Sequence[int]) -> None:
-        """Zeros the slots before each row: attention gives them weight 0, but 0 times uninitialised memory may be
-        NaN."""
+        """Zeros the slots before each row. Attention gives them weight 0, but 0 x uninitialised memory may be NaN."""
         for kept in (*self.keys.values(), *self.values.values()):
             for row, start in enumerate(starts):
                 kept[row, :, :start].zero_()
 
     def _part(self, rows: slice, slots: slice, tokens: int) -> "KVCache":
-        """An empty cache whose memory is these rows and slots of this one."""
+        """Returns an empty cache on the memory of these rows and slots."""
         part = object.__new__(KVCache)
         part.keys = {layer: kept[rows, :, slots] for layer, kept in self.keys.items()}
         part.values = {layer: kept[rows, :, slots] for layer, kept in self.values.items()}
@@ -149,7 +148,7 @@ class KVCache:
 
 
 def reach_of(window: Window) -> int | None:
-    """The number of tokens before its own that a query sees; None: all."""
+    """Number of tokens before its own that a query sees; None: all."""
     return None if window is None or window[0] < 0 else window[0]
 
 

@@ -1,4 +1,4 @@
-"""A linear layer that leaves its weights unset for `model.init` (nn.Linear would draw them a first time)."""
+"""A linear layer with uninitialised weights, for `model.init` (nn.Linear would draw them in vain)."""
 
 from functools import partial
 from typing import Any
@@ -16,13 +16,13 @@ from megatron.ops.packed import PackedWeight
 
 class Linear(nn.Module):
     def __init__(self, in_features: int, out_features: int, *, bias: bool, wgrads: WgradRoute | None = None) -> None:
-        """`wgrads`: who may take the weight's gradient as a product."""
+        """`wgrads`: route that may take the weight's gradient as two factors."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.wgrads = wgrads
         self.packed: PackedWeight | None = None
-        """For passes without gradients, the weight as it is now in another layout (`megatron/inference/packed.py`)."""
+        """Repacked copy of the current weight for passes without gradients (`megatron/inference/packed.py`)."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is not None and not torch.is_grad_enabled():
@@ -36,8 +36,8 @@ class Linear(nn.Module):
 
 
 class _LinearHandingOver(Function):
-    """A linear layer whose weight gradient goes to `put` as its two factors. The weight is passed detached, so that
-    autograd does not compute that gradient as well."""
+    """A linear layer that hands the two factors of its weight gradient to `put`. The weight is passed detached, so that
+    autograd does not compute that gradient too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, put: Put) -> Tensor:

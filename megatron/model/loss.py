@@ -1,4 +1,4 @@
-"""The head: hidden states to logits, or straight to the loss of every token."""
+"""The head: maps hidden states to logits, or directly to the loss of every token."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from megatron.ops.packed import PackedWeight
 
 
 class HeadAndLoss(nn.Module):
-    """Has no parameters: the weight is the output layer's or, tied, the embedding's."""
+    """Head without parameters: its weight belongs to the output layer or, if tied, to the embedding."""
 
     def __init__(self, vocab_size: int, kernels: Kernels) -> None:
         super().__init__()
@@ -18,12 +18,12 @@ class HeadAndLoss(nn.Module):
         self.kernels = kernels
         self.workspace = Workspace()
         self.packed: PackedWeight | None = None
-        """For logits without gradients, the weight as it is now in another layout (`megatron/inference/packed.py`)."""
+        """Repacked copy of the current weight for logits without gradients (`megatron/inference/packed.py`)."""
 
     def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
         """hidden [batch, seq, hidden], weight [padded vocabulary, hidden], labels [batch, seq] or None.
 
-        Returns logits [batch, seq, vocabulary], or the loss [batch, seq] in fp32. Padded rows have no part in either.
+        Returns logits [batch, seq, vocabulary], or the loss [batch, seq] in fp32. Padding rows are ignored.
         """
         if labels is None and self.packed is not None and not torch.is_grad_enabled():
             return self.packed(hidden, None)

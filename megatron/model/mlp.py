@@ -8,7 +8,7 @@ from megatron.model.parameters import DOWN, UP
 
 class MLP(nn.Module):
     def __init__(self, make: ModuleFactory, name: str, width: int) -> None:
-        """`name` is that of the module in the whole model, `width` that of the whole layer."""
+        """`name`: the module's name in the whole model. `width`: the width of the whole layer."""
         super().__init__()
         config = make.config
         inner = width * (2 if config.gated else 1)  # gated: the rows are [gate; up]

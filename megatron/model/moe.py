@@ -1,9 +1,9 @@
-"""Mixture of experts: a router sends every token to a few of many MLPs, and adds up what they return.
+"""Mixture of experts: a router sends every token to a few of many MLPs and adds up their weighted results:
 
     y = sum over the chosen experts of p * expert(x)   + shared expert(x)
 
-Tokens are sorted by expert, so that each expert multiplies one contiguous slice (`ops/grouped_linear.py`). The
-dispatcher between sorting and experts calls them, or moves tokens to the ranks that have them.
+`MoE` sorts tokens by expert, so each expert multiplies one contiguous slice (`ops/grouped_linear.py`). The dispatcher
+calls the experts, or first moves tokens to the experts' ranks.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from megatron.model.router import Router, Routing
 
 
 class Experts(nn.ModuleDict):
-    """This rank's experts, keyed by their number in the whole layer; their matrix products are grouped."""
+    """This rank's experts, keyed by their number in the whole layer. Their matrix products are grouped."""
 
     def __init__(self, make: ModuleFactory, layer: int) -> None:
         width = make.moe.moe_ffn_hidden_size or make.config.ffn_size
@@ -29,8 +29,8 @@ class Experts(nn.ModuleDict):
         self.put_weight_gradient = make.wgrads.put if make.wgrads.deferred else None
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """rows [tokens, hidden], sorted by expert; counts: the number of rows of each expert. An expert without rows
-        gets a gradient of zero, not None."""
+        """Applies the experts to rows [tokens, hidden], sorted by expert; counts: the rows per expert. An expert
+        without rows gets a gradient of zero, not None."""
         experts = [expert for expert in self.values() if isinstance(expert, MLP)]
         inner = self._linear(rows, counts, [expert.dense_h_to_4h.weight for expert in experts])
         return self._linear(experts[0].activate(inner), counts, [expert.dense_4h_to_h.weight for expert in experts])
@@ -73,8 +73,8 @@ class MoE(nn.Module):
 
 
 class _Taken(torch.autograd.Function):
-    """[tokens, hidden] -> the rows of the choices `order`; choice c is of token c // k. Backward
-    adds the gradients of a token's choices in a fixed order, so that it is deterministic."""
+    """[tokens, hidden] -> the rows of the choices `order`; choice c belongs to token c // k. Backward is deterministic:
+    it adds the gradients of a token's choices in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, topk: int) -> Tensor:
@@ -91,7 +91,7 @@ class _Taken(torch.autograd.Function):
 
 
 class _Placed(torch.autograd.Function):
-    """Rows back to the places of their choices; a choice without a row (it was dropped) is zero."""
+    """Scatters rows back to the places of their choices. A dropped choice gets a row of zeros."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, choices: int) -> Tensor:

@@ -1,12 +1,12 @@
 """Auxiliary losses of routers (load balancing, z-loss), and the statistics that they report.
 
-The objective is
+For every micro-batch size and layout, the objective is
 
-    mean loss of the counted tokens + coefficient * (mean over the sequences of their router losses, summed over layers)
+    mean loss of the counted tokens + coefficient * (mean over sequences of the router losses, summed over layers)
 
-whatever the micro-batch size and the layout. The tokens' loss comes out of the model; a router's loss would have to
-travel through all layers and stages after it. Instead its gradient joins that of the router's weights where it arises
-(`RouterReports.attach`), times a scale that the engine sets for every step, so that both are divided by the same.
+A router's loss does not travel through the later layers and stages to the output. `RouterReports.attach` adds its
+gradient to that of the router's weights, times a scale that the engine sets for every step. The scale gives both terms
+the same divisor.
 """
 
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ from megatron.config import MoEConfig
 def balance_loss(
     shares: Tensor, counts: Tensor, topk: int, pieces: int, over: Literal["sequence", "micro-batch"]
 ) -> Tensor:
-    """sum over experts of (part of the choices that it got) * (mean share of the scores) * experts: 1 if even.
+    """Returns experts * sum over experts of (its share of the choices) * (its mean share of the scores): 1 if even.
 
-    shares [batch, seq, experts] of the tokens that are here, one of `pieces` of their sequences; counts
-    [batch, experts] of whole sequences. This rank's share of the sum over the batch's sequences.
+    `shares` [batch, seq, experts] covers this rank's tokens, one of `pieces` parts of their sequences. `counts`
+    [batch, experts] covers whole sequences. The result is this rank's part of the sum over sequences.
     """
     _, seq, experts = shares.shape
     tokens = seq * pieces
@@ -36,8 +36,8 @@ def balance_loss(
 
 
 def z_loss(logits: Tensor, pieces: int) -> Tensor:
-    """Mean over a sequence's tokens of log(sum(exp(logits)))^2: keeps logits small. This rank's share of the sum
-    over the batch's sequences."""
+    """Returns the mean over a sequence's tokens of log(sum(exp(logits)))^2, which keeps logits small. The result is
+    this rank's part of the sum over sequences."""
     return logits.logsumexp(-1).square().sum() / (logits.shape[1] * pieces)
 
 
@@ -46,23 +46,23 @@ class Watch:
     """One router's statistics of one micro-batch."""
 
     layer: int
-    counts: Tensor  # [experts]: how many of the tokens here chose each
+    counts: Tensor  # [experts]: how many of this rank's tokens chose each
 
 
 @dataclass
 class RouterReports:
-    """Collects losses and counts from all routers of one model; the engine sets the scale and reads the sums."""
+    """Collects losses and counts from all routers of one model. The engine sets the scale and reads the sums."""
 
     config: MoEConfig
     num_layers: int
     pieces: int = 1
-    """How many ranks each sequence is split over."""
+    """Number of ranks that each sequence is split over."""
     scale: Tensor | float = 1.0
-    """What a router loss's gradient is multiplied by; set before every step."""
+    """Factor on the gradient of router losses, set before every step."""
     losses: dict[str, Tensor] = field(default_factory=dict)
-    """Sums over this step's sequences and the layers here, without coefficients."""
+    """Sums over this step's sequences and this rank's layers, without coefficients."""
     counts: dict[int, Tensor] = field(default_factory=dict)
-    """layer -> how many of this step's tokens chose each expert."""
+    """Layer -> number of this step's tokens that chose each expert."""
 
     @property
     def wanted(self) -> bool:
@@ -84,7 +84,7 @@ class RouterReports:
         self.counts.clear()
 
     def attach(self, weights: Tensor, watch: Watch, losses: Mapping[str, Tensor]) -> Tensor:
-        """Returns `weights` unchanged, with the losses attached: backward through them adds the losses' gradients."""
+        """Returns `weights` unchanged; backward through them also adds the gradients of the losses."""
         return _Attached.apply(weights, self, watch, tuple(losses), *losses.values())
 
     def add(self, watch: Watch, losses: Mapping[str, Tensor]) -> None:
@@ -95,7 +95,7 @@ class RouterReports:
 
 
 class _Attached(torch.autograd.Function):
-    """Reports in backward, which runs once, and not in forward, which recomputation runs twice."""
+    """Reports in backward, because recomputation runs forward twice."""
 
     @staticmethod
     def forward(

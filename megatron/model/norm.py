@@ -8,7 +8,7 @@ from megatron.ops import Kernels
 
 
 class Norm(nn.Module):
-    """Returns the dtype of the weight, so that an fp32 residual stream feeds half-precision layers."""
+    """Norm that returns the weight's dtype, so that an fp32 residual stream feeds half-precision layers."""
 
     def __init__(self, width: int, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Norm(nn.Module):
         return self.kernels.layer_norm(x, weight, bias, self.eps).to(dtype)  # [..., width]
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of the sum, x + residual), fused into one pass over memory where all have one dtype."""
+        """Returns (norm of the sum, x + residual), in one pass over memory if all dtypes are equal."""
         watched = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
         if watched or not x.dtype == residual.dtype == self.weight.dtype:
             total = residual + x

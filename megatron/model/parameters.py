@@ -1,10 +1,10 @@
-"""THE TABLE: every fact about a parameter of our GPT, once.
+"""THE TABLE of the GPT's parameters: the single source of every fact about them.
 
-A row describes all parameters of one name, in every layer and of every expert: its logical view, the matrix that stores
-it, how tensor parallelism splits it, what it starts as, whether it decays. Initialisation, sharding, checkpoints and
-converters read the rows. A new kind of layer is one group of rows here, its module, and its test.
+A row describes all parameters of one name, in every layer and expert: logical view, stored matrix, tensor-parallel
+split, initial value and weight decay. Initialisation, sharding, checkpoints and converters read the rows. A new kind of
+layer adds a group of rows here, a module, and a test.
 
-Weights are stored 2-D and 1-D; the logical view is what a slice of one means: a fused QKV is split by head, a gated MLP
+Weights are stored 2-D or 1-D. The logical view gives the dimensions to split: a fused QKV is split by head, a gated MLP
 by its width. Pure Python: no torch.
 """
 
@@ -19,9 +19,9 @@ from megatron.config import ModelConfig, MoEConfig
 
 Shape = tuple[int, ...]
 Kind = Literal["copied", "column", "row", "heads", "vocabulary", "expert"]
-"""What tensor parallelism makes of it: every rank has all of it; the output features of a linear layer are split; its
-input features are; it has a part for each head, and a rank has those of its heads; the rows of a vocabulary table are
-split; or it is of an expert, which expert parallelism hands out whole and tensor parallelism splits by its width."""
+"""Division over tensor-parallel ranks. Copied: every rank holds all of it. Column or row: the output or input features
+of a linear layer are split. Heads: a rank holds the parts of its heads. Vocabulary: the rows of the table are split.
+Expert: expert parallelism deals out whole experts, and tensor parallelism splits their width."""
 
 # Names, as the modules of the model spell them.
 WORDS = "embedding.word_embeddings"
@@ -53,7 +53,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Between -bound and bound."""
+    """Uniform distribution between -bound and bound."""
 
     bound: float
 
@@ -61,22 +61,22 @@ class Uniform:
 @dataclass(frozen=True)
 class Row:
     name: str
-    """The parameter's name, with `{layer}` and `{expert}` in the place of their numbers in the whole model."""
+    """The parameter's name, with `{layer}` and `{expert}` in place of their numbers in the whole model."""
     shape: Shape
     """The shape of the logical view of the whole parameter."""
     row_dims: int = 1
-    """How many leading dimensions of the view are the rows of the stored matrix; the others are its columns."""
+    """Number of leading dimensions of the view that form the rows of the stored matrix; the others form its columns."""
     kind: Kind = "copied"
     split_dim: int | None = None
     """The dimension of the view that tensor parallelism splits."""
     fold: int = 1
-    """How many dimensions from `split_dim` on the split counts through as one."""
+    """Number of dimensions, from `split_dim` on, that are flattened before the split."""
     after_split: bool = False
-    """A copied parameter whose input is split: each rank sees a part of its gradient."""
+    """True for a copied parameter with split input: each rank computes only a part of its gradient."""
     start: float | Normal | Uniform = 0.0
-    """The initial value: a constant, or what it is drawn from."""
+    """The initial value: a constant, or a distribution."""
     trained: bool = True
-    """False: a buffer of the model, which no gradient changes."""
+    """False: a buffer of the model, which gets no gradient."""
 
     @property
     def stored_shape(self) -> Shape:
@@ -84,20 +84,20 @@ class Row:
 
     @property
     def decays(self) -> bool:
-        """Matrices have weight decay; biases and the weights of norms have none."""
+        """True for matrices. Biases and norm weights have no weight decay."""
         return len(self.stored_shape) > 1
 
     @property
     def is_linear_map(self) -> bool:
-        """Whether it is a matrix that vectors are multiplied by, and not a table that they are looked up in. The word
-        table and the head are both tables, for they may be the same one."""
+        """True for a matrix that multiplies vectors, False for a lookup table. The output head counts as a table,
+        because it may be tied to the token embedding."""
         is_table = self.kind == "vocabulary" or self.name == f"{POSITIONS}.weight"
         return self.trained and len(self.stored_shape) == 2 and not is_table
 
     @property
     def fused_maps(self) -> tuple[int, tuple[int, ...]] | None:
-        """The linear maps that are stored as one matrix: the dimension of the view along which they lie, and the
-        length of each. None is a single one."""
+        """The linear maps that are stored as one matrix: their dimension of the view, and the length of each. None for
+        a single map."""
         if self.name == f"{QKV}.weight":
             return 1, (self.shape[1] - 2, 1, 1)  # queries, keys, values
         if self.name.endswith(f"{UP}.weight") and self.row_dims == 2:
@@ -106,13 +106,13 @@ class Row:
 
     @property
     def is_qk_norm(self) -> bool:
-        """Weight or bias of a norm of queries or keys, which --apply-wd-to-qk-layernorm lets decay."""
+        """True for weight and bias of query and key norms, which --apply-wd-to-qk-layernorm gives weight decay."""
         return self.name.rpartition(".")[0] in (Q_NORM, K_NORM)
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of one model: its row, and which layer and expert it is of."""
+    """One parameter of one model: its row, its layer and its expert."""
 
     row: Row
     layer: int | None = None
@@ -139,15 +139,14 @@ def stored_shape(view: Sequence[int], row_dims: int) -> Shape:
 
 
 def parameters(config: ModelConfig, vocab_size: int, moe: MoEConfig | None = None) -> dict[str, Parameter]:
-    """All parameters of one whole GPT by name, in the order of the model; buffers that are state among them."""
+    """Returns all parameters of one whole GPT by name, in model order, including buffers that are state."""
     return {parameter.name: parameter for parameter in _in_order(config, vocab_size, moe or MoEConfig())}
 
 
 def counted_rows(
     config: ModelConfig, vocab_size: int, moe: MoEConfig, layers: Sequence[int], experts: int
 ) -> Iterator[tuple[Row, int]]:
-    """Every row, and how many parameters it describes in these layers with so many experts each. Equal layers and
-    experts are counted, not listed."""
+    """Yields every row with the number of parameters that it describes in these layers, with `experts` experts each."""
     with_experts = set(moe.expert_layers(config.num_layers))
     routed = sum(layer in with_experts for layer in layers)
     before, each, after = _moe_rows(config, moe) if routed else ([], [], [])
@@ -193,12 +192,12 @@ def _embedding_rows(config: ModelConfig, vocab_size: int) -> Iterator[Row]:
 
 
 def _vocabulary_row(config: ModelConfig, name: str, vocab_size: int) -> Row:
-    """The true size: rows that pad the stored table have no meaning."""
+    """Row of the true size, without the padding of the stored table."""
     return _drawn(config, Row(name, (vocab_size, config.hidden_size), kind="vocabulary", split_dim=0))
 
 
 def _attention_rows(config: ModelConfig) -> list[Row]:
-    """A layer's attention and its two norms."""
+    """Rows of a layer's attention and its two norms."""
     hidden, heads, groups, width = config.hidden_size, config.num_attention_heads, config.query_groups, config.head_dim
     qkv = Row(f"{QKV}.weight", (groups, heads // groups + 2, width, hidden), 3, "column", split_dim=0, fold=2)
     dense = Row(f"{ATTENTION_OUT}.weight", (hidden, heads, width), kind="row", split_dim=1)
@@ -215,13 +214,13 @@ def _attention_rows(config: ModelConfig) -> list[Row]:
 
 
 def _layer_norms(config: ModelConfig) -> tuple[str, str]:
-    """The names of a layer's two norms, which say where they stand."""
+    """Names of a layer's two norms, which depend on their placement."""
     after = config.norm_placement == "after"
     return (ATTENTION_OUTPUT_NORM, MLP_OUTPUT_NORM) if after else (INPUT_NORM, POST_ATTENTION_NORM)
 
 
 def _qk_norm_rows(config: ModelConfig, name: str, heads: int) -> list[Row]:
-    """One vector for every head, or one as long as all heads together, which is split with them."""
+    """Rows of one vector that all heads share, or of one as long as all heads together, which is split by head."""
     rows = _norm_rows(config, name, config.head_dim)
     if config.qk_layernorm_scope == "head":
         return [replace(row, after_split=True) for row in rows]
@@ -229,7 +228,7 @@ def _qk_norm_rows(config: ModelConfig, name: str, heads: int) -> list[Row]:
 
 
 def _mlp_rows(config: ModelConfig, name: str, width: int) -> list[Row]:
-    """Two linear layers; of a gated MLP the first one's rows are [gate; up]."""
+    """Rows of the two linear layers. In a gated MLP the first one's rows are [gate; up]."""
     hidden, inner = config.hidden_size, (2, width) if config.gated else (width,)
     dims, expert = len(inner), name == EXPERT
     up = Row(f"{name}.{UP}.weight", (*inner, hidden), dims, "expert" if expert else "column", split_dim=dims - 1)
@@ -241,7 +240,7 @@ def _mlp_rows(config: ModelConfig, name: str, width: int) -> list[Row]:
 
 
 def _moe_rows(config: ModelConfig, moe: MoEConfig) -> tuple[list[Row], list[Row], list[Row]]:
-    """In place of an MLP: the router's rows, those of each expert, those of the shared expert."""
+    """Returns the rows of an MoE layer: the router's, those of each expert, those of the shared expert."""
     assert moe.num_experts is not None
     router = [_drawn(config, Row(f"{ROUTER}.weight", (moe.num_experts, config.hidden_size)))]
     if moe.moe_router_enable_expert_bias:
@@ -257,7 +256,7 @@ def _norm_rows(config: ModelConfig, name: str, width: int) -> list[Row]:
 
 
 def _drawn(config: ModelConfig, row: Row, *, into_residual: bool = False) -> Row:
-    """Adds the initial distribution to a row. Matrices that add to the residual stream, two in each layer, start
+    """Adds the initial distribution to a row. The two matrices per layer that write to the residual stream start
     smaller."""
     if config.init_method_xavier_uniform:
         fan_out, fan_in = row.stored_shape
@@ -279,8 +278,8 @@ def layer_of(name: str) -> int | None:
 
 
 def classic_path(name: str, first_layer: int = 0) -> tuple[str, ...]:
-    """Where Megatron 23.06 keeps a parameter under `model`: layer numbers restart on each pipeline stage, whose first
-    layer is `first_layer`. What is not a GPT's keeps its own name, at the top."""
+    """Path of a parameter under `model` in a Megatron 23.06 checkpoint. Layer numbers restart at each pipeline stage's
+    `first_layer`. A name that is not a GPT's stays unchanged, at the top."""
     if name in _NESTED:
         return ("language_model", *name.split("."))
     if match := _OF_LAYER.fullmatch(name):

@@ -1,4 +1,4 @@
-"""How batches go through a model: the types that pipelines, the engine and users' scripts share, and the plain way."""
+"""Passes of batches through a model: the types shared by pipelines, engine and users' scripts, and the plain pass."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -11,14 +11,14 @@ Batch = Mapping[str, Any]
 
 
 def shape_of(batch: Batch) -> torch.Size:
-    """[batch, seq] of its tokens; in a pipeline's stage that gets none, of their positions."""
+    """Shape [batch, seq] of the tokens, or of the positions on a pipeline stage that gets no tokens."""
     tokens: Tensor = batch["tokens"] if "tokens" in batch else batch["position_ids"]
     return tokens.shape
 
 
 ForwardStep = Callable[[Any, Batch], tuple[Tensor, Tensor]]
 """(model, batch) -> (sum of the losses over the counted tokens, number of counted tokens), both 0-d tensors. In a
-pipeline `model` is the last stage, which already has its input."""
+pipeline, `model` is the last stage, which already has its input."""
 
 
 class Passes(Protocol):
@@ -26,20 +26,20 @@ class Passes(Protocol):
     None or an empty list."""
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
-        """(sum of the losses, number of counted tokens), as the forward step gives them."""
+        """Returns the result of the forward step: (sum of the losses, number of counted tokens)."""
 
     def forward_backward(
         self, batches: Sequence[Batch], factor: float | Tensor, arm: Callable[[], None]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Adds the gradients of `factor` times the summed loss of all batches, and returns what `forward` does of each.
+        """Accumulates the gradients of `factor` times the summed loss. Returns for each batch what `forward` returns.
 
-        `arm` is called once, when only the last batch's gradients are still to come: from then on a gradient may be
-        reduced as soon as it is complete.
+        Calls `arm` once, when only the last batch's gradients are missing. After that, complete gradients may be
+        reduced at once.
         """
 
 
 class SinglePass:
-    """Passes through a model that is whole on this rank: one micro-batch after another."""
+    """Passes through a model that this rank holds entirely, one micro-batch after another."""
 
     def __init__(self, model: nn.Module, forward_step: ForwardStep) -> None:
         self.model, self.forward_step = model, forward_step

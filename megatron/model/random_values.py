@@ -1,11 +1,13 @@
-"""Random values by index: element i of a named tensor depends on (seed, name, i) alone.
+"""Random values by index: element i of a named tensor depends only on (seed, name, i).
 
-So a rank draws its slice without drawing the whole. The bits come from Philox4x64-10 as numpy has it, a counter-based
-generator whose stream numpy guarantees. What follows uses integer operations and + - * / and square root of float64
-alone, an operation at a time, which IEEE 754 rounds in one way only: no logarithm or cosine of a math library, no fused
-multiply-add. The values are the same bits on every processor, with every number of threads.
+A rank can therefore draw its slice without drawing the whole tensor. The values have the same bits on every processor
+and with every number of threads:
 
-csrc/random computes the same values several times as fast; numpy serves where the kernels are not built.
+- The random bits come from numpy's Philox4x64-10, a counter-based generator whose stream numpy guarantees.
+- The rest uses integers and the float64 operations + - * / and square root, whose rounding IEEE 754 defines.
+- Logarithm and cosine of a math library and fused multiply-adds are not used.
+
+csrc/random computes the same values several times as fast. numpy is the fallback if the kernels are not built.
 """
 
 import ctypes
@@ -23,7 +25,7 @@ from torch import Tensor
 from megatron.ops.library import c_library
 
 Run = tuple[int, int]
-"""(first element, number of elements) of the whole tensor."""
+"""(first element, number of elements) in the whole tensor."""
 Words = npt.NDArray[np.uint64]
 Doubles = npt.NDArray[np.float64]
 Floats = npt.NDArray[np.float32]
@@ -32,12 +34,12 @@ Make = Callable[[Words], Floats]
 Fill = Callable[..., int]
 """(runs, number of runs, values, number of values, key's lower and upper half, scale, normal) -> 0 for success."""
 
-_AT_ONCE = 1 << 15  # elements: what a thread works on stays in its cache
-_PER_BLOCK, _PERIOD = 4, 1 << 256  # words of a counter, and how many counters there are
+_AT_ONCE = 1 << 15  # elements per batch of a thread, which fit its cache
+_PER_BLOCK, _PERIOD = 4, 1 << 256  # words per counter, and number of counters
 
 
 def normal_values(seed: int, name: str, runs: Sequence[Run], std: float, *, in_numpy: bool = False) -> Tensor:
-    """The elements of the runs, one after the other: normal with this standard deviation, fp32."""
+    """Returns the elements of the runs, concatenated: normal with this standard deviation, fp32."""
     compiled = None if in_numpy else _compiled()
     if compiled is not None:
         return _draw(compiled, seed, name, runs, std, normal=True)
@@ -45,7 +47,7 @@ def normal_values(seed: int, name: str, runs: Sequence[Run], std: float, *, in_n
 
 
 def uniform_values(seed: int, name: str, runs: Sequence[Run], bound: float, *, in_numpy: bool = False) -> Tensor:
-    """The elements of the runs, one after the other: uniform between -bound and bound, fp32."""
+    """Returns the elements of the runs, concatenated: uniform between -bound and bound, fp32."""
     compiled = None if in_numpy else _compiled()
     if compiled is not None:
         return _draw(compiled, seed, name, runs, bound, normal=False)
@@ -53,18 +55,18 @@ def uniform_values(seed: int, name: str, runs: Sequence[Run], bound: float, *, i
 
 
 def words_of(seed: int, name: str, runs: Sequence[Run]) -> Iterator[Words]:
-    """For each run of pairs of elements, 64 random bits for each pair."""
+    """Yields for each run of pairs of elements the 64 random bits of each pair."""
     key = _key(seed, name)
-    generator, here = np.random.Philox(key=key, counter=0), 0  # the counter where the generator stands
+    generator, here = np.random.Philox(key=key, counter=0), 0  # `here`: the generator's counter
     for start, count in runs:
         block, before = divmod(start, _PER_BLOCK)
-        generator.advance((block - here) % _PERIOD)  # it forgets the words of a counter begun
+        generator.advance((block - here) % _PERIOD)  # drops buffered words of the current counter
         yield generator.random_raw(before + count)[before:]
         here = block + -(-(before + count) // _PER_BLOCK)
 
 
 def _key(seed: int, name: str) -> int:
-    """Philox's key, 128 bits."""
+    """Philox's 128-bit key."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:16], "little")
 
 
@@ -73,13 +75,13 @@ def _draw(compiled: Fill, seed: int, name: str, runs: Sequence[Run], scale: floa
     values = np.empty(numbers[:, 1].sum(), dtype=np.float32)
     high, low = divmod(_key(seed, name), 1 << 64)
     if compiled(numbers.ctypes.data, len(numbers), values.ctypes.data, len(values), low, high, scale, normal) != 0:
-        raise MemoryError(f"initial values of {name}: no memory or no thread left")
+        raise MemoryError(f"initial values of {name}: out of memory or threads")
     return torch.from_numpy(values)
 
 
 @cache
 def _compiled() -> Fill | None:
-    """csrc/random's function, which fills the memory at an address; None where the kernels are not built."""
+    """Returns csrc/random's function, which fills the memory at an address; None if the kernels are not built."""
     kernels = c_library()
     if kernels is None:
         return None
@@ -111,12 +113,12 @@ def _draw_in_numpy(seed: int, name: str, runs: Sequence[Run], make: Make) -> Ten
 
 
 def _pairs(first: int, count: int) -> int:
-    """How many pairs of elements hold these."""
+    """Number of element pairs that contain these elements."""
     return (first + count + 1) // 2 - first // 2
 
 
 def _batches(runs: Iterable[Run]) -> Iterator[list[tuple[int, Run]]]:
-    """Pieces of the runs, each with its place in the result; of about equal size together."""
+    """Yields batches of about equal size: pieces of the runs, each with its place in the result."""
     batch: list[tuple[int, Run]] = []
     place = held = 0
     for first, count in runs:
@@ -139,7 +141,7 @@ _LOG_2 = 0.6931471805599453
 
 
 def _uniform_pairs(words: Words, bound: float) -> Floats:
-    """From the lower and the upper half of each word: the middle of one of 2^32 equal parts of (-bound, bound)."""
+    """Maps each half of a word to the middle of one of 2^32 equal parts of (-bound, bound), lower half first."""
     pairs = np.empty((len(words), 2), dtype=np.float32)
     for column, half in enumerate((words & _LOW, words >> np.uint64(32))):
         value = _as_double(half)
@@ -150,12 +152,12 @@ def _uniform_pairs(words: Words, bound: float) -> Floats:
 
 
 def _normal_pairs(words: Words, std: float) -> Floats:
-    """Box and Muller: the lower half of a word is a distance from the origin, the upper half two signs and 30 bits of
-    an angle in the first quadrant."""
+    """Applies Box-Muller. A word's lower half gives the distance from the origin; its upper half gives two signs and 30
+    bits of an angle in the first quadrant."""
     distance = _as_double(words & _LOW)
     distance += 0.5
     distance *= 2.0**-32
-    distance = _log(distance)  # of (0, 1)
+    distance = _log(distance)  # the argument is in (0, 1)
     np.negative(distance, out=distance)
     np.sqrt(distance, out=distance)  # a factor of sqrt(2) too small
     distance *= std
@@ -175,7 +177,7 @@ def _normal_pairs(words: Words, std: float) -> Floats:
 
 
 def _as_double(integers: Words) -> Doubles:
-    """Exact for integers below 2^52."""
+    """Converts to float64, exactly for integers below 2^52."""
     integers |= _TWO_52
     values = integers.view(np.float64)
     values -= 2.0**52
@@ -183,8 +185,8 @@ def _as_double(integers: Words) -> Doubles:
 
 
 def _log(x: Doubles) -> Doubles:
-    """The natural logarithm to 7 digits: that of a factor between sqrt(1/2) and sqrt(2), by the series of the inverse
-    hyperbolic tangent, and a power of two."""
+    """Natural logarithm to 7 digits: splits off a power of two and applies the series of the inverse hyperbolic tangent
+    to the factor between sqrt(1/2) and sqrt(2)."""
     bits = x.view(np.int64)
     exponent = (bits - _BELOW_SQRT_HALF) & _EXPONENT
     factor = (bits - exponent).view(np.float64)
@@ -200,7 +202,7 @@ def _log(x: Doubles) -> Doubles:
 
 
 def _cos_sin(x: Doubles) -> tuple[Doubles, Doubles]:
-    """To 7 digits, for angles up to 45 degrees: Taylor's series."""
+    """Taylor series of cosine and sine, to 7 digits for angles up to 45 degrees."""
     square = x * x
     cosine = _polynomial(square, [(-1) ** k / math.factorial(2 * k) for k in (4, 3, 2, 1, 0)])
     sine = _polynomial(square, [(-1) ** k / math.factorial(2 * k + 1) for k in (4, 3, 2, 1, 0)])
@@ -209,7 +211,7 @@ def _cos_sin(x: Doubles) -> tuple[Doubles, Doubles]:
 
 
 def _polynomial(x: Doubles, coefficients: Sequence[float]) -> Doubles:
-    """By Horner's rule; the coefficient of the highest power comes first."""
+    """Evaluates a polynomial by Horner's rule. The coefficient of the highest power comes first."""
     value = x * coefficients[0]
     value += coefficients[1]
     for coefficient in coefficients[2:]:

@@ -1,4 +1,4 @@
-"""Which activations are recomputed in the backward pass instead of being kept."""
+"""Recomputation of activations in the backward pass."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,15 +10,15 @@ from megatron.config import RecomputeConfig
 
 
 def call_with_recompute(function: Callable[..., Any], recomputed: bool, *arguments: Any) -> Any:
-    """`function(*arguments)`. Without gradients nothing is kept, so nothing is recomputed."""
+    """Calls `function(*arguments)`, recomputed in backward if `recomputed`; without gradients there is no backward."""
     if not (recomputed and torch.is_grad_enabled()):
         return function(*arguments)
-    # The random state is put back, so that dropout falls on the same elements the second time.
+    # The random state is restored, so that dropout hits the same elements the second time.
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=True)
 
 
 def groups(config: RecomputeConfig, count: int) -> list[tuple[range, bool]]:
-    """Split `count` layers into runs (positions, recomputed?) that are called one after another."""
+    """Splits `count` layers into runs (positions, recomputed?) that are called one after another."""
     step = config.recompute_num_layers
     if not config.full:
         return [(range(count), False)]

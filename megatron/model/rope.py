@@ -1,7 +1,7 @@
 """Rotary position embedding in Hugging Face's half-split convention, with its frequency scalings.
 
-Frequencies and angles are fp32 in every model dtype, in the order of operations of transformers: an exported model
-turns its heads by exactly the angles it was trained with.
+Frequencies and angles are fp32 in every model dtype, computed with the operations of transformers in the same order. An
+exported model therefore rotates its heads by exactly the angles of training.
 """
 
 import math
@@ -15,7 +15,7 @@ from megatron.config import ModelConfig
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
-    """[rotated channels / 2], fp32 on the CPU."""
+    """Returns frequencies [rotated channels / 2], fp32 on the CPU."""
     width = rotated_channels(config)
     exponents = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
     frequencies = 1.0 / (config.rotary_base**exponents)
@@ -28,7 +28,7 @@ def rotated_channels(config: ModelConfig) -> int:
 
 
 def attention_factor(config: ModelConfig) -> float:
-    """What cos and sin are multiplied by."""
+    """Factor on cos and sin."""
     if config.rope_scaling != "yarn":
         return 1.0
     if config.yarn_attention_factor is not None:
@@ -42,7 +42,7 @@ def _linear(frequencies: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, config: ModelConfig) -> Tensor:
-    """Long waves are stretched by the factor, short ones kept, those between are mixed."""
+    """Scales frequencies as Llama 3.x: stretches long waves by the factor, keeps short ones, blends between."""
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
     context = config.rope_original_max_position
     wavelength = 2 * math.pi / frequencies
@@ -54,7 +54,7 @@ def _llama3(frequencies: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, config: ModelConfig) -> Tensor:
-    """Channels that turn often in the original context are kept, slow ones interpolated, with a linear ramp between."""
+    """Keeps channels that turn often in the original context, interpolates slow ones, and ramps linearly between."""
     width, base = rotated_channels(config), config.rotary_base
     context = config.yarn_original_max_position_embeddings
 
@@ -64,7 +64,7 @@ def _yarn(frequencies: Tensor, config: ModelConfig) -> Tensor:
     low = max(math.floor(channel_with(config.yarn_beta_fast)), 0)
     high: float = min(math.ceil(channel_with(config.yarn_beta_slow)), width - 1)
     if low == high:
-        high += 0.001  # a ramp of no length
+        high += 0.001  # avoids division by zero
     ramp = torch.clamp((torch.arange(width // 2, dtype=torch.float32, device="cpu") - low) / (high - low), 0, 1)
     kept = 1 - ramp
     periods = base ** (torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width)
@@ -73,7 +73,7 @@ def _yarn(frequencies: Tensor, config: ModelConfig) -> Tensor:
 
 
 class RotaryEmbedding(nn.Module):
-    """Positions -> (cos, sin), once per forward pass for all layers."""
+    """Maps positions to (cos, sin), once per forward pass for all layers."""
 
     inverse_frequencies: Tensor
 
@@ -85,7 +85,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inverse_frequencies", inverse_frequencies(config).to(device), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Moving the model moves the frequencies; casting it (or leaving the meta device) must not change them."""
+        """Recomputes the frequencies on the new device, because a cast or the meta device would corrupt them."""
         module = super()._apply(fn, recurse)
         self.inverse_frequencies = inverse_frequencies(self.config).to(self.inverse_frequencies.device)
         return module

@@ -1,8 +1,8 @@
-"""The router of a mixture of experts: which few of the experts each token goes to, and with which weights.
+"""The router of a mixture of experts: chooses a few experts for each token, and their weights.
 
-scores  s = softmax(logits) or sigmoid(logits)           [tokens, experts]
-choice  the k largest s (+ bias)                          [tokens, k]
-weights p: softmax over the chosen logits; the chosen s itself (pre-softmax); or sigmoid scores over their sum
+scores   s = softmax(logits) or sigmoid(logits)           [tokens, experts]
+choice   the k largest s (+ bias)                         [tokens, k]
+weights  softmax over the chosen logits; or the chosen s (pre-softmax); or the chosen sigmoid s over their sum
 """
 
 import math
@@ -20,7 +20,7 @@ from megatron.model.moe_losses import Watch, balance_loss, z_loss
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the tokens of [batch, seq] go: both [batch, seq, k]."""
+    """The chosen experts and their weights, both [batch, seq, k]."""
 
     experts: Tensor
     weights: Tensor
@@ -28,7 +28,8 @@ class Routing:
 
 
 class Router(nn.Module):
-    """`expert_bias` moves the choice, never the weights; it is state, not a parameter: training steps it."""
+    """Router of one layer. `expert_bias` affects the choice, not the weights. It is state that training updates, not a
+    parameter."""
 
     expert_bias: Tensor | None
 
@@ -78,7 +79,7 @@ class Router(nn.Module):
         return chosen * factor if factor != 1.0 else chosen
 
     def _watched(self, weights: Tensor, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
-        """The weights, with the router's own losses behind them."""
+        """Returns the weights with the router's losses attached to their backward pass."""
         config = self.config
         chosen = experts.flatten(1)
         counts = torch.zeros_like(chosen[:, :1]).repeat(1, scores.shape[-1])  # [batch, experts]: tokens that chose each
@@ -99,7 +100,7 @@ class Router(nn.Module):
         return math.ceil(seq * self.config.moe_router_topk / experts * factor)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
-        """The bias stays in fp32 whatever the model becomes: its steps are too small for half precision."""
+        """Keeps the bias in fp32, because its steps are too small for half precision."""
         super()._apply(fn, recurse)
         if self.expert_bias is not None:
             self.expert_bias = self.expert_bias.float()
@@ -111,8 +112,8 @@ class Router(nn.Module):
 
 @torch.no_grad()
 def within_groups(scores: Tensor, config: MoEConfig) -> Tensor:
-    """The scores [..., experts] with -inf for the experts of the groups that the token may not choose: it may the
-    groups whose best experts have the largest sum, as many experts of each as fall to a group."""
+    """Returns the scores [..., experts] with -inf for experts outside the token's groups. The chosen groups have the
+    largest sum of their best topk / group_topk scores."""
     groups, chosen = config.moe_router_num_groups, config.moe_router_group_topk
     if groups is None or chosen is None:
         return scores
@@ -124,17 +125,17 @@ def within_groups(scores: Tensor, config: MoEConfig) -> Tensor:
 
 @torch.no_grad()
 def within_capacity(experts: Tensor, weights: Tensor, capacity: int, config: MoEConfig) -> Tensor:
-    """[batch, seq, k]: which of a sequence's choices an expert takes, at most `capacity` of them: those of the largest
-    weights, or the first. Each sequence for itself, so the batch it is in and the layout do not matter."""
+    """Returns [batch, seq, k]: True for the choices that an expert accepts, at most `capacity` per sequence: those of
+    largest weight, or the first. Sequences are independent, so batch and layout do not matter."""
     batch, seq, topk = experts.shape
     chosen, weights = experts.reshape(batch, seq * topk), weights.reshape(batch, seq * topk)
     if config.moe_token_drop_policy == "probs":
         order = weights.argsort(dim=1, descending=True, stable=True)
     else:
         order = torch.arange(seq * topk, device=experts.device).expand(batch, -1)
-    order = order.gather(1, chosen.gather(1, order).argsort(dim=1, stable=True))  # by expert, the best first
+    order = order.gather(1, chosen.gather(1, order).argsort(dim=1, stable=True))  # by expert, best first
     ranked = chosen.gather(1, order)
     steps = torch.arange(seq * topk, device=experts.device).expand(batch, -1).contiguous()
-    first = torch.searchsorted(ranked, ranked)  # where each one's expert begins
+    first = torch.searchsorted(ranked, ranked)  # the start of each choice's expert
     kept = torch.empty_like(chosen, dtype=torch.bool).scatter_(1, order, steps - first < capacity)
     return kept.view(batch, seq, topk)

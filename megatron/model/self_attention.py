@@ -25,7 +25,7 @@ class SelfAttention(nn.Module):
         self.norms_span_heads = config.qk_layernorm_scope == "all"
         self.core_attention = make.core_attention(layer)
         self.recompute_core = "core_attn" in make.recompute.modules
-        # Of the heads that are here: the output projection has a column for each channel of the queries.
+        # Heads on this rank: the output projection has one column per query channel.
         queries = self.dense.weight.shape[1] // self.head_dim
         self.groups = (self.query_key_value.weight.shape[0] // self.head_dim - queries) // 2
 
@@ -49,5 +49,5 @@ class SelfAttention(nn.Module):
         return query, key, value
 
     def _normed(self, x: Tensor, norm: Norm) -> Tensor:
-        """[batch, seq, heads, head_dim]"""
+        """Normalises x [batch, seq, heads, head_dim] per head, or over all heads together."""
         return norm(x.flatten(2)).view(x.shape) if self.norms_span_heads else norm(x)

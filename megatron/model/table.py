@@ -1,4 +1,4 @@
-"""A lookup table, and the lookup in one that is the head of the model too."""
+"""A lookup table, and the lookup in a table that is also the model's head."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from megatron.utils.dtype import widened
 
 
 class Table(nn.Module):
-    """A lookup table whose weights are left for the initialisation by name."""
+    """A lookup table with uninitialised weights, for `model.init`."""
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
@@ -26,10 +26,10 @@ class Table(nn.Module):
 
 
 def look_up_and_share(table: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """F.embedding(ids, table), and the table for a tied head, whose gradients then are one tensor from the start.
+    """Returns F.embedding(ids, table) and the table for a tied head, with a single gradient tensor for both.
 
-    Composed, backward would make a gradient of the table's size for the rows alone, nearly all of it zero, and add up
-    the two. The head must hand back a gradient that nobody else holds: the rows are added to it in place.
+    Separate functions would need a second gradient of the table's size, almost all zero, for the rows. The head must
+    return a gradient that nothing else references, because the rows' gradients are added to it in place.
     """
     rows, shared = _LookUpAndShare.apply(table, ids)
     return rows, shared

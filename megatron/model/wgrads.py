@@ -1,7 +1,7 @@
 """Weight gradients as products: a linear layer hands over the two factors instead of letting autograd multiply them.
 
-Whoever takes the products (the gradient buffers) multiplies straight into the place where they are summed up, at once
-or, in a zero-bubble pipeline, later than the backward pass that they belong to.
+The receiver (the gradient buffers) multiplies directly into the accumulated gradient, at once or, in a zero-bubble
+pipeline, after the backward pass.
 """
 
 from collections import Counter, deque
@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from megatron.ops.wgrad import Wgrads
 
 Product = tuple[nn.Parameter, Tensor, Tensor]
-"""(parameter, grad, x): the gradient of the parameter is grad.t() @ x of grad [tokens, out] and x [tokens, in]."""
+"""(parameter, grad, x): the parameter's gradient is grad.t() @ x, with grad [tokens, out] and x [tokens, in]."""
 
 Put = Callable[[Tensor, Tensor], None]
 """Takes the factors (grad, x) of one parameter."""
 
 
 def flat(x: Tensor) -> Tensor:
-    """[..., features] -> [tokens, features]."""
+    """Reshapes [..., features] to [tokens, features]."""
     return x.reshape(-1, x.shape[-1])
 
 
 class AddToParameter:
-    """Adds the product to `parameter.grad`, where backward would have put it."""
+    """Adds the product to `parameter.grad`, as backward would."""
 
     def put(self, parameter: nn.Parameter, grad: Tensor, x: Tensor) -> None:
         gradient = grad.t() @ x
@@ -36,19 +36,19 @@ class AddToParameter:
 
 
 class WgradRoute:
-    """What the linear layers of one model are given when they are made. Autograd computes their weight gradients until
-    the route is connected to somebody who takes products."""
+    """Route of weight gradients, given to the linear layers of one model. Until it is connected to a sink, autograd
+    computes the weight gradients."""
 
     deferred = False
-    """Whether products are kept until `run` is called."""
+    """True if products are kept until `run` is called."""
 
     def __init__(self) -> None:
         self._sink: Wgrads | None = None
         self._shared: frozenset[int] = frozenset()
 
     def connect(self, sink: Wgrads, model: nn.Module) -> None:
-        """From now on the products go to `sink`. A weight that several modules of `model` hold is left to autograd: it
-        gets gradients on other ways too, and the two must not be mixed."""
+        """Sends the products to `sink` from now on. Autograd keeps weights that several modules share, because they get
+        gradients in other ways too, and the two must not be mixed."""
         uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
         self._sink, self._shared = sink, frozenset(weight for weight, count in uses.items() if count > 1)
 
@@ -57,8 +57,8 @@ class WgradRoute:
         return self._sink is not None
 
     def takes(self, x: Tensor, weight: nn.Parameter) -> bool:
-        """Whether the gradient of `weight` is to be handed over. Not under torch.compile, nor without a gradient of the
-        input (backward would pass the layer by), nor where a hook wants to see the weight's gradient."""
+        """True if the layer hands over the gradient of `weight`. False under torch.compile, without a gradient of the
+        input (backward would skip the layer), and if a hook needs the weight's gradient."""
         if torch.compiler.is_compiling() or self._sink is None or id(weight) in self._shared:
             return False
         return x.requires_grad and weight.requires_grad and torch.is_grad_enabled() and not weight._backward_hooks
@@ -69,7 +69,7 @@ class WgradRoute:
 
 
 class WgradQueue(WgradRoute):
-    """Keeps the products of every backward pass; `run` hands on those of the oldest one."""
+    """Queues the products of every backward pass. `run` forwards those of the oldest pass."""
 
     deferred = True
 
@@ -83,12 +83,12 @@ class WgradQueue(WgradRoute):
         self._open.append((parameter, grad, x))
 
     def end_of_pass(self) -> None:
-        """What was put since the last call belongs to one backward pass."""
+        """Ends a backward pass: the products since the last call form one pass."""
         self._passes.append(self._open)
         self._open = []
 
     def run(self) -> None:
-        """The weight gradients of the oldest backward pass, last layer first."""
+        """Computes the weight gradients of the oldest backward pass, last layer first."""
         for product in self._passes.popleft():
             super().put(*product)
 

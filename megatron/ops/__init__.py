@@ -1,3 +1,3 @@
-"""Fast math. `resolve` picks one implementation of every operation, once; models are handed the result."""
+"""Operations and their fast implementations. `resolve` selects one implementation of each, once, for the model."""
 
 from megatron.ops.select import OPS, Choice, Kernels, resolve

@@ -1,4 +1,4 @@
-"""Activations, and gated ones."""
+"""Activations, plain and gated."""
 
 import math
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def torch_geglu(x: Tensor, tanh: bool) -> Tensor:
 
 
 # ---------------------------------------------------------------- the kernels of csrc/
-# Only the input is kept for the backward pass.
+# The backward pass keeps only the input.
 
 
 def register(namespace: str) -> None:
@@ -91,7 +91,7 @@ def _same(x: Tensor, *options: bool) -> Tensor:
 
 
 def _register_gradient(namespace: str, name: str, gradient: Callable[..., Tensor]) -> None:
-    """Forward takes x and options; `gradient` the same behind the gradient of the output."""
+    """Registers a gradient. Forward takes (x, *options); `gradient` takes (gradient of the output, x, *options)."""
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, *ctx.options = inputs
@@ -113,7 +113,7 @@ def _unsupported(x: Tensor, *options: bool) -> str | None:
 
 def _unsupported_pair(x: Tensor, *options: bool) -> str | None:
     if x.dim() == 0 or x.shape[-1] % 2:
-        return f"{described(x)}: an even last dimension would do"
+        return f"{described(x)}: needs an even last dimension"
     return unsupported_floats(x)
 
 

@@ -1,6 +1,6 @@
-"""NVIDIA's apex, for those who have it: its functions run where the kernels of csrc/ do not. It is never required.
+"""Optional use of NVIDIA's apex: if installed, its functions run where the kernels of csrc/ do not.
 
-The public index gives the name `apex` to something else; NVIDIA's is known by its compiled modules.
+On PyPI `apex` is another package, so NVIDIA's is recognised by its compiled modules.
 """
 
 from importlib import import_module
@@ -19,7 +19,7 @@ def has_apex(target: Target) -> bool:
 
 
 def or_apex(fused: Function, apex: Function) -> Portable:
-    """apex's function where it is installed, else PyTorch's own."""
+    """Selects apex's function if apex is installed, else PyTorch's own."""
     without = torch_function(fused)
     return lambda target: (
         Implementation("apex", apex, "NVIDIA's apex is installed") if has_apex(target) else without(target)
@@ -27,7 +27,7 @@ def or_apex(fused: Function, apex: Function) -> Portable:
 
 
 def takes(x: Tensor, *parameters: Tensor | None) -> bool:
-    """Whether apex's norms can take these: all parameters are there, in the type of the input."""
+    """True if apex's norms accept these: no parameter is missing, and all have the input's dtype."""
     return all(parameter is not None and parameter.dtype == x.dtype for parameter in parameters)
 
 
@@ -40,8 +40,7 @@ def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def multi_tensor_adam(*arguments: Any) -> None:
-    """apex's Adam over lists of fp32 tensors. Learning rate, step and the flag that skips the update are on the
-    device."""
+    """Runs apex's Adam over lists of fp32 tensors. Learning rate, step and the skip flag are on the device."""
     import_module("amp_C").multi_tensor_adam_capturable(*arguments)
 
 

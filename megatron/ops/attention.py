@@ -1,7 +1,7 @@
 """Attention of queries to keys.
 
-On a CPU through csrc/, where scores exist for a block of queries and a block of keys at a time and the backward pass
-computes them again, or in blocks of torch's products (blocked_attention.py); on CUDA through PyTorch's own.
+On a CPU, csrc/ holds scores for one block of queries and keys at a time and recomputes them in backward. The fallback
+uses torch's products over blocks (blocked_attention.py). On CUDA, PyTorch's own attention runs.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from megatron.ops.operation import (
 from megatron.ops.sdpa import explanation, order, sdpa
 from megatron.ops.softmax import readable, softmax
 
-_FEW = 16  # queries for which it does not pay to lay out the keys
+_FEW = 16  # below this many queries, laying out the keys does not pay
 
 
 def attention(
@@ -45,8 +45,8 @@ def attention(
 ) -> Tensor:
     """query [batch, heads, queries, d], key and value [batch, groups, keys, d] -> [batch, heads, queries, d].
 
-    `mask` (true = may look) broadcasts to [batch, heads, queries, keys]. `layer_scaling` divides the scores before
-    they are rounded to the working dtype and multiplies them back in fp32: the same function, a wider fp16 range.
+    A `mask` (true = visible) broadcasts to [batch, heads, queries, keys]. The scores are divided by `layer_scaling`
+    before their rounding to the working dtype, and multiplied back in fp32, which widens the range of fp16.
     """
     repeat = query.shape[1] // key.shape[1]
     if repeat > 1:
@@ -61,7 +61,7 @@ def attention(
 
 def register(namespace: str) -> None:
     ops = getattr(torch.ops, namespace)
-    if not hasattr(ops, "attention_forward"):  # a CPU's alone
+    if not hasattr(ops, "attention_forward"):  # CPU only
         return
 
     def forward_shapes(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ def register(namespace: str) -> None:
         ctx.save_for_backward(*tensors, *output, mask, seed)
 
     def backward(ctx: Any, grad: Tensor, of_log_sum_exp: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of the log-sum-exp is ignored: that output is used by this backward pass alone."""
+        """Ignores the gradient of the log-sum-exp, because only this backward pass uses that output."""
         query, key, value, out, log_sum_exp, mask, seed = ctx.saved_tensors
         thirds = whole((query, key, value)) is not None
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
@@ -92,8 +92,8 @@ def register(namespace: str) -> None:
 
 
 def _apart(grads: Tensor, query: Tensor, key: Tensor, thirds: bool) -> Triple:
-    """Views of the gradients of query, key and value in the kernel's result: interleaved per head (`thirds`), or
-    concatenated."""
+    """Returns views of the gradients of query, key and value in the kernel's result, which are interleaved per head
+    (`thirds`) or concatenated."""
     if thirds:
         of_query, of_key, of_value = grads.view(*query.shape[:3], 3, query.shape[3]).unbind(3)
         return of_query, of_key, of_value
@@ -117,7 +117,7 @@ def _native_attention(
     tensors = [t.transpose(1, 2) if t.stride(3) == 1 else t.transpose(1, 2).contiguous() for t in (query, key, value)]
     if mask is not None:
         mask = readable(mask, keys)
-    # Drawn where torch's own dropout would draw: what replays that replays this.
+    # Drawn from the generator of torch's own dropout, so that replaying its state replays this too.
     seed = torch.randint(2**62, (1,)) if dropout_p > 0.0 else None
     diagonal = keys - queries if causal else keys
     out, _ = ops.attention_forward(*tensors, mask, diagonal, scale, dropout_p, seed)
@@ -126,17 +126,17 @@ def _native_attention(
 
 def _unsupported(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, **named: Any) -> str | None:
     if query.dim() != 4 or key.dim() != 4:
-        return f"queries {described(query)}, keys {described(key)}: [batch, heads, positions, width] would do"
+        return f"queries {described(query)}, keys {described(key)}: needs [batch, heads, positions, width]"
     if value.shape != key.shape or not query.dtype == key.dtype == value.dtype:
-        return f"values {described(value)} for keys {described(key)}: the same shape and type would do"
+        return f"values {described(value)} for keys {described(key)}: needs the same shape and type"
     batch, heads, queries, width = query.shape
     if key.shape[::3] != (batch, width) or key.shape[1] == 0 or heads % key.shape[1]:
-        return f"keys {described(key)} for queries {described(query)}: a key for every so many heads would do"
+        return f"keys {described(key)} for queries {described(query)}: needs key heads that divide the query heads"
     if 0 in key.shape[2:]:
-        return f"keys {described(key)}: a number of a key at least would do"
+        return f"keys {described(key)}: needs at least one key of at least one number"
     whole = (batch, heads, queries, key.shape[2])
     if mask is not None and (mask.dtype != torch.bool or not broadcasts(mask.shape, whole)):
-        return f"a mask {described(mask)} for scores {whole}: bool that broadcasts to them would do"
+        return f"a mask {described(mask)} for scores {whole}: needs a bool mask that broadcasts to them"
     return unsupported_floats(query, key, value) or unsupported_devices(query, mask)
 
 
@@ -149,7 +149,7 @@ def _few_queries(query: Tensor, key: Tensor, *args: Any, **named: Any) -> bool:
 
 def _portable(target: Target) -> Implementation:
     if target.device_type == "cpu":
-        reason = "products over blocks of queries; PyTorch's own for long sequences and generation"
+        reason = "products over blocks of queries; PyTorch's attention for long sequences and generation"
         return Implementation("cpu", blocked_attention, reason)
     if target.kind.cuda_libraries:
         function = partial(sdpa, backends=order())
@@ -178,6 +178,6 @@ _NATIVE = Native(
     cpu_only=True,
     left_to_compiler=False,
     slower=_few_queries,
-    note=lambda target: ", scores of a block at a time; generation by PyTorch's own",
+    note=lambda target: ", scores of one block at a time; PyTorch's attention for generation",
 )
 OPERATIONS = (Operation("attention", attention, _portable, _NATIVE, _required),)

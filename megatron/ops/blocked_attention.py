@@ -1,7 +1,7 @@
-"""Attention on a CPU as matrix products over blocks of queries: what is above the diagonal is not computed.
+"""Attention on a CPU as matrix products over blocks of queries. Blocks above the diagonal are skipped.
 
-PyTorch's own CPU attention does not gain from bf16 products and its backward pass is several times their cost. This
-keeps the probabilities (batch * heads * seq^2 * 0.6 elements per layer), so longer sequences are left to PyTorch's.
+PyTorch's own CPU attention does not gain from bf16 products, and its backward pass costs several times as much. This
+version keeps the probabilities (batch * heads * seq^2 * 0.6 elements per layer), so PyTorch's handles long sequences.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from megatron.ops.sdpa import sdpa
 from megatron.ops.softmax import readable, softmax
 
-# Up to these lengths it was measured to be so much faster that the memory is worth it (docs/performance.md).
+# Up to these lengths the measured speed-up is worth the memory (docs/performance.md).
 MAX_KEYS, MAX_KEYS_HALF = 1024, 2048
 
 
@@ -40,7 +40,7 @@ def blocked_attention(
 ) -> Tensor:
     """See `attention.attention`."""
     seq, longest = query.shape[2], MAX_KEYS_HALF if query.dtype == torch.bfloat16 else MAX_KEYS
-    # A few queries against a cache are no square; fp16 products are slow on a CPU and their scores may overflow.
+    # A few queries against a cache are not square; fp16 products are slow on a CPU and their scores may overflow.
     square = 1 < seq == key.shape[2] <= longest and key.shape == value.shape
     if not square or query.dtype == torch.float16:
         return sdpa(query, key, value, mask=mask, causal=causal, scale=scale, dropout_p=dropout_p)
@@ -50,18 +50,18 @@ def blocked_attention(
 
 
 def _block(seq: int) -> int:
-    """More queries a block: fewer, larger products, and more of what is above the diagonal."""
+    """Queries per block. Larger blocks mean fewer, larger products, but more work above the diagonal."""
     return 64 if seq <= 256 else 128 if seq < 1024 else 256
 
 
 def _blocks(seq: int, causal: bool, block: int) -> list[tuple[slice, int, int]]:
-    """(queries, keys that they see together, diagonal): without `causal` a mask decides, so all keys."""
+    """Returns (queries, number of keys that they see together, diagonal) per block; all keys unless `causal`."""
     blocks = [slice(start, min(start + block, seq)) for start in range(0, seq, block)]
     return [(part, part.stop, part.start) if causal else (part, seq, seq) for part in blocks]
 
 
 class _BlockedAttention(torch.autograd.Function):
-    """Query heads that share a key are stacked as further rows of one product: keys are never repeated."""
+    """Stacks query heads that share a key as rows of one product, so keys are never repeated."""
 
     @staticmethod
     def forward(
@@ -100,7 +100,7 @@ class _BlockedAttention(torch.autograd.Function):
         key, value, *saved = ctx.saved_tensors
         blocks = _blocks(seq, ctx.causal, _block(seq))
         grad_query = key.new_empty(batch, heads, seq, width)
-        # What keys receive from several blocks is added up in fp32 or wider and rounded once.
+        # Key gradients of several blocks are summed in fp32 or wider and rounded once.
         wide = torch.promote_types(key.dtype, torch.float32)
         grad_key, grad_value = (torch.zeros_like(key, dtype=wide) for _ in range(2))
         for index, (part, keys, _) in enumerate(blocks):
@@ -120,5 +120,5 @@ class _BlockedAttention(torch.autograd.Function):
 
 
 def _first(tensor: Tensor, keys: int) -> Tensor:
-    """[many, seq, d] -> [many, keys, d], side by side: products would copy any other layout, and slower."""
+    """Slices [many, seq, d] to a contiguous [many, keys, d]; products copy other layouts more slowly."""
     return tensor[:, :keys].contiguous()

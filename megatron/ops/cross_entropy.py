@@ -1,4 +1,4 @@
-"""Cross-entropy of every token, by itself."""
+"""Cross-entropy of every token, without a reduction."""
 
 from typing import Any
 
@@ -67,7 +67,7 @@ def _unsupported(logits: Tensor, labels: Tensor) -> str | None:
     if logits.dim() != 2 or labels.dtype != torch.int64 or labels.shape != logits.shape[:1]:
         return (
             f"logits {described(logits)} with labels {described(labels)}: "
-            "[tokens, vocabulary] with int64 [tokens] would do"
+            "needs [tokens, vocabulary] with int64 [tokens]"
         )
     return unsupported_floats(logits) or unsupported_devices(logits, labels)
 

@@ -1,7 +1,7 @@
-"""x @ weight.T + bias for a few rows of x, without a derivative: what a step of generation computes on a CPU.
+"""x @ weight.T + bias for a few rows of x, without a derivative, for generation on a CPU.
 
-Reading the weight is what one row costs, and the kernel reads at the speed of memory: two thirds to a half of the
-time of MKL's and oneDNN's products of one row. What becomes of a row does not depend on the rows beside it.
+Reading the weight dominates the cost of one row. The kernel reads at memory bandwidth and takes half to two thirds of
+the time of MKL and oneDNN. A row's result does not depend on the other rows.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ FewRows = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., in], weight [out, in] -> [..., out]."""
+    """Returns x @ weight.T + bias: x [..., in], weight [out, in] -> [..., out]."""
     return F.linear(x, weight, bias)
 
 
 def register(namespace: str) -> None:
-    if not hasattr(getattr(torch.ops, namespace), "few_rows"):  # a CPU's alone
+    if not hasattr(getattr(torch.ops, namespace), "few_rows"):  # CPU only
         return
     register_shapes(namespace, few_rows=lambda x, weight, bias: x.new_empty((*x.shape[:-1], weight.shape[0])))
     without_derivative(namespace, "few_rows")
@@ -34,11 +34,11 @@ def _native(ops: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _unsupported(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
-        return f"x {described(x)} and a weight {described(weight)}: [..., in] and [out, in] would do"
+        return f"x {described(x)} and a weight {described(weight)}: needs [..., in] and [out, in]"
     if bias is not None and bias.shape != weight.shape[:1]:
-        return f"a bias {described(bias)} for a weight {described(weight)}: a number for every row would do"
+        return f"a bias {described(bias)} for a weight {described(weight)}: needs one number per row"
     if any(other is not None and other.dtype != x.dtype for other in (weight, bias)):
-        return f"x {described(x)} and a weight {described(weight)}: one dtype would do"
+        return f"x {described(x)} and a weight {described(weight)}: needs one dtype"
     return unsupported_floats(x, weight, bias)
 
 

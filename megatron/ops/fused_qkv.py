@@ -1,7 +1,7 @@
-"""Queries, keys and values as thirds of one tensor, and their gradients as thirds of its gradient: nothing is copied.
+"""Queries, keys and values as thirds of one tensor, and their gradients as thirds of its gradient, without copies.
 
-The backward pass of a plain split writes the gradients side by side once more. Where attention's own backward has put
-them there already, `split_qkv` finds them so and hands the whole on.
+The backward pass of a plain split would copy the gradients into one tensor. If attention's backward has already placed
+them side by side, `split_qkv` passes on the whole tensor.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ Triple = tuple[Tensor, Tensor, Tensor]  # of query, key and value
 
 
 def split_qkv(qkv: Tensor) -> Triple:
-    """[batch, seq, groups, query heads of a group + 2, d] -> [batch, seq, heads, d], twice [batch, seq, groups, d]."""
+    """Splits [batch, seq, groups, query heads per group + 2, d] by head: [batch, seq, heads or groups, d] each."""
     if qkv.shape[3] == 3 and not torch.is_grad_enabled():
         return _thirds(qkv)
     if qkv.shape[3] == 3 and not torch.compiler.is_compiling():
@@ -24,8 +24,8 @@ def split_qkv(qkv: Tensor) -> Triple:
 
 
 def whole(thirds: Triple) -> Tensor | None:
-    """The tensor [batch, seq, heads, 3, d] that the three [batch, seq, heads, d] are views of, or None. Not under
-    torch.compile: it cannot trace addresses, and would leave the whole block uncompiled."""
+    """Returns the tensor [batch, seq, heads, 3, d] of which the three [batch, seq, heads, d] are views, or None. It is
+    None under torch.compile, which cannot trace addresses and would leave the whole block uncompiled."""
     if torch.compiler.is_compiling():
         return None
     first, width = thirds[0], thirds[0].shape[-1]

@@ -1,12 +1,11 @@
-"""Linear layers over contiguous groups of rows, a weight for each group: the experts of a rank.
+"""Linear layers over contiguous groups of rows with one weight per group, for the experts of a rank.
 
     y[rows of group g] = x[rows of group g] @ weights[g].T          x [rows, in], weights[g] [out, in], y [rows, out]
     dx[rows of g]      = dy[rows of g] @ weights[g]
     dweights[g]        = dy[rows of g].T @ x[rows of g]             zero for a group without rows
 
-One product for each group, written where it belongs, is the fallback and the oracle. On a CUDA device the products of
-bf16 are one kernel (`F.grouped_mm`), which pays for many small groups. On a CPU that function is a loop itself, over a
-copy of all the weights.
+The fallback and oracle is one product per group, written in place. On CUDA, bf16 products run as one kernel
+(`F.grouped_mm`), which pays for many small groups. On a CPU that function is itself a loop, and copies all weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,11 +21,11 @@ from torch.autograd.function import once_differentiable
 from megatron.ops.operation import Implementation, Operation, Target
 
 Put = Callable[[nn.Parameter, Tensor, Tensor], None]
-"""Takes the factors dy, x of the product dy.T @ x that is a weight's gradient (`Wgrads.put`)."""
+"""Takes the factors dy and x of a weight's gradient dy.T @ x (`Wgrads.put`)."""
 
 
 class Loop:
-    """A product for each group."""
+    """One product per group."""
 
     @staticmethod
     def forward(x: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
@@ -59,7 +58,7 @@ class Grouped:
     def weight_gradients(dy: Tensor, x: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
         gradients = F.grouped_mm(dy.t(), x, offs=_ends(counts, x))  # [groups, out, in]
         for group, count in enumerate(counts):
-            if not count:  # a product over no rows need not be written by every kernel
+            if not count:  # a kernel may leave the result of a product over no rows unwritten
                 gradients[group].zero_()
         return gradients.unbind()
 
@@ -73,8 +72,8 @@ def by_grouped_mm(x: Tensor, counts: Sequence[int], weights: Sequence[nn.Paramet
 
 
 def _fits(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """The kernel takes bf16 rows whose size is a multiple of 16 bytes; of no rows at all, which a rank gets whose
-    experts nobody chose, torch refuses products (pytorch #192497)."""
+    """True if `F.grouped_mm` takes these: bf16 rows on CUDA, of a multiple of 16 bytes. Torch rejects products over no
+    rows (pytorch #192497), which a rank gets if no token chose its experts."""
     rows = x.shape[0] > 0 and x.is_cuda and x.dtype == torch.bfloat16
     return rows and all(size % 8 == 0 for size in weights[0].shape)
 
@@ -84,8 +83,8 @@ def _grouped_linear(
 ) -> Tensor:
     if put is None:
         return _GroupedLinear.apply(how, None, list(counts), x, *weights)
-    assert x.requires_grad or not torch.is_grad_enabled(), "without a gradient of its input backward passes a layer by"
-    # Detached, so that autograd does not announce gradients that the queue computes later.
+    assert x.requires_grad or not torch.is_grad_enabled(), "backward skips a layer whose input needs no gradient"
+    # Detached, so that autograd does not report gradients that the queue computes later.
     puts = [partial(put, weight) for weight in weights]
     return _GroupedLinear.apply(how, puts, list(counts), x, *(weight.detach() for weight in weights))
 
@@ -124,7 +123,7 @@ def _ends(counts: Sequence[int], like: Tensor) -> Tensor:
 
 
 def _stacked(weights: Sequence[Tensor]) -> Tensor:
-    """[groups, out, in]: a view where the weights are adjacent in memory, else a copy."""
+    """Stacks the weights to [groups, out, in]: a view if they are adjacent in memory, else a copy."""
     first, size = weights[0], weights[0].numel()
     base = first.untyped_storage().data_ptr()
     if all(
@@ -139,9 +138,9 @@ def _stacked(weights: Sequence[Tensor]) -> Tensor:
 
 def _portable(target: Target) -> Implementation:
     if target.kind.cuda_libraries:
-        reason = "one product for all experts in bf16; one for each in other types"
+        reason = "one product for all experts in bf16; one per expert in other types"
         return Implementation("torch", by_grouped_mm, reason)
-    reason = "a product for each expert: PyTorch's grouped one is a loop here, and copies weights"
+    reason = "one product per expert: PyTorch's grouped product is a loop here, and copies weights"
     return Implementation("ref", by_loop, reason)
 
 

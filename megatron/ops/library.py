@@ -1,4 +1,4 @@
-"""Finds, checks and loads the kernels compiled from csrc/, or says why not. Nothing is compiled here."""
+"""Finds, checks and loads the kernels compiled from csrc/, or reports why it cannot. It compiles nothing."""
 
 import ctypes
 import hashlib
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron.commands import build_command
 from megatron.ops.registry import kernels_in, register
 from megatron.utils.typed import typed
 
@@ -21,23 +22,19 @@ VERIFIED = FOLDER / "gpu_verified.json"
 NAMESPACE = "megatron_native"
 SOURCES = FOLDER.parents[1] / "csrc"
 OTHER_EXTENSION = "data"  # of csrc/
-UNVERIFIED = "not yet verified on this GPU as it is"
-# A package that was installed without its sources can only be installed again.
-BUILD = (
-    "python setup.py build_ext --inplace" if SOURCES.is_dir() else "pip install --no-build-isolation, in its sources"
-)
+UNVERIFIED = "not yet verified on this GPU in its current version"
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Compute capability and CUDA version, as (major, minor): of a machine's GPU, or required by compiled kernels."""
+    """Compute capability and CUDA version, as (major, minor), of a machine's GPU or required by compiled kernels."""
 
     capability: tuple[int, int]
-    cuda: tuple[int, int]  # the newest that the driver knows; (0, 0): torch does not say
+    cuda: tuple[int, int]  # the newest that the driver supports; (0, 0): unknown
 
 
 def this_gpu() -> Gpu | None:
-    """The current device, if there is one."""
+    """Returns the current GPU, or None."""
     if not torch.cuda.is_available():
         return None
     version = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()  # 12080 is 12.8
@@ -46,11 +43,11 @@ def this_gpu() -> Gpu | None:
 
 @dataclass(frozen=True)
 class Library:
-    """The loaded kernels, or why there are none (`missing`) or none for CUDA.
+    """The loaded kernels, or the reason why there are none (`missing`) or none for CUDA (`without_cuda`).
 
-    `unverified`: names of CUDA kernels (`kernel_name`) that are not known to be right, and why. `needs`: the minimum
-    compute capability and CUDA version of the CUDA kernels. `cuda_sources`: folders and the hashes of what is compiled
-    for CUDA."""
+    Field `unverified` has the names of CUDA kernels (`kernel_name`) that are not known to be correct, with the reason.
+    The minimum compute capability and CUDA version are in `needs`, and folder -> hash of its CUDA sources in
+    `cuda_sources`."""
 
     missing: str | None = None
     without_cuda: str | None = None
@@ -59,7 +56,7 @@ class Library:
     cuda_sources: Mapping[str, str] = field(default_factory=dict)
 
     def why_not_on(self, gpu: Gpu | None) -> str | None:
-        """Why its CUDA kernels cannot be launched on this GPU, or None."""
+        """Returns the reason why the CUDA kernels cannot be launched on this GPU, or None."""
         if gpu is None or self.needs is None:
             return None
         if gpu.capability < self.needs.capability:
@@ -67,8 +64,8 @@ class Library:
             return f"compiled for GPUs of capability {oldest} or newer, not {here}"
         if (0, 0) < gpu.cuda < (self.needs.cuda[0], 0):
             return (
-                f"built with CUDA {_dotted(self.needs.cuda)}, and the GPU's driver knows CUDA {_dotted(gpu.cuda)} at "
-                f"most: update the driver, or build with an older CUDA_HOME ({BUILD})"
+                f"built with CUDA {_dotted(self.needs.cuda)}, but the GPU's driver supports at most CUDA "
+                f"{_dotted(gpu.cuda)}: update the driver, or build with an older CUDA_HOME ({build_command()})"
             )
         return None
 
@@ -79,7 +76,7 @@ class Library:
 
 @dataclass(frozen=True)
 class _Record:
-    """The record that csrc/build.py writes beside the shared object."""
+    """The record that csrc/build.py writes next to the shared object."""
 
     sha256: str
     machine: str
@@ -91,29 +88,33 @@ class _Record:
 
 @cache
 def library() -> Library:
-    """The kernels of this installation, loaded on the first call."""
+    """Returns the kernels of this installation, loaded on the first call."""
     return load(PATH)
 
 
 @cache
 def c_library() -> ctypes.CDLL | None:
-    """The same kernels as a C library, for functions that take no tensor; None if they cannot be used."""
+    """Returns the kernels as a C library, for functions without tensors; None if they cannot be used."""
     return None if library().missing is not None else ctypes.CDLL(str(PATH))
 
 
 def load(path: Path, sources: Path = SOURCES) -> Library:
     if not path.is_file():
-        return Library(f"not built: {BUILD}")
+        return Library(f"not built; build them: {build_command()}")
     try:
         record = typed(_Record, json.loads(path.with_suffix(".json").read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError):
-        return Library(f"not usable: {path.with_suffix('.json').name} is missing or damaged; build again: {BUILD}")
+        return Library(
+            f"not usable: {path.with_suffix('.json').name} is missing or damaged; build again: {build_command()}"
+        )
     try:
         reason = _why_unusable(path, record, sources)
     except OSError as error:
-        return Library(f"not usable: {error.filename} cannot be read ({error.strerror}); make it readable, or {BUILD}")
+        return Library(
+            f"not usable: {error.filename} cannot be read ({error.strerror}); make it readable, or {build_command()}"
+        )
     if reason is not None:
-        return Library(f"{reason}; build again: {BUILD}")
+        return Library(f"{reason}; build again: {build_command()}")
     register(NAMESPACE)
     verified, folders = _verified_kernels(), record.cuda_sources
     unknown = [name for folder in folders for name in kernels_in(folder) if verified.get(name) != folders[folder]]
@@ -125,13 +126,13 @@ def _dotted(pair: tuple[int, int]) -> str:
 
 
 def _why_unusable(path: Path, record: _Record, sources: Path) -> str | None:
-    """Loads the shared object, or says why it cannot be used."""
-    # A truncated object would load, and crash the process when a missing page is touched.
+    """Loads the shared object, or returns the reason why it cannot be used."""
+    # A truncated object would load, and crash the process at the first missing page.
     if _digest(path) != record.sha256:
         return f"not usable: {path.name} is not what was built (truncated or replaced)"
-    # The system's own message would be that there is no such file.
+    # The system's own message would be that the file does not exist.
     if record.machine != platform.machine():
-        return f"not usable: {path.name} was built for {record.machine}, and this machine is {platform.machine()}"
+        return f"not usable: {path.name} was built for {record.machine}, but this machine is {platform.machine()}"
     if sources.is_dir() and _hashes(sources) != record.sources:
         return f"older than {sources.name}/"
     try:
@@ -150,7 +151,7 @@ def _digest(path: Path) -> str:
 
 
 def _hashes(sources: Path) -> dict[str, str]:
-    """Hashes of the sources as csrc/build.py records them; a build whose sources have changed is stale."""
+    """Hashes of the sources, as csrc/build.py records them. A build whose sources have changed is stale."""
     files = (path for path in sources.glob("*/*") if path.suffix in (".h", ".cpp", ".cu"))
     return {
         path.relative_to(sources).as_posix(): _digest(path) for path in files if path.parent.name != OTHER_EXTENSION
@@ -158,7 +159,7 @@ def _hashes(sources: Path) -> dict[str, str]:
 
 
 def _verified_kernels() -> Mapping[str, str]:
-    """Name of a kernel -> hash of its folder's sources, for those that tools/gpu_check.py verified on a GPU."""
+    """Returns kernel name -> hash of its folder's sources, for kernels that tools/gpu_check.py verified on a GPU."""
     try:
         record = json.loads(VERIFIED.read_text(encoding="utf-8"))
         return dict(record["verified"]) if record["device_type"] == "cuda" else {}

@@ -1,9 +1,9 @@
 """Head projection and cross-entropy in one differentiable step: the logits exist once and become their own gradient.
 
-Composing F.linear and F.cross_entropy allocates [tokens, vocabulary] four times and walks it about a dozen times. Here
-the forward pass turns the logits into softmax - onehot in place; the backward pass is two matrix products. The
-gradient that arrives per token scales the small operand, so it may be anything. Where the vocabulary is split over
-ranks, three numbers per token travel: the largest logit, and with it the sum of exponentials and the label's logit.
+Composing F.linear and F.cross_entropy allocates [tokens, vocabulary] four times and reads it about a dozen times. Here
+the forward pass turns the logits into softmax - onehot in place, and the backward pass is two matrix products. The
+incoming gradient per token scales the small operand, so it may have any value. If the vocabulary is split over ranks,
+they exchange three numbers per token: the largest logit, the sum of exponentials and the label's logit.
 """
 
 from collections.abc import Callable
@@ -30,11 +30,11 @@ from megatron.ops.operation import (
 
 
 class Workspace:
-    """Keeps the logits' buffer, the largest of a step, for the next one.
+    """Keeps the logits' buffer, the largest of a step, for the next step. It does so only on CPUs, because accelerators
+    have caching allocators.
 
-    A C allocator gives large blocks back to the system at once, and touching fresh pages costs a fifth of the head's
-    matrix product. Peak memory does not change: the buffer is live when memory is at its peak anyway. Accelerators
-    have caching allocators, so there nothing is kept.
+    A C allocator returns large blocks to the system at once, and touching fresh pages costs a fifth of the head's
+    matrix product. Peak memory does not change, because the buffer is live at the peak anyway.
     """
 
     def __init__(self) -> None:
@@ -73,11 +73,11 @@ def linear_cross_entropy(
     workspace: Workspace | None = None,
     part: VocabularyPart | None = None,
 ) -> Tensor:
-    """Loss of every token under logits = hidden @ weight.T, padded rows of `weight` left out.
+    """Loss of every token under logits = hidden @ weight.T, without the padding rows of `weight`.
 
     hidden [tokens, hidden], weight [padded vocabulary, hidden], labels [tokens] -> [tokens] in fp32 (or fp64).
     """
-    if part is not None:  # a split vocabulary has no plainer formula
+    if part is not None:  # a split vocabulary has no simpler formula
         return fused_linear_cross_entropy(
             hidden, weight, labels, vocab_size, workspace, part, product=packed.selected()
         )
@@ -94,15 +94,16 @@ def fused_linear_cross_entropy(
     math: LogitsMath = TORCH_LOGITS,
     product: packed.Product = torch.matmul,
 ) -> Tensor:
-    """See `linear_cross_entropy`. A `workspace` allows one backward pass per forward: it takes the buffer; so does a
-    `part`, whose loss is the same on every rank. `product` gives the gradient of `hidden`."""
+    """Fused version of `linear_cross_entropy`. With a `workspace` or a `part`, a forward pass allows one backward pass,
+    which consumes the buffer. The loss of a `part` is equal on all ranks. `product` computes the gradient of `hidden`.
+    """
     if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
         return _loss_only(hidden, weight, labels, vocab_size, part, math)
     return _LinearCrossEntropy.apply(hidden, weight, labels, vocab_size, workspace, part, math, product)
 
 
 def _held(weight: Tensor, vocab_size: int, part: VocabularyPart | None) -> tuple[int, int]:
-    """(first entry of the vocabulary, how many) among the rows of `weight`: what is left is padding."""
+    """Returns (first entry, number of entries) of the vocabulary in the rows of `weight`; other rows are padding."""
     first = 0 if part is None else part.first
     return first, min(max(vocab_size - first, 0), weight.shape[0])
 
@@ -110,7 +111,7 @@ def _held(weight: Tensor, vocab_size: int, part: VocabularyPart | None) -> tuple
 def _loss_only(
     hidden: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, part: VocabularyPart | None, math: LogitsMath
 ) -> Tensor:
-    """The loss without gradients: only the logits of a few hundred tokens exist at a time."""
+    """Computes the loss without gradients; only the logits of a few hundred tokens exist at a time."""
     first, held = _held(weight, vocab_size, part)
     rows = max(256, block_rows(held, hidden.device))
     statistics = [
@@ -121,7 +122,7 @@ def _loss_only(
 
 
 def _joined(statistics: Tensor, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:
-    """Loss and log-sum-exp of every token, over all ranks."""
+    """Combines the statistics of all ranks to loss and log-sum-exp of every token."""
     peak, total, target = statistics
     if part is not None:
         highest = peak.clone()
@@ -153,8 +154,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         logits = hidden.new_empty(shape) if workspace is None else workspace.take(shape, hidden)
         torch.mm(hidden, used.t(), out=logits)
         log_sum_exp = None
-        # Deferred to the backward pass: the gradient over a split vocabulary, which needs the other ranks' logits, and
-        # that in fp16, in which softmax - onehot would underflow without the loss scale.
+        # Two gradients are deferred to backward: over a split vocabulary, which needs the other ranks' statistics, and
+        # in fp16, where softmax - onehot would underflow without the loss scale.
         if part is not None or logits.dtype == torch.float16:
             losses, log_sum_exp = _joined(math.statistics(logits, labels, first, held, vocab_size), part)
         else:
@@ -199,7 +200,7 @@ def _unsupported(
     if not matrices or labels.dtype != torch.int64 or labels.shape != hidden.shape[:1]:
         return (
             f"hidden {described(hidden)}, weight {described(weight)} and labels {described(labels)}: "
-            "[tokens, hidden], [vocabulary, hidden] and int64 [tokens] would do"
+            "needs [tokens, hidden], [vocabulary, hidden] and int64 [tokens]"
         )
     return unsupported_floats(hidden, weight) or unsupported_devices(hidden, labels)
 

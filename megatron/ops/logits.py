@@ -1,7 +1,7 @@
-"""Cross-entropy on logits that may be overwritten, in torch's operations: for every dtype, and the fallback of csrc/.
+"""Cross-entropy on logits that may be overwritten, in torch's operations: works in every dtype; the fallback of csrc/.
 
-All of it walks blocks whose fp32 copies stay in a CPU's cache. `first` is where this rank's columns begin in the
-vocabulary; a split vocabulary and fp16 take `statistics`, then `gradient_`, the others `in_place_` alone.
+All functions process blocks whose fp32 copies stay in a CPU's cache. `first` is the offset of this rank's columns in
+the vocabulary. A split vocabulary and fp16 use `statistics`, then `gradient_`; other cases use only `in_place_`.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,8 +14,8 @@ from megatron.utils.dtype import widened
 
 
 def statistics(logits: Tensor, labels: Tensor, first: int, columns: int, vocab_size: int) -> Tensor:
-    """[3, tokens]: the largest of the first `columns` logits, the sum of exp(logit - largest), the label's logit (0
-    where it is not among them)."""
+    """Returns [3, tokens]: the largest of the first `columns` logits, the sum of exp(logit - largest), and the label's
+    logit (0 if another rank has it)."""
     _check_labels(labels, vocab_size)
     wide_dtype = torch.promote_types(logits.dtype, torch.float32)
     result = torch.zeros(3, len(labels), dtype=wide_dtype, device=logits.device)
@@ -31,7 +31,7 @@ def statistics(logits: Tensor, labels: Tensor, first: int, columns: int, vocab_s
 
 
 def gradient_(logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor, first: int, columns: int) -> None:
-    """Overwrites logits with (softmax - onehot) * grad, rounded once; those behind `columns` with 0."""
+    """Overwrites logits with (softmax - onehot) * grad, rounded once, and those from `columns` on with 0."""
     here, local = _local(labels, first, columns)
     logits[:, columns:].zero_()
     for rows in _row_blocks(logits, columns):
@@ -42,7 +42,7 @@ def gradient_(logits: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor,
 
 
 def in_place_(logits: Tensor, labels: Tensor, columns: int) -> Tensor:
-    """Overwrites logits with softmax - onehot, those behind `columns` with 0; returns the loss of every token."""
+    """Overwrites logits with softmax - onehot, and those from `columns` on with 0. Returns the loss of every token."""
     wide_dtype = torch.promote_types(logits.dtype, torch.float32)
     losses = torch.empty(len(labels), dtype=wide_dtype, device=logits.device)
     logits[:, columns:].zero_()
@@ -60,7 +60,7 @@ def in_place_(logits: Tensor, labels: Tensor, columns: int) -> Tensor:
 
 @dataclass(frozen=True)
 class LogitsMath:
-    """These three functions, or the kernels of csrc/ in their place."""
+    """The three functions above, or the kernels of csrc/ that replace them."""
 
     statistics: Callable[[Tensor, Tensor, int, int, int], Tensor] = statistics
     gradient_: Callable[[Tensor, Tensor, Tensor, Tensor, int, int], None] = gradient_
@@ -71,7 +71,7 @@ TORCH_LOGITS = LogitsMath()
 
 
 def _check_labels(labels: Tensor, vocab_size: int) -> None:
-    """Refuses labels outside of the vocabulary: their loss would look plausible. Not on a device: no host sync."""
+    """Raises on labels outside the vocabulary, whose loss would look plausible. On a CPU only, to avoid a host sync."""
     if labels.device.type == "cpu" and labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < vocab_size:
         raise IndexError(
             f"cross_entropy: labels reach from {labels.min()} to {labels.max()}, the vocabulary has "
@@ -80,19 +80,19 @@ def _check_labels(labels: Tensor, vocab_size: int) -> None:
 
 
 def _local(labels: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Which labels are among our columns, and where (elsewhere 0)."""
+    """Returns (is the label in this rank's columns?, its column or 0)."""
     here = (labels >= first) & (labels < first + columns)
     return here, (labels - first).masked_fill(~here, 0)
 
 
 def block_rows(columns: int, device: torch.device) -> int:
-    """Rows per block: on a CPU its fp32 copies should stay in the cache; elsewhere it should fill the device."""
+    """Rows per block, so that a block's fp32 copies stay in a CPU's cache, or that it fills another device."""
     elements = (1 << 20) if device.type == "cpu" else (1 << 26)
     return max(1, elements // max(columns, 1))
 
 
 def _row_blocks(logits: Tensor, columns: int) -> Iterator[slice]:
-    """Blocks of tokens; none if this rank holds no row of the vocabulary."""
+    """Yields blocks of tokens; none if this rank holds no row of the vocabulary."""
     step = block_rows(columns, logits.device)
     for start in range(0, logits.shape[0] if columns else 0, step):
         yield slice(start, start + step)

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, also of a sum that is returned beside the result."""
+"""LayerNorm and RMSNorm, also fused with a residual sum."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +36,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def of_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """(norm(x + residual, *parameters), x + residual), as a function of x, residual and the norm's parameters."""
+    """Returns a function (x, residual, *parameters) -> (norm(x + residual, *parameters), x + residual)."""
 
     def add_norm(x: Tensor, residual: Tensor, *parameters: Any) -> tuple[Tensor, Tensor]:
         total = residual + x
@@ -66,7 +66,7 @@ def apex_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 # ---------------------------------------------------------------- the kernels of csrc/
-# Statistics, and the gradients of weight and bias, are summed in fp32, the latter in a fixed order.
+# Statistics and the gradients of weight and bias are summed in fp32, the gradients in a fixed order.
 
 
 def register(namespace: str) -> None:
@@ -124,7 +124,7 @@ def register(namespace: str) -> None:
 
 
 def _parameters(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The kernels read parameters in fp32 or in the type of x."""
+    """Converts parameters to fp32 or the dtype of x, as the kernels require."""
     weight = (weight if weight.dtype in (x.dtype, torch.float32) else weight.float()).contiguous()
     return weight, None if bias is None else bias.to(weight.dtype).contiguous()
 
@@ -152,7 +152,7 @@ def _native_add_rms_norm(ops: Any, x: Tensor, residual: Tensor, weight: Tensor, 
 def _unsupported_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> str | None:
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None and (x.dim() == 0 or parameter.shape != x.shape[-1:]):
-            return f"x {described(x)} and a {name} {described(parameter)}: a number for every column of x would do"
+            return f"x {described(x)} and a {name} {described(parameter)}: needs one number per column of x"
     return unsupported_floats(x, weight, bias)
 
 
@@ -162,7 +162,7 @@ def _unsupported_rms_norm(x: Tensor, weight: Tensor, eps: float) -> str | None:
 
 def _unsupported_sum(x: Tensor, residual: Tensor, weight: Tensor, *bias_and_eps: Any) -> str | None:
     if x.dtype != residual.dtype or x.shape != residual.shape:
-        return f"x {described(x)} and a residual {described(residual)}: the same dtype and shape would do"
+        return f"x {described(x)} and a residual {described(residual)}: needs the same dtype and shape"
     bias = bias_and_eps[0] if len(bias_and_eps) > 1 else None
     return unsupported_floats(residual, x) or _unsupported_layer_norm(x, weight, bias, bias_and_eps[-1])
 

@@ -1,4 +1,4 @@
-"""What the selection knows of an operation: its implementations, and what they can take."""
+"""Description of an operation for the selection: its implementations and the arguments that they accept."""
 
 import re
 import sys
@@ -19,13 +19,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def kernel_name(op: str, dtype: torch.dtype) -> str:
-    """Name of an operation's kernels for one dtype, such as "gelu float32": each is verified, and used, by itself."""
+    """Name of an operation's kernels for one dtype, such as "gelu float32". Each is verified and used separately."""
     return f"{op} {str(dtype).removeprefix('torch.')}"
 
 
 @dataclass(frozen=True)
 class Target:
-    """What implementations are selected for."""
+    """Device and settings for which implementations are selected."""
 
     device_type: str
     attention: str = "auto"  # --attention-backend
@@ -37,15 +37,15 @@ class Target:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute an operation; the table names its backend and why it is the one that runs."""
+    """One way to compute an operation. The table of kernels shows its backend and the reason of the selection."""
 
     backend: str
-    function: Function | None  # None: the caller has PyTorch's own functions for it
+    function: Function | None  # None: the caller uses PyTorch's functions
     reason: str
 
 
 Portable = Callable[[Target], Implementation]
-"""What runs without the kernels of csrc/."""
+"""Selects the implementation that runs without the kernels of csrc/."""
 
 
 @dataclass(frozen=True)
@@ -54,33 +54,33 @@ class Native:
 
     folder: str  # the folder of csrc/
     function: Function  # (torch.ops.<namespace>, the formula's arguments)
-    # The arguments of a call -> why the kernels cannot take them, and what they can take; None if they can.
+    # The arguments of a call -> why the kernels cannot take them and what they need; None if they can.
     unsupported: Callable[..., str | None]
     cpu_only: bool = False
     dtypes: tuple[torch.dtype, ...] = DTYPES
-    # Under torch.compile the formula is fused with its neighbours, which a kernel of its own cannot be.
+    # True: torch.compile uses the formula, which it can fuse with its neighbours, unlike a separate kernel.
     left_to_compiler: bool = True
-    # The arguments of a call -> whether the fallback was measured to be faster: `auto` then takes the fallback.
+    # The arguments of a call -> True if the fallback was measured to be faster; `auto` then uses it.
     slower: Callable[..., bool] = lambda *args, **named: False
-    # For the table: when the fallback runs, or why it does not although it is faster.
+    # Text for the table: when the fallback runs, or why it does not although it is faster.
     note: Callable[[Target], str] = lambda target: ""
 
     def bound(self, ops: Any) -> Function:
-        """A function with the formula's signature; `ops` is torch.ops.<namespace>."""
+        """Returns a function with the formula's signature. `ops` is torch.ops.<namespace>."""
         # Not a `partial`: copying a model would copy its arguments, and `ops` cannot be copied.
         return lambda *args, **named: self.function(ops, *args, **named)
 
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation and the ways to compute it.
+    """An operation and its implementations.
 
-    `formula` is the fallback everywhere and the oracle of the other implementations; None for what is no part of a
-    model. `portable` is what runs without the kernels of csrc/ (default: the formula). `required` is what a setting
-    other than --kernels asks for.
+    The `formula` is the universal fallback and the oracle of the other implementations; None outside of models. With
+    `portable`, the operation selects an implementation without the kernels of csrc/ (default: the formula). If a
+    setting other than --kernels demands an implementation, `required` returns it.
     """
 
-    name: str  # in --kernels, and of the attribute of Kernels
+    name: str  # in --kernels, and the attribute of Kernels
     formula: Function | None
     portable: Portable | None = None
     native: Native | None = None
@@ -88,7 +88,7 @@ class Operation:
 
     def without_native(self, target: Target) -> Implementation:
         if self.portable is None:
-            return Implementation("ref", self.formula, "no faster implementation is built")
+            return Implementation("ref", self.formula, "no faster implementation exists")
         return self.portable(target)
 
 
@@ -104,17 +104,17 @@ def described(tensor: Tensor) -> str:
 
 
 def unsupported_floats(*tensors: Tensor | None) -> str | None:
-    """Why no kernel can read these tensors, or None."""
+    """Returns the reason why no kernel can read these tensors, or None."""
     for tensor in tensors:
         if tensor is not None and tensor.dtype not in DTYPES:
-            return f"{described(tensor)}: float32, bfloat16 or float16 would do"
+            return f"{described(tensor)}: needs float32, bfloat16 or float16"
     return unsupported_devices(*tensors)
 
 
 def unsupported_devices(*tensors: Tensor | None) -> str | None:
-    """A kernel that was given an address on another device would crash the process."""
+    """Returns an error for tensors on several devices: a wrong address in a kernel would crash the process."""
     devices = {tensor.device for tensor in tensors if tensor is not None}
-    return f"tensors of {' and '.join(sorted(map(str, devices)))}: one device would do" if len(devices) > 1 else None
+    return f"tensors of {' and '.join(sorted(map(str, devices)))}: needs one device" if len(devices) > 1 else None
 
 
 def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
@@ -130,7 +130,7 @@ def on_stderr(text: str) -> None:
 
 @dataclass(frozen=True)
 class Fallbacks:
-    """Says why a fallback runs: once for each reason, whichever operation meets it first."""
+    """Warns why a fallback runs, once per reason over all operations."""
 
     warn: Callable[[str], None] = on_stderr
     said: set[str] = field(default_factory=set)
@@ -139,7 +139,7 @@ class Fallbacks:
         kind = re.sub(r" \(.*?\)", "", reason)  # without the shapes
         if kind not in self.said:
             self.said.add(kind)
-            self.warn(f"{op}: native kernels cannot take {kind}; here, and where this comes again, a fallback runs")
+            self.warn(f"{op}: native kernels cannot take {kind}; a fallback runs for all such calls")
 
 
 def with_fallback(
@@ -150,8 +150,8 @@ def with_fallback(
     fallbacks: Fallbacks | None,
     left_out: Collection[torch.dtype] = (),
 ) -> Function:
-    """The kernel for the calls that it can take, the fallback for the others. Without `fallbacks` (--kernels native)
-    such a call is refused. Calls in the dtypes `left_out` take the fallback."""
+    """Returns a function that uses the kernel for the calls that it can take, else the fallback. Without `fallbacks`
+    (--kernels native) it raises instead. Calls in the dtypes `left_out` always use the fallback."""
 
     def call(*args: Any, **named: Any) -> Any:
         if left_out and args[0].dtype in left_out:
@@ -175,13 +175,13 @@ def with_fallback(
 
 
 def register_shapes(namespace: str, **results: Function) -> None:
-    """Tells torch what each operation returns: a function of its arguments that makes empty tensors of that shape."""
+    """Registers with torch, for each operation, a function of its arguments that makes empty results."""
     for name, result in results.items():
         torch.library.register_fake(f"{namespace}::{name}", result)
 
 
 def without_derivative(namespace: str, *names: str) -> None:
-    """Refuses to differentiate these operations: PyTorch would take their derivatives for zero, with a warning."""
+    """Makes differentiating these operations an error. PyTorch would only warn and treat the derivative as zero."""
     for name in names:
         torch.library.register_autograd(f"{namespace}::{name}", partial(_refuse, name))
 

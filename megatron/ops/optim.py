@@ -1,6 +1,6 @@
 """AdamW over flat buffers, and the sum of squares for the gradient's norm.
 
-No operations of a model: `megatron/optimizer` calls them with its own buffers, and has torch's functions for them.
+Models do not use them: `megatron/optimizer` calls them on its buffers, and has torch's functions as a fallback.
 """
 
 from collections.abc import Callable
@@ -34,12 +34,12 @@ def register(namespace: str) -> None:
 
 
 def join_fp32(high: Tensor, low: Tensor) -> Tensor:
-    """The fp32 numbers of which `high` (bf16) has the upper bits and `low` (int16) what is missing."""
+    """Joins bf16 numbers `high` and their int16 remainders `low` to fp32."""
     return ((high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
 
 
 def split_fp32(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest bf16 numbers (of two as near, the larger in magnitude) and what is missing to fp32."""
+    """Splits fp32 numbers into the nearest bf16 (ties away from zero) and int16 remainders."""
     bits = weights.contiguous().view(torch.int32)
     low = bits.to(torch.int16)  # the lower half, as a signed number
     return ((bits - low.to(torch.int32)) >> 16).to(torch.int16).view(torch.bfloat16), low
@@ -58,11 +58,11 @@ def adamw_in_place(
     beta2: float,
     eps: float,
 ) -> None:
-    """The twin of the kernel, in torch's operations and any type: AdamW of flat tensors [elements].
+    """AdamW of flat tensors [elements] in torch's operations, for any dtype: the kernel's twin.
 
-    `ends` [pieces] is where each piece of them ends, `rates` [pieces, 2] its factors on learning rate and decay, and
-    `control` the numbers of a step: whether it is made, the factor on gradients, learning rate, decay, and the two
-    corrections of the moments. `copy` gets the new weights in its type, unless it is empty.
+    Input `ends` [pieces] has the end of each piece of the tensors, `rates` [pieces, 2] its factors on learning rate and
+    decay. In `control` are: apply the step?, factor on gradients, learning rate, decay, corrections of the moments.
+    The new weights are copied to `copy` in its dtype, unless it is empty.
     """
     applied, factor, lr, decay, correction1, correction2_root = control.unbind()
     lengths = ends.diff(prepend=ends.new_zeros(1))
@@ -80,7 +80,7 @@ def adamw_in_place(
 
 
 def _native_adamw(ops: Any, weights: Tensor, beside: Tensor, *args: Any) -> None:
-    """(weights, copy or remainder, exp_avg, exp_avg_sq, grad, ends, rates, control, beta1, beta2, eps)"""
+    """Arguments: weights, copy or remainder, exp_avg, exp_avg_sq, grad, ends, rates, control, beta1, beta2, eps."""
     (ops.adamw_remainder_ if weights.dtype == torch.bfloat16 else ops.adamw_)(weights, beside, *args)
 
 
@@ -88,11 +88,11 @@ def _native_grad_norm(ops: Any, flat: Tensor) -> Tensor:
     return ops.square_sum(flat)
 
 
-_DOUBLE_PRECISION = "; adds up in double precision, for which it may take 6 % longer than PyTorch's sum in fp32"
+_DOUBLE_PRECISION = "; sums in double precision, which may take 6 % longer than PyTorch's fp32 sum"
 
 
 def _portable(target: Target) -> Implementation:
-    return Implementation("torch", None, "PyTorch's own functions, a tensor at a time")
+    return Implementation("torch", None, "PyTorch's own functions, one tensor at a time")
 
 
 def _or_apex(target: Target) -> Implementation:
@@ -115,6 +115,6 @@ def _operation(
 
 
 OPERATIONS = (
-    _operation("adamw", _or_apex, _native_adamw, dtypes=(torch.float32, torch.bfloat16)),  # of the gradients
+    _operation("adamw", _or_apex, _native_adamw, dtypes=(torch.float32, torch.bfloat16)),  # dtypes of gradients
     _operation("grad_norm", _portable, _native_grad_norm, _DOUBLE_PRECISION),
 )

@@ -1,9 +1,8 @@
 """Products of many rows with a large bf16 weight on a CPU, the weight first packed into oneDNN's own layout.
 
-From the usual layout oneDNN packs a weight piece by piece, again for every block of rows. Packing it once costs 6 % of
-the product that is the gradient of the head's input and saves 10 %. (The logits would gain 5 %, but need a new buffer
-each step, which grew the heap by a tenth of the process.) Packing takes two copies: up to twice the weight more at the
-peak of the step.
+From the usual layout oneDNN repacks a weight piece by piece for every block of rows. For the gradient of the head's
+input, packing once costs 6 % of the product and saves 10 %. The logits would gain 5 %, but need a new buffer each step,
+which grew the heap by a tenth of the process. Packing makes two copies: a step's peak grows by up to twice the weight.
 """
 
 from collections.abc import Callable
@@ -19,32 +18,32 @@ from megatron.utils.cpu import memory_is_kept
 from megatron.utils.half_products import multiplied_in_fp32
 
 _MANY_ROWS = 2048
-"""From so many rows on packing was measured to pay."""
+"""Number of rows from which packing was measured to pay."""
 _LARGE_WEIGHT = 1 << 22
 _BLOCK = 96
-"""Rows transposed at a time: with their columns they stay in the cache."""
+"""Rows transposed at a time, which fit the cache."""
 
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def selected() -> Product:
-    """x @ weight of x [rows, out] and weight [out, in]: the implementation for this process."""
+    """Returns this process's implementation of x @ weight, with x [rows, out] and weight [out, in]."""
     return times_where_it_pays if pays() else torch.matmul
 
 
 def note(target: Target) -> str:
-    """For the table of the selection."""
+    """Text for the table of kernels."""
     if target.device_type != "cpu":
         return ""
     if pays():
         return "; large bf16 products with a weight packed by oneDNN"
-    return "" if memory_is_kept() else "; no packed weights, for freed memory is not kept (--cpu-allocator)"
+    return "" if memory_is_kept() else "; no packed weights, because freed memory is not kept (--cpu-allocator)"
 
 
 def pays() -> bool:
-    """Only in memory that is kept from step to step: the copies are new tensors, and touching fresh pages costs more
-    than is gained."""
+    """True if packing pays in this process. Without memory that is kept between steps, touching the copies' fresh pages
+    costs more than packing gains."""
     return memory_is_kept() and not multiplied_in_fp32(torch.bfloat16) and packs()
 
 
@@ -55,22 +54,22 @@ def times_where_it_pays(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def laid_out(weight: Tensor, rows: int) -> Tensor:
-    """The packed weight, for products of `rows` rows with weight.t(): only `product` can read it."""
+    """Packs the weight for products of `rows` rows with weight.t(). Only `product` can read the result."""
     return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [rows, in] @ weight.t() of a packed weight [out, in]."""
+    """Returns x [rows, in] @ weight.t() for a packed weight [out, in]."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
 def times(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight of x [rows, out] and weight [out, in]."""
+    """Returns x @ weight, with x [rows, out] and weight [out, in]."""
     return product(x, laid_out(transposed(weight), x.shape[0]))
 
 
 def transposed(weight: Tensor) -> Tensor:
-    """weight.t(), contiguous: two passes that stay in the cache take half the time of torch's one that does not."""
+    """Returns weight.t(), contiguous. Two passes within the cache take half the time of torch's single pass."""
     rows, columns = weight.shape
     whole = rows - rows % _BLOCK
     result = weight.new_empty(columns, rows)
@@ -81,16 +80,16 @@ def transposed(weight: Tensor) -> Tensor:
 
 
 class PackedWeight:
-    """x @ weight.t() + bias without a derivative, as a step of generation computes it: of one row by the kernel for a
-    few rows, if there is one; of more by oneDNN, which reads its own copy at the speed of memory up to some sixteen
-    rows, where torch's product of eight reads at half of it."""
+    """Product x @ weight.t() + bias without a derivative, for steps of generation. A kernel `few_rows`, if given,
+    computes one row. The library oneDNN computes more: it reads its packed copy at memory bandwidth up to about sixteen
+    rows, while torch's product of eight rows reads at half of that."""
 
     def __init__(self, weight: Tensor, few_rows: FewRows | None = None, *, copied: bool = True) -> None:
         self._weight, self._few_rows = weight.detach(), few_rows
         self._copy = laid_out(self._weight, _TYPICAL_ROWS) if copied else None
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [..., in] -> [..., out]."""
+        """Maps x [..., in] to [..., out]."""
         if self._few_rows is not None and x.numel() <= _KERNELS_ROWS * x.shape[-1]:
             return self._few_rows(x, self._weight, bias)
         if self._copy is None:
@@ -99,13 +98,13 @@ class PackedWeight:
 
 
 _KERNELS_ROWS = 1
-"""For more the kernel, which is then bound by its arithmetic, was measured to be slower."""
+"""Most rows for the `few_rows` kernel. With more it was measured to be slower, bound by arithmetic."""
 _TYPICAL_ROWS = 8
 
 
 @cache
 def packs(dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Whether these operations exist for this type in this torch on this processor, and multiply correctly."""
+    """True if the packed operations exist for this dtype in this torch on this processor, and multiply correctly."""
     x, weight = (torch.arange(n, dtype=torch.float32).sin().to(dtype) for n in (40 * 64, 48 * 64))
     x, weight = x.view(40, 64), weight.view(48, 64)
     try:

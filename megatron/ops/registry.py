@@ -1,4 +1,4 @@
-"""The operations of this package: every module here that defines OPERATIONS has some."""
+"""All operations of this package, collected from the modules that define OPERATIONS."""
 
 from importlib import import_module
 from pathlib import Path
@@ -6,16 +6,16 @@ from pathlib import Path
 from megatron.ops.operation import Operation, kernel_name
 
 
-# Both are defined before the modules are imported, some of which import them.
+# Both functions are defined before the imports below, because some modules import them.
 def register(namespace: str) -> None:
-    """Tells torch the shapes and gradients of the operations of a loaded library."""
+    """Registers shapes and gradients of a loaded library's operations with torch."""
     for module in _MODULES:
         if hasattr(module, "register"):
             module.register(namespace)
 
 
 def kernels_in(folder: str) -> list[str]:
-    """Names of all kernels whose sources are in one folder of csrc/."""
+    """Returns the names of all kernels with sources in one folder of csrc/."""
     rows = [(one.name, one.native) for one in OPERATIONS.values()]
     return [
         kernel_name(name, dtype)

@@ -9,9 +9,10 @@ from megatron.ops.operation import Native, Operation, described, register_shapes
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first 2 * cos.shape[-1] channels of every head, halves paired (Hugging Face's convention).
+    """Rotates the first 2 * cos.shape[-1] channels of every head, halves paired (Hugging Face's convention).
 
-    x [batch, seq, heads, head_dim]; cos and sin [batch or 1, seq, 1, rotated / 2], in the dtype of x.
+    The shape of `x` is [batch, seq, heads, head_dim]. Both `cos` and `sin` are [batch or 1, seq, 1, rotated / 2], in
+    the dtype of x.
     """
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
@@ -20,7 +21,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------- the kernels of csrc/
-# x may be a view of a fused projection; the gradient is the rotation backwards, by the same kernel.
+# x may be a view of a fused projection. The same kernel computes the gradient, as the inverse rotation.
 
 
 def register(namespace: str) -> None:
@@ -52,12 +53,12 @@ def _unsupported(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
     if not fits or sin.shape != cos.shape or 2 * cos.shape[3] > x.shape[3]:
         return (
             f"x {described(x)} with angles {described(cos)} and {described(sin)}: "
-            "[batch, seq, heads, head_dim] with [batch or 1, seq, 1, at most head_dim / 2] would do"
+            "needs [batch, seq, heads, head_dim] with [batch or 1, seq, 1, at most head_dim / 2]"
         )
     if cos.requires_grad or sin.requires_grad:
-        return f"angles {tuple(cos.shape)} that require a gradient: detached ones would do"
+        return f"angles {tuple(cos.shape)} that require a gradient: needs detached ones"
     if cos.dtype not in (x.dtype, torch.float32) or sin.dtype != cos.dtype:
-        return f"x {described(x)} with angles {described(cos)} and {described(sin)}: the dtype of x would do"
+        return f"x {described(x)} with angles {described(cos)} and {described(sin)}: needs the dtype of x"
     return unsupported_floats(x, cos, sin)
 
 

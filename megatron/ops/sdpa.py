@@ -1,4 +1,4 @@
-"""PyTorch's own attention, and which of its kernels is tried first on CUDA."""
+"""PyTorch's own attention, and the order of its kernels on CUDA."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,20 +13,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.ops.softmax import causal_mask
 from megatron.utils.dtype import HALF
 
-# By published measurements on H100, head width 128, forward only: cuDNN near 600 TFLOP/s, flash 370. What one cannot
-# do (a mask, dropout, grouped keys, a width) falls to the next.
+# Published measurements on H100, head width 128, forward only: cuDNN near 600 TFLOP/s, flash 370. A case that one
+# kernel does not support (a mask, dropout, grouped keys, a width) falls to the next.
 _OTHERS = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 CUDNN_FIRST = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, *_OTHERS)
 FLASH_FIRST = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, *_OTHERS)
 WITHOUT_CUDNN = (SDPBackend.FLASH_ATTENTION, *_OTHERS)
-# Older ones read and write out of bounds in the backward pass (pytorch #169849); on the generation after Hopper this
-# and newer ones give wrong results with few groups of keys (pytorch #193893).
+# Older versions access memory out of bounds in the backward pass (pytorch #169849). On the generation after Hopper,
+# this and newer versions give wrong results with few groups of keys (pytorch #193893).
 _CUDNN_SINCE, _HOPPER = 91501, 9
 
 
 @cache
 def trusts_cudnn() -> bool:
-    """Whether cuDNN's attention is known to be right on this machine's GPU."""
+    """True if cuDNN's attention is known to be correct on this machine's GPU."""
     version = torch.backends.cudnn.version()
     if version is None or version < _CUDNN_SINCE or not torch.cuda.is_available():
         return False
@@ -46,8 +46,8 @@ def explanation(*, flash_first: bool = False) -> str:
 
 
 def preferred(backends: Sequence[SDPBackend]) -> AbstractContextManager[Any]:
-    """Around a call of scaled_dot_product_attention; none is PyTorch's own order. torch.compile reads it while it
-    traces: what is compiled takes the same kernel."""
+    """Context that sets the kernel order of scaled_dot_product_attention; empty keeps PyTorch's order. torch.compile
+    reads it while tracing, so compiled code uses the same kernel."""
     return sdpa_kernel(list(backends), set_priority=True) if backends else nullcontext()
 
 
@@ -63,8 +63,8 @@ def sdpa(
     layer_scaling: int = 1,
     backends: Sequence[SDPBackend] = (),
 ) -> Tensor:
-    """Attention through F.scaled_dot_product_attention, whose scores stay in fp32: no layer scaling needed. `backends`:
-    the kernels to try, in this order; none is PyTorch's own order."""
+    """Attention through F.scaled_dot_product_attention. Its scores stay in fp32, so layer scaling is not needed.
+    `backends`: kernels to try, in this order; empty keeps PyTorch's order."""
     if causal and (mask is not None or query.shape[-2] != key.shape[-2]):
         triangle = causal_mask(query.shape[-2], key.shape[-2], query.device)
         mask, causal = triangle if mask is None else mask & triangle, False
@@ -72,7 +72,7 @@ def sdpa(
     if repeat > 1 and query.device.type == "cuda" and not _takes_groups(query, mask):
         key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
     if repeat > 1 and query.device.type == "cpu" and not causal and _is_step(query, mask):
-        # The heads that share a key become queries of one head: PyTorch's CPU kernels would repeat the keys.
+        # Heads that share a key become queries of one head, because PyTorch's CPU kernels would repeat the keys.
         rows = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])  # [batch, groups, heads of a group, d]
         found = sdpa(rows, key, value, mask=mask, causal=False, scale=scale, dropout_p=dropout_p, backends=backends)
         return found.reshape(query.shape)
@@ -90,11 +90,11 @@ def sdpa(
 
 
 def _takes_groups(query: Tensor, mask: Tensor | None) -> bool:
-    """Whether a fused kernel of CUDA certainly takes keys that several heads share: flash, in halves and unmasked. The
-    memory-efficient one does not, and PyTorch would compute all scores [batch, heads, queries, keys] instead."""
+    """True if a fused CUDA kernel certainly takes keys that several heads share: flash, in half precision, unmasked.
+    The memory-efficient kernel does not; PyTorch would compute all scores [batch, heads, queries, keys] instead."""
     return mask is None and query.dtype in HALF
 
 
 def _is_step(query: Tensor, mask: Tensor | None) -> bool:
-    """One query in each head, and what it sees is the same for all heads: a step of generation."""
+    """True for a step of generation: one query per head, and a mask that all heads share."""
     return query.shape[2] == 1 and (mask is None or (mask.dim() == 4 and mask.shape[1] == 1))

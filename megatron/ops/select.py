@@ -1,6 +1,6 @@
-"""One switch selects the implementation of every operation: `--kernels auto|native|ref[,-op...]`.
+"""Selects the implementation of every operation: `--kernels auto|native|ref[,-op...]`.
 
-Resolved once, handed to constructors, printed as a table. It never changes the function that is computed.
+The selection is resolved once, passed to constructors and printed as a table. It never changes the computed function.
 """
 
 import difflib
@@ -43,8 +43,8 @@ class Choice:
 class Kernels:
     """The operations that a model is built from. Their formulas are in the modules of this package.
 
-    The fields give the type checker their signatures and the table its order; an operation without a field here is an
-    attribute all the same, and comes last.
+    The fields give signatures to the type checker and an order to the table. An operation without a field is still an
+    attribute, and comes last in the table.
     """
 
     layer_norm: Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
@@ -72,7 +72,7 @@ class Kernels:
     note: str | None = field(default=None, compare=False)
 
     def __getattr__(self, name: str) -> Any:
-        others = vars(self).get("others", {})  # a copy in the making has none yet
+        others = vars(self).get("others", {})  # missing while a copy is being made
         if name not in others:
             raise AttributeError(f"there is no operation {name!r}")
         return others[name]
@@ -81,18 +81,18 @@ class Kernels:
         return next(choice.backend for choice in self.choices if choice.op == op)
 
     def table(self) -> str:
-        """One line per operation: name, backend, reason; then, if there is one, a note that holds for all of them."""
+        """Returns one line per operation (name, backend, reason), and then the note, if there is one."""
         rows = [("op", "backend", "reason"), *((c.op, c.backend, c.reason) for c in self.choices)]
         op_width, backend_width = (max(len(row[column]) for row in rows) for column in (0, 1))
         lines = [f"{op:<{op_width}}  {backend:<{backend_width}}  {why}" for op, backend, why in rows]
         return "\n".join(lines if self.note is None else [*lines, self.note])
 
     def summary(self) -> str:
-        """One line: what does not run on the kernels of csrc/."""
+        """Returns one line with the operations that do not run on the kernels of csrc/."""
         others = ", ".join(f"{choice.op} ({choice.backend})" for choice in self.choices if choice.backend != "native")
         any_native = any(choice.backend.startswith("native") for choice in self.choices)
         line = f"kernels: native{f', but {others}' if others else ''}" if any_native else "kernels: none is native"
-        return f"{line}{'' if self.note is None else f'; {self.note}'}; --log-kernels shows all, and why"
+        return f"{line}; --log-kernels shows all, and why"
 
 
 def _ordered() -> list[Operation]:
@@ -111,9 +111,9 @@ def resolve(
     native: Library | None = None,
     warn: Callable[[str], None] = on_stderr,
 ) -> Kernels:
-    """`spec` is `--kernels`, `attention` is `--attention-backend` (flash, fused: SDPA; unfused, local: ref).
+    """Selects implementations by `--kernels` and `--attention-backend` (flash, fused: SDPA; unfused, local: ref).
 
-    `warn` is told, once, why `auto` runs something else than the table says.
+    `warn` prints, once per reason, why `auto` runs another implementation than the table shows.
     """
     mode, excluded = _parse(spec)
     native = library() if native is None else native
@@ -151,11 +151,11 @@ def _choose(
     if op.native is None or (op.native.cpu_only and target.kind.verified_kernels):
         return portable
     doubts = _doubts(op, op.native, native) if target.kind.verified_kernels else {}
-    # The optimizer's kernels, which have no fallback here, run in all dtypes or not at all.
+    # The optimizer's kernels have no fallback function here, so they run in all dtypes or not at all.
     if why_not is None and mode == "auto" and (len(doubts) == len(op.native.dtypes) or not portable.function):
         why_not = next(iter(doubts.values()), None)
     if why_not is not None:
-        # A missing library is printed once, under the table.
+        # A missing library is reported once, under the table.
         return portable if native.missing else replace(portable, reason=f"{portable.reason}; native is {why_not}")
     left_out = {} if mode == "native" else doubts
     function = op.native.bound(native.ops)
@@ -167,7 +167,7 @@ def _choose(
 
 
 def _doubts(op: Operation, kernels: Native, native: Library) -> dict[torch.dtype, str]:
-    """Dtypes in which this operation's CUDA kernels are not known to be right, and why."""
+    """Returns the dtypes in which this operation's CUDA kernels are not known to be correct, with the reason."""
     whys = {dtype: native.unverified.get(kernel_name(op.name, dtype)) for dtype in kernels.dtypes}
     return {dtype: why for dtype, why in whys.items() if why is not None}
 
@@ -177,23 +177,31 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def left_to_compiler(kernels: Kernels) -> list[str]:
-    """The operations that have native kernels, but are computed by their formulas in a compiled layer."""
+    """Returns the operations with native kernels whose formulas run in a compiled layer."""
     native = (OPERATIONS[choice.op] for choice in kernels.choices if choice.backend.startswith("native"))
     return [op.name for op in native if op.native is not None and op.native.left_to_compiler]
 
 
 def usable_library(spec: str, device: torch.device, say: Callable[[str], None], cache: Path | None = None) -> Library:
-    """The kernels of this installation. Under `auto` those of a GPU that nobody has verified are verified now, and the
-    outcome is kept in `cache` (default: the user's)."""
+    """Returns the kernels of this installation. Under `auto` it first verifies unverified GPU kernels and stores the
+    outcome in `cache` (default: the user's)."""
     native = library()
-    on_gpu = kind_of(device.type).verified_kernels and this_gpu() is not None  # a plan is made without one
+    on_gpu = kind_of(device.type).verified_kernels and this_gpu() is not None  # a dry run needs no GPU
     if not on_gpu or _parse(spec)[0] != "auto" or why_not_native(native, device.type) is not None:
         return native
     return verified(native, device, say, cache=user_cache() if cache is None else cache)
 
 
+def slower_without_kernels(spec: str) -> list[str]:
+    """Returns the first line of a run whose kernels cannot be loaded, with the command that builds them; none under
+    `--kernels ref`."""
+    if spec.split(",")[0] == "ref" or (missing := library().missing) is None:
+        return []
+    return [f"native kernels are {missing} (PyTorch's own operations run instead, which is slower)"]
+
+
 def why_not_native(native: Library, device_type: str) -> str | None:
-    """Why its kernels do not run there at all, or None."""
+    """Returns the reason why the kernels do not run on this device type, or None."""
     if native.missing is not None:
         return native.missing
     kind = kind_of(device_type)

@@ -21,7 +21,7 @@ from megatron.utils.dtype import widened
 def softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool = False) -> Tensor:
     """Softmax of scale * scores over the positions where `mask` is true; scores [..., queries, keys].
 
-    `causal` hides what `causal_mask` hides besides.
+    `causal` also hides the positions that `causal_mask` hides.
     """
     wide = widened(scores) * scale
     if causal:
@@ -32,18 +32,18 @@ def softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool = Fa
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """[queries, keys], true where a query may look; the last query sees every key."""
+    """Returns [queries, keys], true for visible keys; the last query sees every key."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
 def readable(mask: Tensor, keys: int) -> Tensor:
-    """A mask of up to four dimensions as [batch or 1, heads or 1, queries or 1, keys], the keys side by side."""
+    """Reshapes a mask of up to four dimensions to [batch or 1, heads or 1, queries or 1, keys], keys contiguous."""
     mask = mask[(None,) * (4 - mask.dim())].expand(-1, -1, -1, keys)
     return mask if mask.stride(3) == 1 else mask.contiguous()
 
 
 # ---------------------------------------------------------------- the kernels of csrc/
-# The probabilities are what the backward pass keeps.
+# The backward pass keeps the probabilities.
 
 
 def register(namespace: str) -> None:
@@ -78,9 +78,9 @@ def _native_softmax(ops: Any, scores: Tensor, mask: Tensor | None, scale: float,
 
 def _unsupported(scores: Tensor, mask: Tensor | None, scale: float, causal: bool = False) -> str | None:
     if scores.dim() < 2:
-        return f"scores {described(scores)}: [..., queries, keys] would do"
+        return f"scores {described(scores)}: needs [..., queries, keys]"
     if mask is not None and (mask.dtype != torch.bool or not broadcasts(mask.shape, scores.shape)):
-        return f"scores {described(scores)} with a mask {described(mask)}: bool that broadcasts to the scores would do"
+        return f"scores {described(scores)} with a mask {described(mask)}: needs a bool mask that broadcasts to them"
     return unsupported_floats(scores) or unsupported_devices(scores, mask)
 
 

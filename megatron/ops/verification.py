@@ -1,8 +1,7 @@
-"""CUDA kernels are verified on the user's own GPU before `auto` takes them: at first use, once.
+"""Verification of CUDA kernels on the user's own GPU, once, before `auto` first uses them.
 
-Every operation is compared with fp64 on small odd shapes, in processes of their own. A kernel that is wrong in one
-dtype is used in the others. The outcome is kept in the user's cache, by what was compiled, what it is compared with,
-the GPU and torch.
+Separate processes compare every operation with fp64 on small odd shapes. A kernel that is wrong in one dtype is still
+used in the others. The outcome is stored in the user's cache, keyed by sources, proofs, GPU and torch version.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent
 SECONDS = 120.0
-"""After which a folder that is not judged yet is not used in this run."""
-_SAID = 300  # characters of what is wrong: enough, and ranks send it to each other
+"""Time limit. A folder that is not judged by then is not used in this run."""
+_SAID = 300  # most characters of an error, which ranks send to each other
 WAIT = 2 * SECONDS
-"""For another process that verifies the same kernels."""
+"""Longest wait for another process that verifies the same kernels."""
 
 
 @dataclass(frozen=True)
 class RejectedKernels:
-    """The outcome of verifying one folder of csrc/: names of kernels (`kernel_name`) that must not be used, and why. It
-    is kept in the cache only if all of them could be judged."""
+    """The outcome of verifying one folder of csrc/: names of kernels (`kernel_name`) that must not be used, with the
+    reason. It is cached only if all kernels could be judged."""
 
     wrong: Mapping[str, str] = field(default_factory=dict)
     judged: bool = True
@@ -55,7 +54,7 @@ def user_cache() -> Path | None:
 
 
 def judged_apart(folders: Sequence[str], device: torch.device) -> dict[str, RejectedKernels]:
-    from megatron.ops.proof import PROOFS, SMALL, doubts  # not loaded where nothing is verified
+    from megatron.ops.proof import PROOFS, SMALL, doubts  # loaded only for verification
     from megatron.ops.proof.apart import judge_apart
 
     verdicts = list(judge_apart(folders, str(device), seed=1, seconds=SECONDS, largest=SMALL))
@@ -71,7 +70,7 @@ def judged_apart(folders: Sequence[str], device: torch.device) -> dict[str, Reje
 def verified(
     native: Library, device: torch.device, say: Say, *, cache: Path | None, judge: Judge = judged_apart
 ) -> Library:
-    """The library with as many of its CUDA kernels taken for verified as are right on this device."""
+    """Returns the library with its CUDA kernels marked as verified if they are correct on this device."""
     folders = [one for one in native.cuda_sources if not native.unverified.keys().isdisjoint(kernels_in(one))]
     keys = {folder: _key(native, folder, device) for folder in folders}
     with _alone(cache, say):
@@ -95,13 +94,13 @@ def _doubt(outcome: RejectedKernels) -> str:
 
 
 def _one_line(outcome: RejectedKernels) -> str:
-    """All kernels that are not used, and the first reason."""
+    """Lists all kernels that are not used, with the first reason."""
     why = next(iter(outcome.wrong.values()))
     return f"{', '.join(outcome.wrong)} {_doubt(outcome)} and not used ({why})"
 
 
 def agreed(native: Library, of_every_rank: Sequence[Mapping[str, str]]) -> Library:
-    """The library with what is unverified on any rank."""
+    """Returns the library with the kernels marked that are unverified on any rank."""
     theirs = {
         kernel: f"{why}, rank {rank}" for rank, doubts in enumerate(of_every_rank) for kernel, why in doubts.items()
     }
@@ -111,21 +110,21 @@ def agreed(native: Library, of_every_rank: Sequence[Mapping[str, str]]) -> Libra
 def _line(found: Mapping[str, RejectedKernels], device: torch.device, seconds: float, where: str) -> str:
     right = sorted(folder for folder, outcome in found.items() if not outcome.wrong)
     wrong = [_one_line(outcome) for _, outcome in sorted(found.items()) if outcome.wrong]
-    results = [f"{', '.join(right)} verified" if right else "no folder is right in every kernel", *wrong]
+    results = [f"{', '.join(right)} verified" if right else "no folder has only correct kernels", *wrong]
     return f"kernels: {'; '.join(results)}, on {device_name(device)} in {seconds:.0f} s; {where}"
 
 
-# ---------------------------------------------------------------- what is kept
+# ---------------------------------------------------------------- the cache
 
 
 def _key(native: Library, folder: str, device: torch.device) -> dict[str, str]:
-    """All that an outcome depends on."""
+    """Everything that an outcome depends on."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else ()
     return {
         "folder": folder,
         "sources": native.cuda_sources[folder],
         "compiled": "" if native.needs is None else str(native.needs.cuda),
-        # Of this package: gradients are put together in it, and proofs have their inputs and tolerances here.
+        # This package assembles gradients, and its proofs define inputs and tolerances.
         "proof": hash_of_files(HERE, (*HERE.glob("*.py"), *HERE.glob("proof/*.py"))),
         "gpu": device_name(device),
         "capability": ".".join(map(str, capability)),
@@ -140,7 +139,7 @@ def _file(cache: Path | None, key: Mapping[str, str]) -> Path:
 
 
 def _kept(cache: Path | None, key: Mapping[str, str]) -> RejectedKernels | None:
-    """What an earlier run has found; None also for a file that is damaged, or not about this."""
+    """Returns the outcome of an earlier run; None if there is none, or its file is damaged or has another key."""
     if cache is None:
         return None
     try:
@@ -153,9 +152,9 @@ def _kept(cache: Path | None, key: Mapping[str, str]) -> RejectedKernels | None:
 
 
 def _keep(cache: Path | None, outcomes: Mapping[str, tuple[Mapping[str, str], RejectedKernels]]) -> str:
-    """Writes what was found; says where it is kept, or why not."""
+    """Writes the outcomes. Returns a text with their place, or with the reason why they are not kept."""
     if cache is None:
-        return "not kept, for this user has no home: every start verifies again"
+        return "not kept, because this user has no home directory: every start verifies again"
     if not outcomes:
         return "nothing to keep"
     try:
@@ -163,14 +162,14 @@ def _keep(cache: Path | None, outcomes: Mapping[str, tuple[Mapping[str, str], Re
             text = json.dumps({"key": key, "wrong": dict(outcome.wrong)}, indent=1)
             write_atomically(_file(cache, key), [f"{text}\n".encode()])
     except OSError as error:
-        return f"not kept, for {cache} cannot be written ({error.strerror}): every start verifies again"
+        return f"not kept, because {cache} cannot be written ({error.strerror}): every start verifies again"
     return f"kept in {cache}"
 
 
 @contextmanager
 def _alone(cache: Path | None, say: Say) -> Iterator[None]:
-    """One process of this user verifies at a time, and the others find its outcomes. Where there is no lock to be had,
-    each verifies for itself."""
+    """Lets one process of this user verify at a time; the others read its outcomes. Without a lock, each process
+    verifies for itself."""
     descriptor = None
     with suppress(OSError):
         if cache is not None:
@@ -181,7 +180,7 @@ def _alone(cache: Path | None, say: Say) -> Iterator[None]:
         yield
     finally:
         if descriptor is not None:
-            os.close(descriptor)  # and the lock with it
+            os.close(descriptor)  # also releases the lock
 
 
 def _wait_for_lock(descriptor: int, say: Say) -> None:

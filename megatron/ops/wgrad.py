@@ -1,4 +1,4 @@
-"""A weight's gradient, a matrix product, added straight into the buffer where gradients are accumulated."""
+"""Weight gradients as matrix products that add directly to the accumulated gradient."""
 
 from collections.abc import Callable
 from functools import cache
@@ -15,13 +15,13 @@ Accumulate = Callable[[Tensor, Tensor, Tensor, bool], bool]
 
 class Wgrads(Protocol):
     def put(self, parameter: nn.Parameter, grad: Tensor, x: Tensor) -> None:
-        """Takes the factors of the gradient's product; autograd then announces no gradient of the parameter."""
+        """Takes the factors of the gradient's product. Autograd then reports no gradient of the parameter."""
 
 
 def accumulate(into: Tensor, grad: Tensor, x: Tensor, add: bool) -> bool:
-    """Writes grad.t() @ x to `into` [out, in], or adds it (`add`), of grad [tokens, out] and x [tokens, in].
+    """Writes grad.t() @ x to `into` [out, in], or adds it (`add`), with grad [tokens, out] and x [tokens, in].
 
-    Returns False, and does nothing, if no product can write to that type of buffer."""
+    Does nothing and returns False if no product can write to that dtype."""
     if into.dtype == grad.dtype == x.dtype:
         if add:
             into.addmm_(grad.t(), x)
@@ -39,9 +39,9 @@ def accumulate(into: Tensor, grad: Tensor, x: Tensor, add: bool) -> bool:
 
 @cache
 def widens(device_type: str) -> bool:
-    """Whether this torch has bf16 products that write and add to fp32, tried on small ones with known results.
+    """True if this torch has bf16 products that write and add to fp32, tested on small ones with known results.
 
-    On the CPU such a product copies both factors to fp32: slower than adding a bf16 product afterwards."""
+    On a CPU such a product copies both factors to fp32, which is slower than adding a bf16 product afterwards."""
     if not kind_of(device_type).cuda_libraries or not torch.cuda.is_available():
         return False
     grad = torch.arange(256, device=device_type).view(16, 16).remainder(7).to(torch.bfloat16)
@@ -61,5 +61,5 @@ def _portable(target: Target) -> Implementation:
     return Implementation("torch", accumulate, f"the product adds straight into the gradient buffer; {halves}")
 
 
-# Called by data parallelism's buffers, not by a model; in the table, which shows everything that can be fused.
+# Data parallelism's buffers call it, not a model. It is here because the table shows everything that can be fused.
 OPERATIONS = (Operation("wgrad_accumulation", None, _portable),)

@@ -1,4 +1,4 @@
-"""ZeRO 2 and 3: the weights of a rank's part of the model are divided over its data-parallel ranks."""
+"""ZeRO 2 and 3: shards the weights of a rank's part of the model over its data-parallel ranks."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,8 +17,8 @@ from megatron.parallelize.specs import persistent_buffers
 def divide_weights(
     built: Parallel, state: ParallelState, stage: int, device: torch.device, *, on_host: bool = False
 ) -> Parallel:
-    """The same part, changed in place: only shards of its weights are left, in host memory if they are to be
-    `on_host`. Those of a GPT are not yet set; a foreign model keeps its own."""
+    """Replaces the part's weights in place by shards, in host memory if `on_host`. A GPT's shards are not yet set; a
+    foreign model keeps its values."""
     model = built.model
     units = list(_units_of_gpt(model, state) if isinstance(model, GPT) else units_of(model, state.shard))
     divided = FullySharded(units, keep_gathered=stage == 2, device=device, on_host=on_host, replicas=state.replicate)
@@ -32,8 +32,9 @@ def divide_weights(
 
 
 def _units_of_gpt(model: GPT, state: ParallelState) -> Iterator[Unit]:
-    """The embedding, unless its table is the head's too; the experts of each layer, which other ranks hold; each layer;
-    and the rest: the final norm and the head, with which the backward pass begins."""
+    """Yields the units of a GPT: the embedding (unless this rank's head is tied to it), the experts of each layer (if
+    other ranks shard them), each layer, and the rest. The rest is the final norm and the head, where backward begins.
+    """
     if model.embedding is not None and (model.final_layernorm is None or model.output_layer is not None):
         yield Unit(model.embedding, state.shard, backward_needs_weights=False)
     for layer in model.layers.values():
@@ -46,8 +47,8 @@ def _units_of_gpt(model: GPT, state: ParallelState) -> Iterator[Unit]:
 
 
 def units_of(model: nn.Module, axis: Axis) -> Iterator[Unit]:
-    """The units of a model that is not our GPT: the members of its outermost lists of layers, and the rest, to which
-    members belong that share parameters with others."""
+    """Yields the units of a foreign model: the members of its outermost lists of layers, and the rest. Members that
+    share parameters with other modules belong to the rest."""
     taken: set[int] = set()
     for member in _members_of_lists(model):
         own = {id(parameter) for parameter in member.parameters()}
@@ -58,7 +59,7 @@ def units_of(model: nn.Module, axis: Axis) -> Iterator[Unit]:
 
 
 def _parameters_without(model: nn.Module, left_out: nn.Module) -> Iterator[int]:
-    """The ids of those that are reached on ways that do not lead through a module."""
+    """Yields the ids of the parameters that are reachable without passing through `left_out`."""
     heard, coming = {id(left_out)}, [model]
     while coming:
         module = coming.pop()
@@ -78,5 +79,5 @@ def _members_of_lists(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether it has a forward pass, before which its weights are gathered; a list or a dict of modules has none."""
+    """True if the module has a forward pass, before which its weights are gathered. Lists and dicts have none."""
     return not isinstance(module, nn.ModuleList | nn.ModuleDict) or type(module).forward is not nn.Module.forward

@@ -1,5 +1,5 @@
-"""Makes the modules of one rank's GPT in a parallel layout: each is given its axes, its shard of the weights, its
-random stream and its dispatcher when it is constructed."""
+"""Makes the modules of one rank's GPT in a parallel layout. Each module gets its axes, its weight shard, its random
+stream and its dispatcher at construction."""
 
 from collections.abc import Mapping
 from math import prod
@@ -51,8 +51,8 @@ class ParallelFactory(ModuleFactory):
         device: torch.device,
         wgrads: WgradRoute,
     ) -> None:
-        """`plain` made the model that is described; `table` has its parameters, of which this rank holds `shards`, and
-        these `experts`."""
+        """`plain`: factory of the described model. `table`: all its parameters. `shards` and `experts`: what this rank
+        holds."""
         self._table, self._shards, self._experts = table, shards, experts
         self._splits_sequence, self._cp_attention = config.splits_sequence, config.cp_attention
         self._tp, self._cp, self._ep = state.tp, state.cp, state.ep
@@ -68,7 +68,7 @@ class ParallelFactory(ModuleFactory):
         kind, (rows, columns) = self._table[f"{name}.weight"].row.kind, self._stored(f"{name}.weight")
         if self._tp.size == 1 or kind == "expert":  # the dispatcher sums over the shards of all experts at once
             return Linear(columns, rows, bias=bias, wgrads=self.wgrads)
-        assert kind in ("column", "row"), f"{name} is a linear layer, and the table says {kind}"
+        assert kind in ("column", "row"), f"{name} is a linear layer, but the table says {kind}"
         parallel_linear = ColumnParallelLinear if kind == "column" else RowParallelLinear
         return parallel_linear(
             in_features,
@@ -92,7 +92,7 @@ class ParallelFactory(ModuleFactory):
         return SplitNorm(heads * self.config.head_dim, self.config, self.kernels, axis=self._tp, local=local)
 
     def _dropout_of_own_stream(self, x: Tensor, probability: float, training: bool) -> Tensor:
-        """Dropout of a split sequence: each rank draws from a stream of its own."""
+        """Dropout of a split sequence, where each rank draws from a separate stream."""
         if not training or probability == 0.0:
             return F.dropout(x, probability, training)
         with self._split_random.fork():
@@ -151,7 +151,7 @@ class ParallelFactory(ModuleFactory):
 
 
 class _OwnStream(nn.Module):
-    """A core attention whose dropout draws from this rank's own stream, since each rank has other heads."""
+    """Core attention whose dropout draws from this rank's own stream, because each rank has other heads."""
 
     def __init__(self, core: nn.Module, stream: SplitRandom) -> None:
         super().__init__()

@@ -33,25 +33,25 @@ from megatron.utils.dtype import default_dtype
 
 @dataclass(frozen=True)
 class Parallel:
-    """What one rank trains."""
+    """The part of the model that one rank trains, and how it runs."""
 
     model: nn.Module
-    """This rank's part of the model; parameters keep their names in the whole model."""
+    """This rank's part of the model. Parameters keep their names in the whole model."""
     specs: Mapping[str, Shard]
     """The shard of each parameter and of each persistent buffer."""
     passes: Passes
-    """Runs micro-batches through it."""
+    """Runs micro-batches through the model."""
     wgrads: WgradRoute = field(default_factory=WgradRoute)
-    """Where its linear layers send weight gradients as products."""
+    """Route of the weight gradients that linear layers send as products."""
     rows: Mapping[str, Row] = field(default_factory=dict)
     """The row of each parameter in the table; empty for a foreign model."""
     fields: Set[str] | None = None
-    """The fields of a batch that this rank uses, of those that there are; None: all."""
+    """The fields of a batch that this rank uses, if the batch has them; None: all."""
     divided: FullySharded | None = None
-    """The divided weights under ZeRO 2 and 3; None if each data-parallel rank holds whole weights."""
+    """The sharded weights under ZeRO 2 and 3; None if each data-parallel rank holds whole weights."""
 
     def parts(self) -> Iterator[Part]:
-        """Every parameter, as far as this rank keeps it."""
+        """Yields the stored part of every parameter on this rank."""
         divided, specs = self.divided, self.specs
         if divided is None:
             return whole_parts(self.model, specs)
@@ -69,9 +69,9 @@ def parallelize(
     dtype: torch.dtype,
     made_on: torch.device | None = None,
 ) -> Parallel:
-    """Builds this rank's part, its weights not yet set. A foreign model is taken as it is, and so is a GPT whose layout
-    splits nothing; otherwise `model` is a description (best on the meta device) that new modules are made from.
-    `made_on`: where the weights are made, if not on `device`."""
+    """Builds this rank's part, with uninitialised weights. A foreign model, and a GPT whose layout splits nothing, are
+    used unchanged. Otherwise `model` only describes the new modules; it should be on the meta device. The new weights
+    are made on `made_on`, by default `device`."""
     if not isinstance(model, GPT):
         check_not_split(model, config)
         return Parallel(model, foreign_specs(model), SinglePass(model, forward_step))
@@ -104,7 +104,7 @@ def parallelize(
 
 
 def _part_of(model: GPT, held: Held, make: ParallelFactory) -> GPT:
-    """A GPT with the layers that this rank holds of the described one, in the modules that `make` gives."""
+    """Makes a GPT with this rank's layers of the described model, from the modules of `make`."""
     return type(model)(
         model.config,
         vocab_size=model.vocab_size,
@@ -126,7 +126,8 @@ def _connected_pipeline(
     hidden_like: HiddenLike,
     wgrads: WgradRoute,
 ) -> Pipeline:
-    """The pipeline over these stages, its links to the neighbouring ranks connected. A collective of the pipeline."""
+    """Makes the pipeline over these stages and connects its links to the neighbouring ranks. A collective of the
+    pipeline."""
     pp = state.pp
     links = Links(pp, state.pp_links)
     links.connect(device)
@@ -144,9 +145,9 @@ def _connected_pipeline(
 
 
 def stage_fields(part: GPT, pp: Axis) -> Set[str] | None:
-    """The fields of a batch that a rank of a pipeline uses. The last one runs the script's forward step, and a model
-    with a forward pass of its own may use any field in any stage. Positions give a batch its shape where it has no
-    tokens, and the losses of routers count the tokens that the loss counts."""
+    """Returns the fields of a batch that a pipeline rank uses; None: all. The last rank, which runs the script's
+    forward step, and a model with a custom forward may use any field. Positions give the shape of a batch without
+    tokens. Router losses count the same tokens as the loss, so they need its mask."""
     if pp.rank == pp.size - 1 or type(part).forward is not GPT.forward:
         return None
     fields = {"position_ids", "document_ids"}
@@ -168,8 +169,8 @@ def check_can_be_split(model: nn.Module, config: ParallelConfig, state: Parallel
 def held_parameters(
     model: nn.Module, config: ParallelConfig, state: ParallelState, moe: MoEConfig | None = None
 ) -> int:
-    """The number of parameters that a rank will hold, padding included. Arithmetic on the rows of the table: nothing
-    is built. `moe`: the experts of the whole model, if `model` was made with fewer."""
+    """Number of parameters that a rank will hold, padding included. It is computed from the rows of the table, without
+    building a model. `moe`: the experts of the whole model, if `model` was made with fewer."""
     if not isinstance(model, GPT) or (is_plain(state) and moe is None):
         return sum(parameter.numel() for parameter in model.parameters())
     moe, layers = moe or model.make.moe, stage_layers(model.config.num_layers, config)
@@ -194,7 +195,7 @@ def _held(moe: MoEConfig, layers: StageLayers, state: ParallelState) -> Held:
 
 
 def _stages(part: GPT, layers: StageLayers, state: ParallelState) -> list[Callable[..., Tensor]]:
-    """The stages that a rank holds, in the order of the model."""
+    """Returns the stages of this rank, in model order."""
     runs, last = layers.of_rank(state.pp.rank), state.pp.rank == state.pp.size - 1
     if len(runs) == 1:
         return [part]
@@ -209,15 +210,15 @@ def _hidden_step(stage: Callable[..., Tensor], batch: Batch, hidden: Tensor | No
         position_ids=batch.get("position_ids"),
         document_ids=batch.get("document_ids"),
         hidden=hidden,
-        **({"cache": batch["cache"]} if "cache" in batch else {}),  # a model of the user's may take none
+        **({"cache": batch["cache"]} if "cache" in batch else {}),  # a user's model may not accept it
     )
 
 
 def _hidden_like(
     part: GPT, device: torch.device, dtype: torch.dtype, sharing: int, batch: Batch
 ) -> tuple[tuple[int, ...], Tensor]:
-    """The hidden states between stages: [batch, seq, hidden], or this rank's piece of a sequence that `sharing` ranks
-    have."""
+    """Returns shape and example of the hidden states between stages: [batch, seq, hidden], or this rank's part of a
+    sequence that `sharing` ranks split."""
     wide = part.config.fp32_residual_connection and dtype != torch.float64
     like = torch.empty(0, dtype=torch.float32 if wide else dtype, device=device)
     samples, tokens = shape_of(batch)
@@ -228,13 +229,13 @@ def check_not_split(model: nn.Module, config: ParallelConfig) -> None:
     if config.model_parallel_size > 1 or config.expert_model_parallel_size > 1:
         raise ConfigError(
             "--tensor-model-parallel-size, --pipeline-model-parallel-size, --context-parallel-size and "
-            f"--expert-model-parallel-size split our GPT alone, and the model provider gave a {type(model).__name__}; "
-            "use data parallelism, or split it with the layers of megatron.tensor_parallel"
+            f"--expert-model-parallel-size only split Megatron's GPT, but the model provider gave a "
+            f"{type(model).__name__}; use data parallelism, or split it with the layers of megatron.tensor_parallel"
         )
 
 
 def check_unchanged(model: GPT, layers: StageLayers) -> None:
-    """Refuses a GPT whose parts cannot be made anew: changes after its construction would be lost."""
+    """Rejects a GPT that was changed or customised: this rank's part is built anew, which would lose the changes."""
     now, made = inventory(model), model.as_made
     changed = [name for name in {**made, **now} if now.get(name) != made.get(name)]
     what = f"was changed after it was made ({changed[0]})" if changed else None
@@ -246,8 +247,8 @@ def check_unchanged(model: GPT, layers: StageLayers) -> None:
         what = f"is a {type(model).__name__}, whose forward() does not take the `stage` of an interleaved pipeline"
     if what is not None:
         raise ConfigError(
-            f"the model provider's GPT {what}: a layout that splits the model makes its parts itself and would lose "
-            "that; use data parallelism alone, or split a model of your own with the layers of megatron.tensor_parallel"
+            f"the model provider's GPT {what}: a layout that splits the model rebuilds its parts without that; use "
+            "data parallelism alone, or split your own model with the layers of megatron.tensor_parallel"
         )
 
 

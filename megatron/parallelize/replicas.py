@@ -1,6 +1,6 @@
 """Sums the gradients of replicated parameters whose replicas saw different inputs.
 
-Which parameters these are follows from their specs (`replica_axes`).
+The specs name these parameters' axes (`replica_axes`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from megatron.state.shard import Shard, split_shape
 
 
 class ReplicaSums:
-    """Called once a step, after the data-parallel reduction."""
+    """The sums of one model. Called once per step, after the data-parallel reduction."""
 
     def __init__(self, specs: Mapping[str, Shard], state: ParallelState) -> None:
         self._by_axis: dict[str, list[Shard]] = {}
@@ -39,8 +39,8 @@ class ReplicaSums:
 
 def _sum_together(grads: TrainingStore, specs: Sequence[Shard], axis: Axis) -> None:
     """Sums in one message. Shards that only overlap are sent in the whole parameter's shape, zero outside the shard.
-    With ZeRO a rank has a piece of each, the same on all members: they divide equal buffers equally."""
-    overlapping = axis.name == "tp"  # on other axes everybody holds the same part
+    With ZeRO a rank has a piece of each, the same on all members, because they divide equal buffers equally."""
+    overlapping = axis.name == "tp"  # on other axes all ranks hold the same part
     shards = [_shard(grads, spec.name) if overlapping and spec.ranges is not None else None for spec in specs]
     sent = []
     for spec, shard in zip(specs, shards, strict=True):
@@ -61,7 +61,7 @@ def _sum_together(grads: TrainingStore, specs: Sequence[Shard], axis: Axis) -> N
 
 
 def _shard(grads: TrainingStore, name: str) -> Tensor:
-    """The gradient in the shape of what is stored here; zero outside this rank's piece."""
+    """Returns the gradient in the stored shape, zero outside this rank's piece."""
     grad, parameter = grads.grad(name), grads.parameter(name)
     shard = grad.new_zeros(parameter.shape)
     grads.part_of(name, shard).copy_(grad)

@@ -1,4 +1,4 @@
-"""The shard of each parameter that a rank holds: the rows of the table, cut for its place in the layout."""
+"""Shards of the parameters on one rank: the rows of the table, cut for the rank's place in the layout."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -63,18 +63,18 @@ class Cut:
         """The shape of the shard in memory: a vocabulary table includes its share of the padding rows."""
         if row.kind == "vocabulary":
             return self.padded_vocab_size // self.tp.size, row.shape[1]
-        # Folded dimensions are one in `local_shape`; they are rows of the stored matrix where the split is.
+        # `local_shape` counts folded dimensions as one; if the split is along rows, they are stored rows.
         folded = spec.fold - 1 if row.split_dim is not None and row.split_dim < row.row_dims else 0
         return stored_shape(spec.local_shape, row.row_dims - folded)
 
     def _vocabulary(self, size: int) -> tuple[Range, ...]:
-        """Equal shares of the padded table. The padding is at its end, so the last ranks may hold few true rows."""
+        """Equal shares of the padded table. Padding is at the end, so the last ranks may hold few true rows."""
         rows = self.padded_vocab_size // self.tp.size
         start = min(self.tp.rank * rows, size)
         return ((start, min(start + rows, size)),)
 
     def _query_key_value(self, spec: Shard) -> Shard:
-        """Whole KV groups; with fewer groups than ranks, some queries of a group and a replica of its key and value."""
+        """Whole KV groups. With fewer groups than ranks: some queries of a group, a replica of its key and value."""
         tp, (groups, per_group) = self.tp, spec.logical_shape[:2]
         if groups % tp.size == 0:
             return replace(spec, ranges=even_ranges(split_size(spec), tp.size, tp.rank))
@@ -86,15 +86,14 @@ class Cut:
         return replace(spec, ranges=(own, shared), replica_axes=("tp",), copies=(shared,) if place else ())
 
     def _shared_head(self, spec: Shard) -> Shard:
-        """With fewer key/value heads than ranks, each rank holds the slice of one head, and the ranks that share the
-        head are replicas."""
+        """Slice of one key/value head, if there are fewer heads than ranks. Ranks that share a head are replicas."""
         head, place = divmod(self.tp.rank, self.tp.size // split_size(spec))
         own = ((head, head + 1),)
         return replace(spec, ranges=own, replica_axes=("tp",), copies=own if place else ())
 
 
 def split_axes(state: ParallelState) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes that parameters are split over, and those of experts."""
+    """Returns the axes that dense parameters are split over, and those of experts."""
     dense = ("model",) if state.model.size > 1 else ()
     return dense, (*dense, "ep") if state.ep.size > 1 else dense
 
@@ -102,7 +101,7 @@ def split_axes(state: ParallelState) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def held_specs(
     table: Mapping[str, Parameter], held: Held, cut: Cut, state: ParallelState, *, tied: bool
 ) -> dict[str, Shard]:
-    """name -> Shard of all that a rank holds, in the order of the model."""
+    """Returns name -> Shard of everything that a rank holds, in model order."""
     (dense, experts), pp = split_axes(state), state.pp
     specs = {
         name: replace(cut.spec(parameter), split_over=experts if parameter.row.kind == "expert" else dense)
@@ -110,7 +109,7 @@ def held_specs(
         if held.has(parameter, tied=tied)
     }
     if tied and pp.size > 1 and WORD_TABLE in specs:
-        # Replicated on the first and the last stage, and its gradients are summed.
+        # The first and last stage hold replicas, whose gradients are summed.
         spec = specs[WORD_TABLE]
         copies = spec.held if pp.rank else spec.copies
         specs[WORD_TABLE] = replace(spec, replica_axes=(*spec.replica_axes, "embedding"), copies=copies)
@@ -118,8 +117,8 @@ def held_specs(
 
 
 def in_order_of(model: nn.Module, specs: Mapping[str, Shard], *, all_there: bool = True) -> dict[str, Shard]:
-    """The specs, ordered as the model lists its parameters and buffers. Fails on a parameter without a row of the
-    table and, with `all_there`, on a row without its parameter: both are our own mistakes."""
+    """Returns the specs in the order of the model's parameters and buffers. Asserts that each has a row of the table
+    and, with `all_there`, that each row has a parameter."""
     names = [*(name for name, _ in model.named_parameters()), *persistent_buffers(model)]
     apart = sorted(specs.keys() ^ set(names) if all_there else set(names) - specs.keys())
     assert not apart, f"not both in the model and in the table: {', '.join(apart)}"
@@ -127,50 +126,50 @@ def in_order_of(model: nn.Module, specs: Mapping[str, Shard], *, all_there: bool
 
 
 def foreign_specs(model: nn.Module) -> dict[str, Shard]:
-    """The specs of a foreign model: each tensor of its state is unsplit, and its logical view is its own shape."""
+    """Returns the specs of a foreign model: every tensor is unsplit, with its own shape as the logical view."""
     tensors = {**dict(model.named_parameters()), **persistent_buffers(model)}
     return {name: Shard(name, shape := tuple(tensor.shape), stored=shape) for name, tensor in tensors.items()}
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers in a model's state dict, such as running means or the bias of a router.
+    """Returns the buffers in a model's state dict, such as running means or a router's bias.
 
-    A model with state that is not a tensor is refused: a checkpoint would leave it out.
+    Raises on state that is not a tensor, because a checkpoint would omit it.
     """
     state = model.state_dict(keep_vars=True)
     foreign = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if foreign:
         raise ConfigError(
-            f"the model keeps state that is no tensor ({', '.join(foreign)}), which a checkpoint cannot hold; "
+            f"the model keeps state that is not a tensor ({', '.join(foreign)}), which a checkpoint cannot hold; "
             "register it as a buffer instead of using get_extra_state"
         )
     return {name: buffer for name, buffer in model.named_buffers() if name in state}
 
 
 Part = tuple[Shard, Tensor, torch.dtype]
-"""What a rank keeps of a parameter: its Shard, its elements in one dimension, and the type of the model's copy."""
+"""A rank's part of a parameter: (Shard, elements in one dimension, dtype of the model's copy)."""
 
 
 def whole_parts(model: nn.Module, specs: Mapping[str, Shard]) -> Iterator[Part]:
-    """Every parameter of a model that is not divided."""
+    """Yields all parameters, for models without sharded weights."""
     for name, parameter in model.named_parameters():
         yield specs[name], parameter.detach().view(-1), parameter.dtype
 
 
 @torch.no_grad()
 def initialise_part(parts: Iterable[Part], table: Mapping[str, Parameter], seed: int) -> None:
-    """Sets what a rank holds to its slices of the initial values."""
+    """Sets a rank's parts to their slices of the initial values."""
     for shard, elements, dtype in parts:
         runs = _runs_kept(shard, elements)
         drawn = sum(count for _, count in runs)
-        elements[drawn:].zero_()  # vocabulary padding rows: they have no meaning
+        elements[drawn:].zero_()  # padding rows of the vocabulary
         if drawn:
             elements[:drawn].copy_(initial_elements(table[shard.name], runs, seed).to(dtype))
 
 
 @torch.no_grad()
 def await_weights(parts: Iterable[Part]) -> None:
-    """Fills parameters whose weights will be loaded with NaN, so that one that no load has filled is noticed."""
+    """Fills parameters that a load will set with NaN, so that one that was not loaded is noticed."""
     for shard, elements, _ in parts:
         drawn = sum(count for _, count in _runs_kept(shard, elements))
         elements[:drawn].fill_(float("nan"))
@@ -178,7 +177,7 @@ def await_weights(parts: Iterable[Part]) -> None:
 
 
 def _runs_kept(shard: Shard, elements: Tensor) -> list[tuple[int, int]]:
-    """What is kept here as (first element, number of elements) of the whole logical view."""
+    """Runs (first element, number of elements) of the whole logical view that this rank keeps."""
     kept = shard.division.held if shard.division is not None else (0, elements.numel())
     runs, position = [], 0
     for first, count in element_runs(shard):

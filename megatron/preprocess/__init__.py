@@ -1,1 +1,1 @@
-"""From text files to .bin/.idx datasets. Importing this package loads nothing."""
+"""Turns text files into .bin/.idx datasets. Importing this package loads nothing."""

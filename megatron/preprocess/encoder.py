@@ -1,4 +1,4 @@
-"""The work of a worker on a segment: parse, tokenise, write the output, return its size and checksums."""
+"""Encodes a segment in a worker: parses, tokenises and writes it, and returns sizes and checksums."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -20,24 +20,24 @@ from megatron.tokenizer import EncoderDifference, Tokenizer, build_tokenizer
 from megatron.tokenizer.base import Ids
 from megatron.utils.durable import storage_error
 
-EXAMPLES_SHOWN = 10  # bad lines that are shown; the rest are only counted
+EXAMPLES_SHOWN = 10  # bad lines that are printed; the rest are only counted
 
 Document = tuple[int, list[Texts]]  # the line within the segment, and the texts of each key
 
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """The progress of a worker since its last report."""
+    """Progress of a worker since its last report."""
 
     number: int  # of the segment
     documents: int
     tokens: int
     size: int  # bytes of input, decompressed
-    line: int  # of the segment, counted from 0; all lines before it are done
+    line: int  # in the segment, counted from 0; all lines before it are done
 
 
 class _Stop(Exception):
-    """A line for which the run ends."""
+    """Raised for a line that ends the run."""
 
     def __init__(self, message: str, line: int) -> None:
         super().__init__(message)
@@ -45,7 +45,7 @@ class _Stop(Exception):
 
 
 class SegmentEncoder:
-    """Encodes a segment when called. It can be pickled to a fresh process, where it opens the tokenizer again."""
+    """Encodes a segment when called. Pickled to a fresh process, it opens the tokenizer again."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class SegmentEncoder:
         tokenizer: Tokenizer | None = None,
     ) -> None:
         self._settings, self._folder, self._splitter = settings, folder, splitter
-        self._run = os.urandom(4).hex()  # part of the file names, so that a worker of a dead run cannot write into ours
+        self._run = os.urandom(4).hex()  # part of the file names, so that a dead run's worker cannot write to them
         self._tokenizer = tokenizer or build_tokenizer(settings.tokenizer, announce=False)
         self._dtype = token_dtype(self._tokenizer.vocab_size)
         self._eod = np.array([self._tokenizer.eod] if settings.append_eod else [], dtype=np.int32)
@@ -115,9 +115,9 @@ class SegmentEncoder:
 
     def _note_bad(self, result: SegmentResult, bad: BadLine) -> None:
         if self._settings.on_error == "stop":
-            way = "correct the line, or give --on-error skip to leave it out"
+            way = "correct the line, or give --on-error skip to skip it"
             if bad.kind == "key missing":
-                way = f"name the key with --json-keys, not {' '.join(self._settings.json_keys)}, or {way}"
+                way = f"change --json-keys {' '.join(self._settings.json_keys)} to the key of the text, or {way}"
             raise _Stop(f"{bad}; {way}", bad.number)
         result.bad[bad.kind] = result.bad.get(bad.kind, 0) + 1
         if len(result.examples) < EXAMPLES_SHOWN:
@@ -126,7 +126,7 @@ class SegmentEncoder:
     def _encode_documents(
         self, documents: list[Document], result: SegmentResult, writers: Sequence[OutputWriter]
     ) -> int:
-        """Encodes and writes the documents; returns the number of tokens of all keys."""
+        """Encodes and writes the documents; returns the number of tokens over all keys."""
         encoded = self._encode_keys(documents)
         if encoded is None:
             documents = self._without_refused(documents, result)
@@ -138,7 +138,7 @@ class SegmentEncoder:
         return sum(len(key.tokens) for key in encoded)
 
     def _encode_keys(self, documents: list[Document]) -> list[Encoded] | None:
-        """Encodes each key; None if the tokenizer refuses a text."""
+        """Encodes each key; returns None if the tokenizer rejects a text."""
         encoded = []
         for key in range(len(self._settings.json_keys)):
             texts = [self._split(texts[key]) for _, texts in documents]
@@ -157,20 +157,20 @@ class SegmentEncoder:
         return [sentence for text in texts for sentence in self._splitter.split(text)]
 
     def _without_refused(self, documents: list[Document], result: SegmentResult) -> list[Document]:
-        """Encodes document by document, to leave out those that the tokenizer refuses."""
+        """Encodes document by document, and leaves out those that the tokenizer rejects."""
         accepted = []
         for number, key_texts in documents:
             try:
                 for texts in key_texts:
                     self._tokenizer.encode_batch(self._split(texts))
             except DataError as error:
-                self._note_bad(result, BadLine(number, "refused by the tokenizer", str(error)))
+                self._note_bad(result, BadLine(number, "rejected by the tokenizer", str(error)))
                 continue
             accepted.append((number, key_texts))
         return accepted
 
     def _encode_key(self, documents: list[Texts]) -> Encoded:
-        """Drops empty sequences; a document without any gets no end-of-document token. Both are Megatron's rules."""
+        """Encodes documents by Megatron's rules: drops empty sequences, and adds no end of document if none is left."""
         texts = [text for mine in documents for text in mine]
         ids = self._tokenizer.encode_batch(texts)
         sizes = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
@@ -192,7 +192,7 @@ class SegmentEncoder:
         )
 
     def _narrowed(self, tokens: np.ndarray) -> np.ndarray:
-        """Converts ids to the stored dtype. An id outside the vocabulary is our bug, and must not wrap around."""
+        """Converts ids to the stored dtype. Asserts that no id is outside the vocabulary, which would wrap around."""
         assert not len(tokens) or 0 <= int(tokens.min()) <= int(tokens.max()) < self._tokenizer.vocab_size
         return tokens.astype(self._dtype)
 

@@ -1,8 +1,8 @@
-"""The work folder of a run, with the journal of what is finished, from which --resume continues.
+"""The work folder of a run, with the journal of finished work, from which --resume continues.
 
-A line of the journal is one JSON object: a segment's result ("done"), the number of leading segments that have been
-merged ("merged"), or that the outputs are being renamed ("naming"). On resume every entry is verified by checksums of
-the bytes it describes, so the journal needs no fsync.
+A line of the journal is one JSON object with one field. Field `done` holds a segment's result. Field `merged` counts
+the leading segments that are merged. Field `naming` marks that the outputs are being renamed. A resumed run verifies
+every entry by checksums of the bytes that it describes, so the journal needs no fsync.
 """
 
 import errno
@@ -21,12 +21,12 @@ from megatron.preprocess.worker_output import SegmentResult
 from megatron.utils.durable import storage_error, write_atomically, writing
 from megatron.utils.typed import typed
 
-_LOCK_SECONDS = 2.0  # a worker just forked by a run just killed may hold the lock until it first runs
+_LOCK_SECONDS = 2.0  # a new worker of a killed run may still hold the lock until it first runs
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """What the work folder was begun with."""
+    """Settings with which the work folder was begun."""
 
     deciding: dict[str, Any]
     resumable: bool = True
@@ -44,7 +44,7 @@ class _Entry:
 
 @dataclass
 class Kept:
-    """The state that the journal of an earlier run recorded."""
+    """State in the journal of an earlier run."""
 
     results: dict[int, SegmentResult] = field(default_factory=dict)
     merged: int = 0
@@ -52,12 +52,12 @@ class Kept:
 
 
 def work_folder(prefix: str) -> Path:
-    """The work folder of a prefix. No file in it has an ending that --input takes for text."""
+    """Returns the work folder of a prefix. None of its files has an ending that --input reads as text."""
     return Path(f"{prefix}.preprocessing")
 
 
 def is_begun(prefix: str) -> bool:
-    """True if a run to this prefix, alive or not, has a work folder."""
+    """True if a run to this prefix, live or dead, has a work folder."""
     try:
         work_folder(prefix).stat()
     except FileNotFoundError:
@@ -68,11 +68,11 @@ def is_begun(prefix: str) -> bool:
 
 
 class WorkFolder:
-    """The work folder, locked while it is open. On exit it is kept if --resume can use its content."""
+    """Work folder, locked while it is open. On exit it is kept if --resume can use its content."""
 
     def __init__(self, prefix: str, *, resume: bool, overwrite: bool) -> None:
         self.prefix, self.path = prefix, work_folder(prefix)
-        self.complete = False  # nothing is left to keep
+        self.complete = False  # True: nothing is worth keeping
         self.resumable = True
         self._journal: BinaryIO | None = None
         self._done = 0
@@ -82,8 +82,8 @@ class WorkFolder:
             if self.kept is not None and self.kept.results and not resume and not overwrite:
                 if self._saved_settings().resumable:
                     raise ConfigError(
-                        f"--output-prefix {prefix}: {self.path} holds part of an earlier run; give --resume to go on "
-                        "from there, or --overwrite to start afresh"
+                        f"--output-prefix {prefix}: {self.path} holds part of an earlier run; give --resume to "
+                        "continue it, or --overwrite to start afresh"
                     )
                 overwrite = True  # it read a pipe, which cannot be read again
             if not resume or self.kept is None:
@@ -122,8 +122,8 @@ class WorkFolder:
             raise DataError(f"{self.path / 'settings'}: cannot be read ({error}); give --overwrite") from None
 
     def begin(self, deciding: dict[str, Any], *, resumable: bool, overwrite: bool) -> bool:
-        """Starts the journal, or continues it if the settings that decide its content are equal. Returns whether to
-        overwrite outputs: --overwrite of the interrupted run also holds for the one that resumes it."""
+        """Starts the journal, or continues it if the settings that decide its content are equal. Returns True if
+        outputs are to be overwritten; --overwrite of the interrupted run also applies to the resumed one."""
         self.resumable = resumable
         if self.kept is not None:
             saved = self._saved_settings()
@@ -206,12 +206,12 @@ def _refuse_changes(before: dict[str, Any], now: dict[str, Any], path: Path) -> 
         if old == new:
             continue
         if name == "inputs":
-            what = "the input files are not the ones (or not as they were) when the kept part was made"
+            what = "the input files differ from those of the kept part, or were changed since"
             changed = _first_difference(_words(old), _words(new))
             raise ConfigError(f"--resume: {what}: {changed}; give --overwrite to start afresh")
         raise ConfigError(
-            f"--resume: {name} was {_shown(old)} when {path} was begun and is {_shown(new)} now; give it as it was, "
-            "or --overwrite to start afresh"
+            f"--resume: {name} was {_shown(old)} when {path} was begun and is {_shown(new)} now; restore it, or give "
+            "--overwrite to start afresh"
         )
 
 

@@ -26,7 +26,7 @@ from megatron.utils.process import signals_held
 
 @dataclass
 class KeyReport:
-    """The output of one key."""
+    """Output of one key."""
 
     prefix: str
     dtype: str
@@ -35,7 +35,7 @@ class KeyReport:
 
 @dataclass
 class Report:
-    """The counts of a run, for its summary."""
+    """Counts of a run, for its summary."""
 
     keys: list[KeyReport] = field(default_factory=list)
     documents: int = 0
@@ -74,7 +74,7 @@ class Merger:
         self.lines = Lines()
 
     def restore(self, kept: Kept | None) -> dict[int, SegmentResult]:
-        """Restores the results of an earlier run whose files match their checksums, and removes the rest."""
+        """Restores the results of an earlier run whose files match their checksums. Removes the rest."""
         usable: dict[int, SegmentResult] = {}
         with writing(self._folder.path):
             if kept is not None:
@@ -100,7 +100,7 @@ class Merger:
         for number in range(kept.merged):
             result = kept.results.get(number)
             if result is None or not self._fits(result) or not all(merged.holds(result) for merged in self._keys):
-                self._say(f"{self._folder.path}: segment {number} is not what was written; it is done again")
+                self._say(f"{self._folder.path}: segment {number} differs from what was written; it is redone")
                 break
             for merged in self._keys:
                 merged.take(result)
@@ -139,7 +139,7 @@ class Merger:
                 whole = merged.append(result)
             if not whole:
                 raise StorageError(
-                    f"{result.file(self._folder.path, merged.key, 'tokens')}: does not hold what was written into it; "
+                    f"{result.file(self._folder.path, merged.key, 'tokens')}: content differs from what was written; "
                     "check the disk, and give --resume"
                 )
 
@@ -149,7 +149,7 @@ class Merger:
         shown = report.skipped
         for line, reason in result.examples:
             if self._settings.on_error == "stop":  # the interrupted run used --on-error skip
-                raise DataError(f"{self.lines.place(line)}: {reason}; give --on-error skip to leave it out")
+                raise DataError(f"{self.lines.place(line)}: {reason}; give --on-error skip to skip it")
             if shown < EXAMPLES_SHOWN:
                 self._say(f"skipped {self.lines.place(line)}: {reason}")
             shown += 1

@@ -1,4 +1,4 @@
-"""The settings of a run, and which of them determine the tokens."""
+"""Settings of a run, and the part of them that determines the tokens."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ class PreprocessSettings:
 
     @property
     def prefix(self) -> str:
-        """The output prefix of this partition."""
+        """Output prefix of this partition."""
         if self.world == 1:
             return self.output_prefix
         width = max(3, len(str(self.world)))
@@ -50,13 +50,13 @@ class PreprocessSettings:
 
     @property
     def outputs(self) -> list[str]:
-        """The prefix of each key's dataset, as Megatron names it."""
+        """Prefix of each key's dataset, in Megatron's scheme."""
         level = "sentence" if self.split_sentences else "document"
         return [f"{self.prefix}_{key}_{level}" for key in self.json_keys]
 
     @property
     def parameters_file(self) -> Path:
-        """The sentence splitter's file, shared by all partitions."""
+        """Parameters file of the sentence splitter, shared by all partitions."""
         return Path(f"{self.output_prefix}.sentences.json")
 
     def segment_size(self, sources: Sequence[InputFile]) -> int:
@@ -66,7 +66,7 @@ class PreprocessSettings:
     def deciding(
         self, sources: Sequence[InputFile], tokenizer: Tokenizer, splitter: SentenceSplitter | None
     ) -> dict[str, Any]:
-        """Everything that determines the tokens and the segments, under the names that messages use."""
+        """Returns everything that determines the tokens and the segments, by the names that messages use."""
         return {
             "inputs": [source.identity for source in sources],
             "--json-keys": list(self.json_keys),
@@ -83,7 +83,7 @@ class PreprocessSettings:
         }
 
     def partition(self, deciding: dict[str, Any], sources: Sequence[InputFile]) -> dict[str, Any]:
-        """The record of a partition, by which a merge checks that all partitions are of one run."""
+        """Returns the record of a partition, by which a merge checks that all partitions belong to one run."""
         own = ("--rank", "--world", "inputs")
         files = [[Path(source.path).name, source.size] for source in sources]
         return {

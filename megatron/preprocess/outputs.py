@@ -1,4 +1,4 @@
-"""The datasets being written, one per key. They grow in the work folder and are renamed when all are complete."""
+"""Datasets being written, one per key. They grow in the work folder and are renamed when all are complete."""
 
 import hashlib
 import os
@@ -21,19 +21,19 @@ _COPY_BYTES = 4 << 20
 
 
 def refuse_existing(prefix: str, outputs: Sequence[str]) -> None:
-    """Refuses existing outputs: before any work, and again before the final renames."""
+    """Rejects existing outputs: before any work, and again before the final renames."""
     for output in outputs:
         for path in (bin_path(output), idx_path(output)):
             if os.path.lexists(path):
                 raise ConfigError(
                     f"--output-prefix {prefix}: {path} exists; give --overwrite to replace it "
-                    "(--resume goes on with a run that was interrupted)"
+                    "(--resume continues an interrupted run)"
                 )
 
 
 @dataclass
 class GrowingOutput:
-    """The files of one key: the concatenated segments merged so far."""
+    """Files of one key: the segments merged so far, concatenated."""
 
     folder: Path
     key: int
@@ -47,7 +47,7 @@ class GrowingOutput:
         return self.folder / f"{self.key}.{part}"
 
     def open(self) -> None:
-        """Opens the files for appending, truncated to what has been verified."""
+        """Opens the files for appending, truncated to their verified part."""
         for part, size in zip(PARTS, self.sizes, strict=True):
             stream = open(self.path(part), "ab+", buffering=0)  # noqa: SIM115
             self.streams.append(stream)
@@ -58,7 +58,7 @@ class GrowingOutput:
             stream.close()
 
     def append(self, result: SegmentResult) -> bool:
-        """Appends an output; False if one of its files does not match the worker's checksum."""
+        """Appends an output; returns False if one of its files does not match the worker's checksum."""
         output = result.outputs[self.key]
         for number, part in enumerate(PARTS):
             path = result.file(self.folder, self.key, part)
@@ -74,7 +74,7 @@ class GrowingOutput:
             self.sizes[number] += size
 
     def holds(self, result: SegmentResult) -> bool:
-        """True if the files continue with this segment; then its tokens have been added to the checksums."""
+        """Returns True if the files continue with this segment, and then adds its tokens to the checksums."""
         output = result.outputs[self.key]
         for number, part in enumerate(PARTS):
             if _sha256_of(self.path(part), self.sizes[number], output.sizes[number]) != output.digests[number]:
@@ -97,7 +97,7 @@ def shard_is_whole(result: SegmentResult, folder: Path) -> bool:
 
 
 def _sha256_of(path: Path, start: int, size: int | None) -> str | None:
-    """The sha256 of `size` bytes of a file (None: all from `start`); None if the file is shorter or missing."""
+    """Returns the sha256 of `size` bytes (None: all) from `start`; None if the file is shorter or missing."""
     digest, length = hashlib.sha256(), 0
     try:
         for block in _blocks_of(path, start, size):
@@ -131,14 +131,14 @@ def _copy(path: Path, stream: BinaryIO, wanted: str, checksums: BlockHasher | No
 
 
 def _write_all(stream: BinaryIO, block: bytes) -> None:
-    """Writes a whole block: an unbuffered write may be partial."""
+    """Writes a whole block, because an unbuffered write may be partial."""
     view = memoryview(block)
     while view:
         view = view[stream.write(view) :]
 
 
 def take_names_back(folder: Path, outputs: Sequence[str]) -> None:
-    """Undoes the renames of a run that was interrupted between them, so that it can be resumed."""
+    """Undoes the renames if the run died between them, so that it can be resumed."""
     for key, output in enumerate(outputs):
         kept = folder / f"{key}.tokens"
         if not kept.exists() and bin_path(output).is_file():

@@ -1,4 +1,4 @@
-"""Progress of documents on stderr: a bar on a terminal, lines elsewhere."""
+"""Shows the progress of documents on stderr: a bar on a terminal, lines elsewhere."""
 
 import sys
 import time
@@ -9,7 +9,7 @@ EVERY = 1000  # documents between lines
 
 
 class ProgressDisplay:
-    """Shows progress. `total` is the input's bytes on disk; 0 if unknown, and then there is no ETA."""
+    """Shows progress. `total` is the input's bytes on disk; 0 means unknown and shows no ETA."""
 
     def __init__(self, total: int, log_interval: int | None, *, begun_at: int = 0) -> None:
         self._total, self._log_interval = total, log_interval or EVERY
@@ -20,7 +20,7 @@ class ProgressDisplay:
         self._bar = bar_on_terminal(total, begun_at)
 
     def update(self, *, documents: int, tokens: int, read: int, position: int) -> None:
-        """Adds the work since the last call; `position` is where in the input it ended."""
+        """Adds the work since the last call, which ended at `position` in the input."""
         lines_before = self.documents // self._log_interval
         self.documents += documents
         self.tokens += tokens

@@ -1,4 +1,4 @@
-"""Runs the whole job: input files -> workers -> one dataset per key."""
+"""Runs a whole preprocessing job: input files -> workers -> one dataset per key."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 
 
 class Terminated(BaseException):
-    """The job was ended by a signal; raised so that everything is cleaned up."""
+    """Raised when a signal ends the job, so that everything is cleaned up."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -37,14 +37,14 @@ class Terminated(BaseException):
 def preprocess(
     settings: PreprocessSettings, say: Say, uploaded: Callable[[str], bool] = lambda digest: False
 ) -> Report:
-    """Preprocesses the input. `uploaded` tells --resume whether all outputs of settings with this digest are there."""
+    """Preprocesses the input. `uploaded` returns True if the outputs of settings with this digest are all uploaded."""
 
     def is_complete(digest: str) -> bool:
         return all(is_of(output, digest) for output in settings.outputs) or uploaded(digest)
 
     tokenizer = build_tokenizer(settings.tokenizer)
     if settings.append_eod:
-        tokenizer.eod  # noqa: B018  refused by name when the vocabulary has none
+        tokenizer.eod  # noqa: B018  raises if the vocabulary has none
     sources = expand_inputs(settings.inputs)
     resumable = not any(source.kind == "stdin" for source in sources)
     if settings.resume and not resumable:
@@ -59,7 +59,7 @@ def preprocess(
             splitter = prepare_splitter_for(settings, sources, say)
             deciding = settings.deciding(sources, tokenizer, splitter)
             if settings.resume and not folder.keeps_something and is_complete(digest_of(deciding)):
-                say(f"--resume: {settings.prefix} is complete; nothing is left to do")
+                say(f"--resume: {settings.prefix} is complete already")
                 return Report()
             overwrite = folder.begin(deciding, resumable=resumable, overwrite=settings.overwrite)
             if folder.kept is not None and folder.kept.naming:
@@ -75,13 +75,13 @@ def preprocess(
 
 
 def is_of(output: str, digest: str) -> bool:
-    """True if this output is complete, of a run whose deciding settings have this digest."""
+    """True if this output is complete and was made with settings of this digest."""
     record = read_record(output)
     return record is not None and record.extra.get("settings") == digest
 
 
 class _Encoding:
-    """Encodes the segments that are missing with a pool of workers, and merges what they hand over."""
+    """Encodes the missing segments with a pool of workers, and merges their results."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class _Encoding:
         ) as pool:
             done = merger.restore(self._folder.kept)
             if merger.report.kept_segments:
-                self._say(f"--resume: {merger.report.kept_segments} segments are done already")
+                self._say(f"--resume: {merger.report.kept_segments} segments are already done")
             with ProgressDisplay(total, settings.log_interval, begun_at=merger.position) as progress:
                 self._encode(pool, done, progress)
                 report = merger.report
@@ -149,7 +149,7 @@ class _Encoding:
                 yield segment
             elif (kept.source, kept.start, kept.stop) != (segment.source.path, segment.start, segment.stop):
                 raise DataError(
-                    f"--resume: {segment.source.path} is cut otherwise than in the kept part; give --overwrite"
+                    f"--resume: {segment.source.path} is cut into other segments than the kept part; give --overwrite"
                 )
 
     def _describe(self, segment: Segment) -> Assigned:
@@ -162,7 +162,7 @@ class _Encoding:
         code = death.exit_code
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
         if death.task is None:
-            where, doing = self._merger.lines.place_waiting(self._sources[0]), "a worker process that waited for more"
+            where, doing = self._merger.lines.place_waiting(self._sources[0]), "an idle worker process"
         else:
             lost: Assigned = death.task
             between = [self._assigned[i] for i in sorted(self._assigned) if i < lost.segment.number]
@@ -183,15 +183,15 @@ def prepare_splitter_for(settings: PreprocessSettings, sources: list[InputFile],
         parameters_file=settings.parameters_file,
         sample=lambda: texts_of_sample(sources, settings.json_keys),
         say=say,
-        # --overwrite relearns, unless the input can be read only once. One partition must not replace the file that the
-        # others split by.
+        # --overwrite relearns, unless the input can be read only once. A partition must not replace the file that the
+        # other partitions use.
         anew=settings.overwrite and settings.world == 1 and not any(source.kind == "stdin" for source in sources),
     )
 
 
 @contextmanager
 def _saying_what_is_kept(folder: WorkFolder) -> Iterator[None]:
-    """Tells a signal what is there, also one that arrives while the work folder is removed."""
+    """Sets the report of `Terminated` about kept work, even if the signal arrives while the folder is removed."""
     try:
         yield
     except Terminated as end:
@@ -203,12 +203,12 @@ def _saying_what_is_kept(folder: WorkFolder) -> Iterator[None]:
 
 
 def _kept(folder: WorkFolder) -> str:
-    return f"what is finished is kept in {folder.path}: --resume goes on from there, --overwrite starts afresh"
+    return f"finished work is kept in {folder.path}: --resume continues it, --overwrite starts afresh"
 
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Turns SIGTERM, SIGINT and SIGHUP into an exception, for the same cleanup as after an error."""
+    """Turns SIGTERM, SIGINT and SIGHUP into `Terminated`, for the same cleanup as after an error."""
 
     def end(number: int, frame: object) -> None:
         for other in previous:

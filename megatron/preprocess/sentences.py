@@ -1,7 +1,7 @@
-"""`--split-sentences`: uses NLTK's trained Punkt data if installed, else parameters learned once from the input.
+"""Splits sentences (`--split-sentences`) with NLTK's Punkt data if installed, else with parameters from the input.
 
-The parameters are written beside the output first, and every partition, worker and resumed run reads that file.
-Nothing is downloaded or unpickled.
+The parameters are first written beside the output. Every partition, worker and resumed run reads that file. Nothing is
+downloaded or unpickled.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 FORMAT = "megatron sentence parameters"
 VERSION = 1
-LEARN_FROM = 10_000_000  # characters: about ten seconds, and more than enough for a language's abbreviations
+LEARN_FROM = 10_000_000  # characters; they take about ten seconds, and hold a language's common abbreviations
 _LEARN_AT_ONCE = 2_000_000  # characters; NLTK holds an object per word
 _SAMPLED_FILES, _SAMPLED_SEGMENTS, _SAMPLED_BYTES = 16, 16, 1 << 19
 
@@ -37,19 +37,19 @@ def prepare_splitter(
     say: Callable[[str], None],
     anew: bool = False,
 ) -> SentenceSplitter:
-    """Loads or makes the parameters file. `sample` gives texts from all over the input, the same for every partition.
+    """Loads or makes the parameters file. `sample` yields texts from all parts of the input, equal on every partition.
     `anew` replaces the file of an earlier run."""
     if not re.fullmatch(r"[\w-]+", language):
         raise ConfigError(f"--lang {language}: not the name of a language; use one such as english")
     if parameters_file.exists() and not anew:
         parameters, source, checksum = _load(parameters_file, language)
-        say(f"sentences: parameters of {parameters_file} ({source}; --overwrite, or deleting it, begins anew)")
+        say(f"sentences: parameters from {parameters_file} ({source}); --overwrite, or deleting it, makes new ones")
     else:
         parameters, source, note = _find_or_learn(language, sample, say)
         with writing(parameters_file):
             parameters_file.parent.mkdir(parents=True, exist_ok=True)
             (write_atomically if anew else write_once)(parameters_file, [_encode(parameters, language, source)])
-        # Another partition may have been first; then its file is used.
+        # If another partition was faster, its file is used.
         parameters, source, checksum = _load(parameters_file, language)
         say(f"sentences: {note}; kept in {parameters_file}")
     fingerprint = hashlib.sha256(f"{checksum} {keep_newlines}".encode()).hexdigest()
@@ -62,7 +62,7 @@ def prepare_splitter(
 def _find_or_learn(
     language: str, sample: Callable[[], Iterator[str]], say: Callable[[str], None]
 ) -> tuple[PunktParameters, str, str]:
-    """(parameters, source, note for the user)."""
+    """Returns parameters, source ("trained" or "learned") and a note for the user."""
     try:
         import nltk.data
         from nltk.tokenize.punkt import load_punkt_params
@@ -123,7 +123,7 @@ def learn(texts: Iterator[str], most: int = LEARN_FROM) -> tuple[PunktParameters
 
 
 def _trainer() -> Any:
-    """NLTK's trainer, deterministic and without its time limits, which cost half of the time."""
+    """Returns NLTK's trainer, made deterministic and without the time limits that cost half of its time."""
     from nltk.tokenize.punkt import PunktLanguageVars, PunktToken, PunktTrainer
 
     class Words(PunktLanguageVars):
@@ -145,8 +145,8 @@ def _trainer() -> Any:
 
 
 def texts_of_sample(sources: Sequence[InputFile], keys: Sequence[str]) -> Iterator[str]:
-    """Texts from evenly spaced files and places in them, independent of the partition. Skips bad lines, which the run
-    itself reports."""
+    """Yields texts from evenly spaced files and places in them, independent of the partition. Skips bad lines, which
+    the run itself reports."""
     for source in sources:
         if source.kind == "stdin":
             raise ConfigError(
@@ -163,7 +163,7 @@ def texts_of_sample(sources: Sequence[InputFile], keys: Sequence[str]) -> Iterat
 
 
 def _sampled_segments(source: InputFile, count: int) -> list[Segment] | Iterator[Segment]:
-    if source.kind == "lines":  # by arithmetic, because the plan of a terabyte has millions of segments
+    if source.kind == "lines":  # computed directly, because the plan of a terabyte has millions of segments
         starts = _evenly(range(0, source.size, _SAMPLED_BYTES), count)
         stops = [min(start + _SAMPLED_BYTES, source.size) for start in starts]
         return [Segment(source, i, start, stop, None, stop) for i, (start, stop) in enumerate(zip(starts, stops))]
@@ -196,7 +196,7 @@ def _checksum(content: dict[str, Any]) -> str:
 
 
 def _load(path: Path, language: str) -> tuple[PunktParameters, str, str]:
-    """(parameters, source, checksum) of a parameters file; the source is "trained" or "learned"."""
+    """Returns (parameters, source, checksum) of a parameters file; the source is "trained" or "learned"."""
     try:
         content = json.loads(path.read_bytes())
         checksum = content.pop("checksum")
@@ -213,7 +213,7 @@ def _load(path: Path, language: str) -> tuple[PunktParameters, str, str]:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"{path}: damaged, or no file of sentence parameters; delete it and what was split with it, then run again"
+            f"{path}: damaged, or not sentence parameters; delete it and all outputs split with it, then run again"
         ) from error
     if written_for != language:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Runs with a URL as --output-prefix: writes to a local folder, where it can be resumed, and uploads at the end."""
+"""Handles a URL as --output-prefix: writes to a local folder, where a run can be resumed, and uploads at the end."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ Say = Callable[[str], None]
 
 
 def default_folder(url: str) -> Path:
-    """A folder in the current one, the same for the same URL, so that --resume finds it."""
+    """Returns a folder in the working directory that depends only on the URL, so that --resume finds it."""
     return Path(f"{url.rpartition('/')[2]}-{hashlib.sha256(url.encode()).hexdigest()[:8]}.upload")
 
 
@@ -29,7 +29,7 @@ def preprocess_to_url(settings: PreprocessSettings, folder: Path | None, say: Sa
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"--work-folder {folder}: cannot be made ({error.strerror}); give another") from None
+        raise StorageError(f"--work-folder {folder}: cannot be created ({error.strerror}); give another") from None
     local = dataclasses.replace(settings, output_prefix=str(folder / url.rpartition("/")[2]))
     outputs = {output: beside(url, output) for output in local.outputs}
     if not settings.overwrite and not settings.resume:
@@ -53,7 +53,7 @@ def preprocess_to_url(settings: PreprocessSettings, folder: Path | None, say: Sa
     for key in report.keys:
         key.prefix = outputs[key.prefix]
     local.parameters_file.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # other partitions use it as well, or it is the user's own
+    with contextlib.suppress(OSError):  # not empty: other partitions or the user have files there
         folder.rmdir()
     return report
 

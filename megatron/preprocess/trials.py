@@ -1,4 +1,4 @@
-"""Measures how many workers preprocess fastest on this machine: short runs over the first documents of the input."""
+"""Finds the fastest number of workers on this machine by short runs over the first documents of the input."""
 
 import json
 from collections.abc import Generator, Sequence
@@ -26,7 +26,7 @@ class Trial:
 def try_workers(
     settings: PreprocessSettings, counts: Sequence[int], *, max_documents: int, folder: Path
 ) -> list[Trial]:
-    """One run for each count, the fastest first. All is written in `folder`, and removed."""
+    """Runs once per number of workers; returns the trials, fastest first. Removes all it writes in `folder`."""
     sources = expand_inputs(settings.inputs)
     if any(source.kind == "stdin" for source in sources):
         raise ConfigError(f"--find-optimal-num-workers: {sources[0].path} can be read only once; give a file")
@@ -34,7 +34,7 @@ def try_workers(
         sample, keys = Path(place) / "sample.jsonl", tuple(f"key{n}" for n in range(len(settings.json_keys)))
         count = _write_sample(sample, sources, settings, keys, max_documents)
         if not count:
-            raise ConfigError(f"--find-optimal-num-workers: {sources[0].path} gives no document to measure with")
+            raise ConfigError(f"--find-optimal-num-workers: {sources[0].path} has no document to measure with")
         trials = []
         for workers in counts:
             each = replace(
@@ -59,7 +59,7 @@ def try_workers(
 def _write_sample(
     path: Path, sources: Sequence[InputFile], settings: PreprocessSettings, keys: Sequence[str], most: int
 ) -> int:
-    """The first documents of the input as JSON lines of their texts; bad lines are left out. Returns how many."""
+    """Writes the first documents of the input as JSON lines of their texts, without bad lines; returns their number."""
     count = 0
     with path.open("w", encoding="utf-8") as file, closing(_documents(sources, settings)) as documents:
         for texts_of_keys in islice(documents, most):

@@ -1,4 +1,4 @@
-"""What a worker hands over: three files per key on disk, with their sizes and checksums."""
+"""Output of a worker: three files per key on disk, with their sizes and checksums."""
 
 import hashlib
 import re
@@ -19,7 +19,7 @@ PARTS = ("tokens", "lengths", "counts")  # tokens; the length of each sequence; 
 
 @dataclass(slots=True)
 class Totals:
-    """The counts of one key."""
+    """Counts of one key."""
 
     documents: int = 0
     sequences: int = 0
@@ -41,7 +41,7 @@ class Totals:
 
 @dataclass(slots=True)
 class WorkerOutput:
-    """The sizes and checksums of one key's files."""
+    """Sizes and checksums of one key's files."""
 
     totals: Totals
     sizes: list[int]  # of PARTS, in bytes
@@ -50,7 +50,7 @@ class WorkerOutput:
 
 @dataclass(slots=True)
 class SegmentResult:
-    """The result of a finished segment, small and plain because it goes through a pipe and the journal."""
+    """Result of a finished segment. Small and plain, because it goes through a pipe and the journal."""
 
     number: int
     source: str
@@ -63,7 +63,7 @@ class SegmentResult:
     documents: int = 0
     blank: int = 0
     bad: dict[str, int] = field(default_factory=dict)  # by kind
-    examples: list[tuple[int, str]] = field(default_factory=list)  # the first bad lines, from 0, and why
+    examples: list[tuple[int, str]] = field(default_factory=list)  # the first bad lines (from 0) and the reasons
     outputs: list[WorkerOutput] = field(default_factory=list)  # one for each key
 
     def file(self, folder: Path, key: int, part: str) -> Path:
@@ -71,13 +71,13 @@ class SegmentResult:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "SegmentResult":
-        """A ValueError says what is wrong. The stem becomes a path, whose file is removed after it was merged."""
+        """Parses a journal entry; raises ValueError. The stem is checked because it becomes a path to delete."""
         result = typed(cls, content)
         if not _STEM.fullmatch(result.stem):
-            raise ValueError(f"{result.stem[:100]!r} names no files of a segment")
+            raise ValueError(f"{result.stem[:100]!r} is not the stem of a segment's files")
         for output in result.outputs:
             if not len(output.sizes) == len(output.digests) == len(PARTS) or min(output.sizes) < 0:
-                raise ValueError(f"sizes {output.sizes[:4]} are not those of the files of a segment")
+                raise ValueError(f"sizes {output.sizes[:4]} cannot belong to the files of a segment")
         if min(result.number, result.start, result.stop, result.position) < 0:
             raise ValueError("a segment has a negative place")
         return result
@@ -85,7 +85,7 @@ class SegmentResult:
 
 @dataclass(slots=True)
 class SegmentFailure:
-    """An error that ends the run, as a value."""
+    """Error that ends the run, as a value."""
 
     number: int
     error: type[MegatronError]

@@ -1,1 +1,1 @@
-"""Proofs about a layout: it trains what one process trains, and its ranks never deadlock."""
+"""Proofs about a layout: it trains what one process trains, and its ranks do not deadlock."""

@@ -1,1 +1,1 @@
-"""Tables and pictures of what runs have written: loss curves, results, pipeline steps."""
+"""Tables and pictures of the output of runs: loss curves, results, pipeline steps."""

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 Points = dict[int, float]  # iteration -> value; a resumed run repeats iterations, and the later one counts
 
-_SPLIT = re.compile(r"train|valid|validation-.+")  # the one number of the test split is no curve
+_SPLIT = re.compile(r"train|valid|validation-.+")  # the test split has one number, not a curve
 _TRAIN = re.compile(r"(?:^|[ \]])iteration +([0-9]{1,18})/ *\d+ \|")
 _EVALUATION = re.compile(
     r"(?:^|[ \]])iteration +([0-9]{1,18})(?: on validation set(?: \((?P<name>validation-[^|]+)\))?)? \|"
 )
-_NAMES_IN_LOGS = {"learning_rate": "learning rate|lr", "mean_lm_loss": "lm loss"}  # the others: a space for each _
+_NAMES_IN_LOGS = {"learning_rate": "learning rate|lr", "mean_lm_loss": "lm loss"}  # other names: a space for each _
 _NUMBER = r"([-+]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|nan|inf))"
 
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """One curve per split that has points."""
+    """Run with one curve per split that has points."""
 
     name: str
     curves: dict[str, Points] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class LoggedRun:
 
 
 def read_metrics(path: Path, value: str) -> LoggedRun:
-    """`value` is a key of the file's objects."""
+    """Reads the curves of `value`, a key of the file's objects."""
     run = LoggedRun(str(path))
     for number, line in enumerate(_lines("--metrics-jsonl", path), start=1):
         try:
@@ -54,7 +54,7 @@ def read_metrics(path: Path, value: str) -> LoggedRun:
 
 
 def read_log(path: Path, value: str) -> LoggedRun:
-    """`value` is a key of the metrics file; a line of the log has it in words, rounded, the loss as a mean."""
+    """Reads the curves of `value`, a key of the metrics file; a log has it in words, rounded, the loss as a mean."""
     run = LoggedRun(str(path))
     words = _NAMES_IN_LOGS.get(value, value.replace("_", " "))
     number = re.compile(rf"\| (?:{words}|{re.escape(value)})(?: value)?:? {_NUMBER}(?: \||$)", re.IGNORECASE)
@@ -91,11 +91,11 @@ def _unusable(flag: str, path: Path, reason: str) -> ConfigError:
 # ---------------------------------------------------------------- in the terminal
 
 TRAIN, VALIDATION = ("•", "*"), (("◆", "v"), ("▲", "a"), ("■", "b"), ("○", "o"))
-"""The second where the terminal has no Unicode; one for each validation set, from the first on again."""
+"""Marks, with a fallback for terminals without Unicode; further validation sets reuse them from the first on."""
 
 
 def draw_in_terminal(run: LoggedRun, *, width: int, height: int, plain: bool, title: str) -> str:
-    """A grid of characters: iterations to the right, the value upwards, both axes labelled."""
+    """Draws a grid of characters: iterations to the right, the value upwards, both axes labelled."""
     sets = [split for split in run.curves if split != "train"]
     marks = {"train": TRAIN[plain]} | {name: pair[plain] for name, pair in zip(sets, cycle(VALIDATION), strict=False)}
     points = [(i, y) for curve in run.curves.values() for i, y in curve.items()]
@@ -121,12 +121,12 @@ def draw_in_terminal(run: LoggedRun, *, width: int, height: int, plain: bool, ti
 # ---------------------------------------------------------------- with matplotlib
 
 _MARKERS = "os^Dv"
-"""Of the validation sets of a run, from the first on again."""
+"""Markers of a run's validation sets, reused beyond the last one."""
 
 
 def draw_curves(runs: Sequence[LoggedRun], value: str) -> "Figure":
-    """A colour per run, training as a line, validation dashed with marks."""
-    from matplotlib.figure import Figure  # no pyplot: nothing is shown, so no screen is asked for
+    """Draws each run in its own colour, training as a line, validation dashed with marks."""
+    from matplotlib.figure import Figure  # no pyplot: needs no screen
 
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.add_subplot()
@@ -150,7 +150,7 @@ def draw_curves(runs: Sequence[LoggedRun], value: str) -> "Figure":
 
 
 def _style(place: int | None) -> dict[str, Any]:
-    """Of the validation set in this place, or of training."""
+    """Returns the style of the validation set at `place`, or of training if that is None."""
     if place is None:
         return {"linestyle": "-"}
     return {"linestyle": "--", "marker": _MARKERS[place % len(_MARKERS)], "markersize": 4}

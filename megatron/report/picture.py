@@ -1,4 +1,4 @@
-"""A figure of matplotlib, which is optional, as a PNG."""
+"""Writes a figure of matplotlib, an optional dependency, as a PNG."""
 
 import sys
 from collections.abc import Callable
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def write_picture(draw: "Callable[[], Figure]", output: Path) -> None:
-    """`draw` imports matplotlib. That it is not installed, or the file not writable, is an error of one line."""
+    """Writes the figure that `draw` makes. A missing matplotlib, or an unwritable file, is a one-line error."""
     try:
         figure = draw()
     except ImportError:

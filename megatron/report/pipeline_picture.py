@@ -1,4 +1,4 @@
-"""The picture of a pipelined step: a lane per rank and a box per pass; the bubble stays white."""
+"""Draws a pipelined step: a lane per rank and a box per pass; the bubble stays white."""
 
 import math
 from typing import Any
@@ -45,7 +45,7 @@ def _box(pen: Any, span: Span, end: float) -> None:
 
 
 def _time_axis(pen: Any, end: float, bottom: float, *, measured: bool) -> None:
-    """Ticks at round numbers. A simulation has no seconds: its unit is what a forward pass takes."""
+    """Draws ticks at round numbers. A simulation has no seconds: its unit is the duration of a forward pass."""
     scale, title = (1000.0, "time (ms)") if measured else (1.0, "time (1 = a forward pass)")
     pen.line((_LEFT, bottom, _LEFT + _WIDTH, bottom), fill=_INK)
     for tick in ticks(end * scale):
@@ -56,7 +56,7 @@ def _time_axis(pen: Any, end: float, bottom: float, *, measured: bool) -> None:
 
 
 def ticks(end: float) -> list[float]:
-    """0 and the multiples of 1, 2 or 5 times a power of ten up to `end`: from 5 to 13 numbers."""
+    """Returns 0 and the multiples of 1, 2 or 5 times a power of ten up to `end`: from 5 to 13 numbers."""
     power = 10.0 ** math.floor(math.log10(end / 5))
     step = next(factor * power for factor in (5, 2, 1) if end / (factor * power) >= 5)
     return [float(f"{step * i:.9g}") for i in range(int(end / step * (1 + 1e-9)) + 1)]

@@ -1,4 +1,4 @@
-"""When each pass of a pipelined step ran or, simulated, would run, and how much of that time is bubble."""
+"""Times at which each pass of a pipelined step ran or, simulated, would run, and the share that is bubble."""
 
 import json
 import math
@@ -14,12 +14,12 @@ from megatron.utils.numerals import INT32
 from megatron.utils.typed import typed
 
 Cost = Callable[[int, Action], float]
-"""(rank, action) -> its duration."""
+"""Function from (rank, action) to its duration."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """One action of one rank, from start to end."""
+    """Action of one rank, from start to end."""
 
     rank: int
     action: Action
@@ -29,7 +29,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of all ranks in one step."""
+    """Spans of all ranks in one step."""
 
     spans: tuple[Span, ...]
     ranks: int
@@ -42,7 +42,7 @@ class Timeline:
 
     @property
     def defers_wgrads(self) -> bool:
-        """Whether weight gradients are separate passes (W), as in the zero-bubble schedule."""
+        """True if weight gradients are separate passes (W), as in the zero-bubble schedule."""
         return any(span.action.kind == "W" for span in self.spans)
 
     @property
@@ -54,13 +54,13 @@ class Timeline:
 
     @property
     def theoretical_bubble(self) -> float:
-        """The bubble with equal stages: (p - 1) / (m v) for GPipe, 1F1B and the interleaved schedule; (p - 1) / (3 m)
-        for zero-bubble, where F, B and W take equally long."""
+        """Bubble with equal stages: (p - 1) / (m v) for GPipe, 1F1B and the interleaved schedule; (p - 1) / (3 m) for
+        zero-bubble, where F, B and W take equally long."""
         return (self.ranks - 1) / (self.micro_batches * (3 if self.defers_wgrads else self.chunks))
 
 
 def cost_of_kinds(forward: float, backward: float, weights: float = 0.0) -> Cost:
-    """The same duration for all stages and micro-batches."""
+    """Returns a cost with the same durations for all stages and micro-batches."""
     costs: dict[PassKind, float] = {"F": forward, "B": backward, "W": weights}
     return lambda rank, action: costs[action.kind]
 
@@ -68,7 +68,7 @@ def cost_of_kinds(forward: float, backward: float, weights: float = 0.0) -> Cost
 def simulate(
     schedule: Order, ranks: int, micro_batches: int, chunks: int = 1, *, cost: Cost | None = None, transfer: float = 0.0
 ) -> Timeline:
-    """Every rank runs its actions in order, each as soon as its input is there; `transfer` is a message's duration. A
+    """Runs each rank's actions in order, each as soon as its input is there; `transfer` is a message's duration. Raises
     RuntimeError if the schedule deadlocks."""
     cost = cost or cost_of_kinds(1.0, 2.0, 1.0)
     todo = [deque(schedule(ranks, rank, micro_batches, chunks)) for rank in range(ranks)]
@@ -90,7 +90,7 @@ def simulate(
 
 
 def without_transfers(step: Timeline) -> Timeline:
-    """A recorded step, each pass as long and in the same order, as if messages took no time."""
+    """Returns a recorded step as if messages took no time, with the same durations and order of passes."""
     in_order = sorted(step.spans, key=lambda span: span.start)
     durations = {(span.rank, span.action): span.end - span.start for span in step.spans}
 
@@ -110,7 +110,7 @@ def _ready_at(
     ended: Mapping[tuple[PassKind, int, int], float],
     transfer: float,
 ) -> float | None:
-    """When the action's inputs are there; None if one of them has not been computed yet."""
+    """Returns the time at which the action's inputs are there; None if one of them has not been computed yet."""
     stage, last, m = action.chunk * ranks + rank, chunks * ranks - 1, action.micro_batch
     if action.kind == "F":
         return 0.0 if stage == 0 else _after(ended.get(("F", stage - 1, m)), transfer)
@@ -132,7 +132,7 @@ def _after(time: float | None, transfer: float) -> float | None:
 
 @dataclass(frozen=True)
 class _Trace:
-    """The content of one rank's file."""
+    """Content of one rank's file."""
 
     place: int
     ranks: int
@@ -148,12 +148,12 @@ class _Trace:
         for kind, chunk, micro_batch, start, end in (each for step in self.steps for each in step):
             inside = chunk in range(self.chunks) and micro_batch in range(self.micro_batches)
             if kind not in ("F", "B", "W") or not inside or not -math.inf < start < end < math.inf:
-                raise ValueError(f"{kind[:10]} of micro-batch {micro_batch} from {start} to {end} is no pass")
+                raise ValueError(f"{kind[:10]} of micro-batch {micro_batch} from {start} to {end} is not a pass")
 
 
 def read_timelines(directory: Path) -> list[Timeline]:
-    """The recorded steps, oldest first, of the directory's first pipeline (its data- and tensor-parallel replicas are
-    ignored). Times are seconds from the step's first start."""
+    """Returns the recorded steps of the directory's first pipeline, oldest first; its data- and tensor-parallel
+    replicas are ignored. Times are seconds from the step's first start."""
     files = sorted(directory.glob("rank*.json"))
     if not files:
         raise ConfigError(f"--trace {directory}: no rank*.json there; give a directory that --pipeline-trace wrote")
@@ -166,10 +166,10 @@ def read_timelines(directory: Path) -> list[Timeline]:
         by_place.setdefault(trace.place, trace)
     first = by_place[min(by_place)]
     if sorted(by_place) != list(range(first.ranks)):
-        raise DataError(f"--trace {directory}: stages {sorted(by_place)} of {first.ranks} are there; run again")
+        raise DataError(f"--trace {directory}: only stages {sorted(by_place)} of {first.ranks} are there; run again")
     shapes = {(t.ranks, t.micro_batches, t.chunks, len(t.steps)) for t in by_place.values()}
     if len(shapes) > 1:
-        raise DataError(f"--trace {directory}: the stages are of different runs; run again into an empty directory")
+        raise DataError(f"--trace {directory}: the stages come from different runs; run again into an empty directory")
     stages = [by_place[place].steps for place in range(first.ranks)]
     return [_timeline(first, passes) for passes in zip(*stages, strict=True)]
 

@@ -1,4 +1,4 @@
-"""What runs came to, samples/s and perplexity: read from metrics files (`--metrics-jsonl`) or published, and drawn."""
+"""Reads samples/s and perplexity of runs, from metrics files (`--metrics-jsonl`) or published rows, and draws them."""
 
 import json
 import math
@@ -29,13 +29,13 @@ class SizeResult:
 @dataclass(frozen=True)
 class Published:
     source: str
-    """By whom the rows were published, and that they are theirs."""
+    """Publisher of the rows, as shown in the legend."""
     rows: tuple[SizeResult, ...]
 
 
 def row_of_run(size: str, devices: str, path: Path) -> SizeResult:
-    """samples/s is the median of the logged intervals, the first left out where there are others (it warms up);
-    the perplexity is that of the last evaluation of the validation split."""
+    """Returns the row of a run. Its samples/s is the median of the logged intervals, without the first (it warms up) if
+    there are others. Its perplexity is that of the last evaluation of the validation split."""
     lines = list(_last_run(_objects(path)))
     trained = [_number(path, line, "samples_per_second") for line in lines if "samples_per_second" in line]
     evaluated = [_number(path, line, "lm_loss_ppl") for line in lines if line.get("split") == "valid"]
@@ -61,7 +61,7 @@ def read_published(path: Path) -> Published:
                 raise ValueError(f"the row of {row.size[:100]}: a rate or a perplexity is not a positive number")
         return replace(found, rows=tuple(replace(row, published=True) for row in found.rows))
     except (ValueError, RecursionError) as error:
-        raise _unusable("--published", path, f"no source with rows ({error})") from None
+        raise _unusable("--published", path, f"not a source with rows ({error})") from None
 
 
 def _number(path: Path, line: dict[str, Any], name: str) -> float:
@@ -72,7 +72,7 @@ def _number(path: Path, line: dict[str, Any], name: str) -> float:
 
 
 def _last_run(lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The lines from where iterations last began again: a file is appended to, by a resumed run and by a new one."""
+    """Yields the lines from where iterations last began again, because resumed and new runs append to one file."""
     kept: list[dict[str, Any]] = []
     trained = -math.inf
     for line in lines:
@@ -91,7 +91,7 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
         except (ValueError, RecursionError):
             line = None
         if not isinstance(line, dict) or type(line.get("iteration")) is not int:
-            raise _unusable("--run", path, f"line {number} is no record of an iteration")
+            raise _unusable("--run", path, f"line {number} is not a record of an iteration")
         yield line
 
 
@@ -113,8 +113,8 @@ _OURS, _PUBLISHED = "C0", "0.65"
 
 
 def draw_bars(rows: Sequence[SizeResult], source: str) -> "Figure":
-    """A bar of samples/s and one of perplexity for each row, published ones in grey."""
-    from matplotlib.figure import Figure  # no pyplot: nothing is shown, so no screen is asked for
+    """Draws a bar of samples/s and one of perplexity for each row, published ones in grey."""
+    from matplotlib.figure import Figure  # no pyplot: needs no screen
 
     figure = Figure(figsize=(11, 1.6 + 0.34 * len(rows)), layout="constrained")
     speed, quality = figure.subplots(1, 2, sharey=True)
@@ -133,7 +133,7 @@ def draw_bars(rows: Sequence[SizeResult], source: str) -> "Figure":
 
 
 def _bars(axes: Any, rows: Sequence[SizeResult], values: Sequence[float | None]) -> None:
-    """Rows without the value have no bar."""
+    """Draws a bar for each row that has the value."""
     for place, (row, value) in enumerate(zip(rows, values, strict=True)):
         if value is not None:
             bar = axes.barh(place, value, color=_PUBLISHED if row.published else _OURS)

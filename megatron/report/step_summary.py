@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in a few lines for a reader; and what the other folders beside its steps are."""
+"""Summarizes a checkpoint in a few lines, and explains the other folders beside its steps."""
 
 from collections.abc import Iterator
 from math import prod
@@ -18,7 +18,7 @@ def lines(record: Manifest) -> Iterator[str]:
     kinds = sorted({kind for each in record.optimizer.values() for kind in each})
     held = [f"optimizer ({', '.join(kinds)})"] if kinds else []
     held += [{"rng": "random states"}.get(part, part) for part in record.holds if part != "optimizer"]
-    yield f"state: step {record.step}, {record.consumed_train_samples} samples; {', '.join(held) or 'weights alone'}"
+    yield f"state: step {record.step}, {record.consumed_train_samples} samples; {', '.join(held) or 'only weights'}"
     size = sum(file.size for file in record.files.values())
     layout = ", ".join(f"{name} {n}" for name, n in record.layout.items() if n > 1) or "one rank"
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
@@ -42,23 +42,23 @@ def _shape(record: Manifest) -> str:
 
 
 def set_aside(directory: Path) -> Iterator[str]:
-    """The folders of a save directory that are never read, and why they are there."""
+    """Yields the folders of a save directory that are never read, and the reason for each."""
     for entry in sorted(directory.iterdir()):
         if why := meaning(entry.name):
             yield f"{entry.name}: {why}"
 
 
 def meaning(name: str) -> str | None:
-    """What a folder's name means; None if it is a step, or not ours."""
+    """Explains a folder's name; None if it is a step, or not one of this project's folders."""
     if name.startswith(paths.TEMPORARY):
         return (
-            "a save that was not completed, because its run was killed or the disk was full; it is never read, the "
-            "steps beside it are untouched, and the next save here removes it"
+            "an incomplete save: its run was killed or the disk was full; it is never read, other steps are "
+            "untouched, and the next save here removes it"
         )
     if name.startswith(paths.TRASH):
         return "a step that retention was deleting; it is never read, and the next save removes it"
     if name.startswith((paths.BAD, ".bad-")):
         return "a step that was found damaged; it is kept and never read"
     if name.startswith((paths.ABANDONED, ".abandoned-")):
-        return "a step of a run that was rewound or replaced; it is never read (rename it to use it again)"
+        return "a step of a rewound or replaced run; it is never read (rename it to use it again)"
     return None

@@ -1,1 +1,1 @@
-"""Where elements live: which part of a parameter a rank holds, updates and saves. Names and integers only."""
+"""Describes which part of a parameter a rank holds, updates and saves."""

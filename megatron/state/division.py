@@ -1,26 +1,26 @@
-"""Ranges of indices, and `Division`: which elements of a tensor each rank of an axis has.
+"""Ranges of indices, and `Division`: the elements of a tensor that each rank of an axis has.
 
-A Division is a rule: a list would grow with the number of ranks. Tensors are concatenated to one row of elements, which
-is cut into equal shares, one for each rank of the axis.
+A Division is a rule, because a list would grow with the number of ranks. Tensors are concatenated to one row of
+elements, which is cut into equal shares, one for each rank of the axis.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 Range = tuple[int, int]
-"""From the first index to the one after the last."""
+"""First index, and the index after the last."""
 DEALT = -1
 
 
 def even_ranges(size: int, parts: int, index: int) -> tuple[Range, ...]:
-    """The `index`-th of `parts` contiguous pieces of `size`; the first ones are one longer if it does not divide."""
+    """The `index`-th of `parts` contiguous pieces of `size`. If it does not divide, the first pieces are one longer."""
     base, longer = divmod(size, parts)
     start = index * base + min(index, longer)
     return ((start, start + base + (index < longer)),)
 
 
 def common(a: Range, b: Range) -> Range:
-    """The intersection; one that is empty begins at its end or after it."""
+    """The intersection. An empty one does not begin before its end."""
     return max(a[0], b[0]), min(a[1], b[1])
 
 
@@ -40,7 +40,7 @@ class Members:
     """Ranks that divide tensors, or hold copies of them, as this rank sees them."""
 
     name: str
-    """Equal on its members, different from that of all other groups."""
+    """Equal on all members, different from that of all other groups."""
     rank: int
     """This rank's number in the group."""
     size: int
@@ -48,17 +48,17 @@ class Members:
 
 @dataclass(frozen=True)
 class Division:
-    """How the ranks of a group divide one tensor."""
+    """Division of one tensor among the ranks of a group."""
 
     group: Members
     elements: int
-    """Of the whole tensor."""
+    """Number of elements of the whole tensor."""
     share: int
     """Elements of the row that each rank has."""
     offset: int = 0
-    """Where the tensor begins in the row."""
+    """Beginning of the tensor in the row."""
     row: int = 0
-    """The number of the row, of all that the group divides; -1: of what is dealt."""
+    """Number of the row among those that the group divides; DEALT (-1) for tensors that are dealt."""
 
     @property
     def held(self) -> Range:
@@ -84,8 +84,8 @@ class Division:
 
 
 def dealt(sizes: Mapping[str, int], group: Members, first_has: int = 0) -> dict[str, Division]:
-    """Deals tensors, given by their numbers of elements, to the ranks of a group: equally much to each, where the first
-    has work of `first_has` elements already."""
+    """Deals tensors, given by their numbers of elements, to the ranks of a group in equal shares. Of the first rank's
+    share, `first_has` elements are taken already."""
     total = sum(sizes.values())
     if group.size > 1:
         first_has = min(first_has, -(-total // (group.size - 1)))

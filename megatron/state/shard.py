@@ -1,8 +1,8 @@
-"""Shard: which part of a parameter a stored tensor holds.
+"""Shard: the part of a parameter that a stored tensor holds.
 
 Weights are stored 1-D and 2-D. Each has one logical view (fused QKV: `(groups, q_per_group + 2, head_dim, hidden)`),
-and every split is a list of index ranges along one dimension of that view. Splitting, joining and moving to another
-split are then slicing, whatever the parameter is.
+and every split is a list of index ranges along one dimension of that view. Splitting, joining and resharding are then
+slicing, whatever the parameter is.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,13 +29,13 @@ class Shard:
     replica_axes: tuple[str, ...] = ()
     """Axes whose ranks hold a copy of this part and see different inputs: their gradients are summed."""
     fold: int = 1
-    """How many dimensions from `dim` on the ranges count through as one (the heads of all KV groups, say)."""
+    """Number of dimensions from `dim` on that the ranges index as one, such as the heads of all KV groups."""
     copies: tuple[Range, ...] = ()
     """The part of `ranges` that an earlier rank holds too: sums over all ranks, such as a norm, skip it."""
     division: Division | None = None
-    """How ranks divide the elements of the stored tensor (ZeRO); None: each of them has all."""
+    """Division of the stored tensor's elements among ranks (ZeRO); None: each of them has all."""
     stored: tuple[int, ...] | None = None
-    """Shape of the stored tensor, padding rows included; None: only what is held is known."""
+    """Shape of the stored tensor with padding rows; None if only the held part is known."""
     split_over: tuple[str, ...] = ()
     """Axes whose ranks hold the other parts: norms are summed over them."""
 
@@ -92,7 +92,7 @@ def split_size(shard: Shard) -> int:
 
 
 def split_shape(shard: Shard) -> tuple[int, ...]:
-    """The logical shape with the folded dimensions as one: `dim` of it is what the ranges count."""
+    """The logical shape with the folded dimensions as one, which the ranges index."""
     return _with_length(shard, split_size(shard))
 
 
@@ -102,7 +102,7 @@ def _with_length(shard: Shard, length: int) -> tuple[int, ...]:
 
 
 def is_whole(shard: Shard) -> bool:
-    """Whether this rank holds all of the parameter, in its order."""
+    """True if this rank holds all of the parameter, in its order."""
     position = 0
     for start, stop in shard.held:
         if start != position:
@@ -117,12 +117,12 @@ def unsplit(shard: Shard) -> Shard:
 
 
 def splits_columns(shard: Shard, rows: int) -> bool:
-    """Whether `dim` is of the columns of a stored matrix with that many rows; else it is of its rows."""
+    """True if `dim` belongs to the columns of a stored matrix with that many rows, False if to its rows."""
     return rows <= prod(split_shape(shard)[: shard.dim])
 
 
 def element_runs(shard: Shard) -> Iterator[tuple[int, int]]:
-    """What is held here as (first element, number of elements) of the whole logical view, in memory's order."""
+    """Yields the held elements as (first element, number of elements) of the whole logical view, in memory order."""
     outer, size, inner = _in_three(shard)
     for row in range(outer):
         for start, stop in shard.held:
@@ -130,8 +130,8 @@ def element_runs(shard: Shard) -> Iterator[tuple[int, int]]:
 
 
 def counted_parts(shard: Shard, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The parts of this rank's tensor that no earlier rank holds: over all ranks, every element is counted once.
-    Padding rows are left out."""
+    """The parts of this rank's tensor that no earlier rank holds, without padding rows. Over all ranks, every element
+    is counted once."""
     division = shard.division
     if not shard.copies and division is None:
         return [shard.view(tensor)]
@@ -148,8 +148,8 @@ def copied_parts(shard: Shard, tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def by_range(shard: Shard, tensor: torch.Tensor) -> Iterator[tuple[Range, torch.Tensor]]:
-    """Each index range held here, with its elements in this rank's tensor, which has a part of them where ranks divide
-    it. Padding belongs to no range."""
+    """Yields each held index range with its elements in this rank's tensor: a part of them where ranks divide the
+    tensor. Padding belongs to no range."""
     for offset, held in _with_offsets(shard.held):
         local = offset, offset + held[1] - held[0]
         if shard.division is None:
@@ -172,7 +172,7 @@ def _parts(shard: Shard, tensor: torch.Tensor, which: Callable[[Range], Iterable
 
 
 def _elements(shard: Shard, parts: Sequence[Range]) -> Iterator[Range]:
-    """Index ranges of the split dimension of what is stored here, as ranges of its elements in memory's order."""
+    """Converts index ranges of the stored tensor's split dimension to ranges of its elements, in memory order."""
     outer, _, inner = _in_three(shard)
     length = shard.local_shape[shard.dim] if shard.local_shape else 1
     for row in range(outer):
@@ -181,18 +181,18 @@ def _elements(shard: Shard, parts: Sequence[Range]) -> Iterator[Range]:
 
 
 def _in_three(shard: Shard) -> tuple[int, int, int]:
-    """Shape of the whole logical view as three dimensions, of which the second is split."""
+    """Shape of the whole logical view in three dimensions; the second is split."""
     shape = split_shape(shard)
     return prod(shape[: shard.dim]), split_size(shard), prod(shape[shard.dim + 1 :])
 
 
 def in_three_dimensions(shard: Shard) -> Shard:
-    """The same part of the logical view reshaped to three dimensions, of which the second is split."""
+    """The same part of the logical view, reshaped to three dimensions; the second is split."""
     return Shard(shard.name, _in_three(shard), 1, shard.held)
 
 
 def narrowed(shard: Shard, start: int, stop: int) -> Shard:
-    """What is held here from `start` to `stop` along the split dimension, counted in memory's order."""
+    """The held part from `start` to `stop` along the split dimension, counted in memory order."""
     kept = [
         (held[0] + max(start - offset, 0), held[0] + min(stop - offset, held[1] - held[0]))
         for offset, held in _with_offsets(shard.held)
@@ -201,7 +201,7 @@ def narrowed(shard: Shard, start: int, stop: int) -> Shard:
 
 
 def pieces(source: Shard, target: Shard) -> Iterator[tuple[Range, Range]]:
-    """The intersection of two parts of one parameter: (range in the source's local view, in the target's) along dim.
+    """Intersections of two parts of one parameter: (range along dim in the source's local view, in the target's).
 
     Copying each pair moves everything that the source has and the target wants.
     """

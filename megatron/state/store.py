@@ -1,7 +1,7 @@
-"""Store: the tensors that belong to what a rank trains, by name and as runs.
+"""Store: the weights, gradients and optimizer tensors of what a rank trains, by name and as flat runs.
 
-A part is a range of a parameter's elements in memory's order. Without ZeRO it is the whole parameter, on every rank;
-with it the data-parallel ranks divide the elements, and a rank keeps masters and moments of its own parts alone.
+A part is a range of a parameter's elements in memory order. Without ZeRO it is the whole parameter, on every rank. With
+ZeRO the data-parallel ranks divide the elements, and each has masters and moments of its own parts only.
 """
 
 from abc import ABC, abstractmethod
@@ -19,16 +19,16 @@ from megatron.utils.dtype import HALF
 
 @dataclass(frozen=True)
 class FlatRun:
-    """Parts that lie one after the other in flat tensors: they are updated in one pass over memory."""
+    """Parts that are contiguous in flat tensors, so that one pass over memory updates them."""
 
     names: tuple[str, ...]
     ends: tuple[int, ...]
-    """Where each part ends; it begins where the one before it ends."""
+    """End of each part, which begins at the end of the part before it."""
     grads: Tensor
     weights: Tensor
-    """The model's own; in its type, or its fp32 masters."""
+    """The model's weights in its dtype, or their fp32 masters."""
     kinds: dict[str, Tensor] = field(default_factory=dict)
-    """What the optimizer added, each as long as `weights`."""
+    """Tensors that the optimizer added, each as long as `weights`."""
 
     def places(self) -> Iterator[tuple[str, slice]]:
         """The place of each part in the flat tensors."""
@@ -37,7 +37,7 @@ class FlatRun:
 
 @dataclass(eq=False, kw_only=True)
 class Buffer:
-    """The gradients of several parameters in one flat tensor, and maybe their weights in another of the same order."""
+    """Gradients of several parameters in one flat tensor. Their weights may be in another one, in the same order."""
 
     parameters: Mapping[str, nn.Parameter]
     views: Mapping[str, Tensor]
@@ -46,7 +46,7 @@ class Buffer:
     """The elements of the buffer that belong to each parameter."""
     buffer: Tensor
     chunk: Range
-    """What this rank updates: its share of a divided buffer, whose end may be padding; else all."""
+    """Range that this rank updates: its share of a divided buffer, whose end may be padding; else all."""
     weights: Tensor | None = None
 
     @property
@@ -63,7 +63,7 @@ class Buffer:
 
     @cached_property
     def held(self) -> Range:
-        """What this rank updates, without the padding."""
+        """Range that this rank updates, without the padding."""
         return self.chunk[0], self.chunk[0] + sum(stop - start for start, stop in map(self.piece, self.places))
 
     @cached_property
@@ -99,21 +99,21 @@ class Store(ABC):
     names: tuple[str, ...]
     """Every trainable parameter once, in the order of the model; a tied one under its first name."""
     device: torch.device
-    """Where the model computes, and what its ranks send each other is. The parts may be in host memory."""
+    """Device on which the model computes and ranks communicate. The parts may be in host memory."""
     divisions: Mapping[str, Division | None]
-    """How the ranks divide each parameter; None where every rank's part is whole."""
+    """Division of each parameter among the ranks; None where every rank's part is whole."""
     grad_dtypes: Mapping[str, torch.dtype]
-    """The type in which the gradients of each parameter are added up."""
+    """Dtype in which the gradients of each parameter are accumulated."""
     flat: bool
-    """Whether `runs` has all parts, with gradients that have the same addresses in every step."""
+    """True if `runs` has all parts, with gradients that have the same addresses in every step."""
 
     @abstractmethod
     def parameter(self, name: str) -> nn.Parameter:
-        """As the model has it: its shape says what it is, and is not always that of its part."""
+        """The module's parameter, full shape; this rank's part may have another shape."""
 
     @abstractmethod
     def weight(self, name: str) -> Tensor:
-        """This rank's part: in the parameter's own shape if it is all of it, else of one dimension, maybe empty."""
+        """This rank's part of the weight: in the parameter's shape if whole, else one-dimensional and maybe empty."""
 
     @abstractmethod
     def grad(self, name: str) -> Tensor:
@@ -121,7 +121,7 @@ class Store(ABC):
 
     @abstractmethod
     def runs(self) -> list[FlatRun]:
-        """All parts in as few runs as there are, which the model computes with from here on."""
+        """All parts in as few runs as possible; from now on the model computes with their memory."""
 
     @abstractmethod
     def multiply(self, factor: Tensor | float) -> None:
@@ -132,11 +132,11 @@ class Store(ABC):
         return ((name, self.grad(name)) for name in self.names)
 
     def flat_grads(self) -> Iterator[tuple[str, Tensor]]:
-        """All gradients in as few tensors as they lie in, each with the name of its first parameter."""
+        """All gradients in as few tensors as possible, each with the name of its first parameter."""
         return self.grads()
 
     def held(self, name: str) -> Range:
-        """Which elements of the parameter this rank's part holds."""
+        """Range of the parameter's elements in this rank's part."""
         division = self.divisions[name]
         return (0, self.parameter(name).numel()) if division is None else division.held
 
@@ -147,13 +147,13 @@ class Store(ABC):
 
 
 def run_alone(store: Store, name: str) -> FlatRun:
-    """A part that lies by itself, as those of gathered weights do."""
+    """Makes a run of a single part, such as that of a gathered weight."""
     weight = store.weight(name)
     return FlatRun((name,), (weight.numel(),), store.grad(name).view(-1), weight.view(-1))
 
 
 def are_masters(store: Store, run: FlatRun) -> bool:
-    """Whether these weights are the fp32 masters of a model that computes in half precision."""
+    """True if these weights are fp32 masters of half-precision parameters."""
     halves = {store.parameter(name).dtype in HALF for name in run.names}
-    assert len(halves) == 1, "weights of a run have one type"
+    assert len(halves) == 1, "weights of a run have one dtype"
     return halves.pop() and run.weights.dtype not in HALF

@@ -1,4 +1,4 @@
-"""The interface of all tokenizers, and the settings that they are made from."""
+"""Interface of all tokenizers, and their settings."""
 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 Ids = npt.NDArray[np.int32]
 
 Encoder = Literal["auto", "fast", "exact"]
-"""auto: the fast encoder where it is exact; fast: an error where it is not; exact."""
+"""auto: the fast encoder if it is exact; fast: an error if it is not; exact: never the fast encoder."""
 
 END_OF_TEXT = "<|endoftext|>"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerSettings:
-    """The settings as a plain value, for tools and worker processes."""
+    """Settings as a plain value, for tools and worker processes."""
 
     tokenizer_type: str | None = None
     tokenizer_model: str | None = None
@@ -41,11 +41,11 @@ class TokenizerSettings:
     encoder: Encoder = "auto"
 
 
-TokenizerOptions = Union["TokenizerConfig", TokenizerSettings]  # the section of a training run, or these
+TokenizerOptions = Union["TokenizerConfig", TokenizerSettings]  # a training run's section, or plain settings
 
 
 class EncoderDifference(DataError):
-    """The fast encoder's ids differ from the exact one's, so nothing it has written can be trusted."""
+    """Raised if the fast encoder's ids differ from the exact one's; all its output is then untrustworthy."""
 
     def __init__(self, index: int, excerpt: str) -> None:
         self.index = index  # of the text in the batch
@@ -62,35 +62,35 @@ class EncoderDifference(DataError):
 class Tokenizer(abc.ABC):
     """Converts text to ids and back.
 
-    Text that looks like a special token is text: no input string gives the end-of-document id, which is only added
-    explicitly (`--append-eod`). No other token is added to a text, except the <s> of Llama2Tokenizer.
+    Text that looks like a special token is plain text. No input string gives the end-of-document id; only
+    `--append-eod` adds it. No other token is added to a text, except the <s> of Llama2Tokenizer.
     """
 
     name: str  # Megatron's name of the type, for messages and records
-    engine = "exact"  # what encodes batches, for summaries
+    engine = "exact"  # the encoder of batches, for summaries
     vocab_size: int
-    """The largest id plus one, before padding."""
+    """Largest id plus one, before padding."""
     eod_id: int | None
-    """The end-of-document id, or None if this vocabulary has none."""
+    """End-of-document id, or None if the vocabulary has none."""
 
     @classmethod
     @abc.abstractmethod
     def from_settings(cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool) -> "Tokenizer":
-        """Opens the files that the settings name: all that its row of `megatron.tokenizer_types` needs are there."""
+        """Opens the files that the settings name. All that `megatron.tokenizer_types` requires of the type are set."""
 
     @property
     def eod(self) -> int:
-        """The end-of-document id; a ConfigError if the vocabulary has none."""
+        """End-of-document id. Raises ConfigError if the vocabulary has none."""
         if self.eod_id is None:
             raise ConfigError(f"{self.name}: {self._why_no_eod()}")
         return self.eod_id
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token, special ones included; None if the vocabulary lacks it."""
+        """Returns the id of a token, special or not; None if the vocabulary lacks it."""
         return None
 
     def beginning(self) -> tuple[int, ...]:
-        """What the tokenizer's own program puts before a prompt."""
+        """Ids that the tokenizer's original program (`transformers`) puts before a prompt."""
         return ()
 
     def _why_no_eod(self) -> str:
@@ -99,38 +99,38 @@ class Tokenizer(abc.ABC):
     @property
     @abc.abstractmethod
     def fingerprint(self) -> str:
-        """sha256 over everything that determines the ids; independent of the files' place and formatting."""
+        """Hash (sha256) of everything that determines the ids, independent of the files' place and formatting."""
 
     @property
     def fingerprints(self) -> tuple[str, ...]:
-        """`fingerprint`, and what earlier releases recorded for the same tokenizer."""
+        """Returns `fingerprint`, and the ones that earlier releases recorded for the same tokenizer."""
         return (self.fingerprint,)
 
     @abc.abstractmethod
     def tokenize(self, text: str) -> list[int]: ...
 
     def tokenize_special(self, text: str) -> list[int]:
-        """As `tokenize`, but text that spells a special token is that token: for prompts, never for documents."""
+        """Tokenizes a prompt, never a document: text that spells a special token becomes that token."""
         raise ConfigError(
             f"--prompt-with-special-tokens: {self.name} does not read special tokens in a text; use a Hugging Face "
-            "folder with the model's tokenizer.json, or leave the flag out"
+            "folder with the model's tokenizer.json, or leave out the flag"
         )
 
     @abc.abstractmethod
     def detokenize(self, ids: Iterable[int]) -> str: ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """One array of ids per text; overridden by engines that are faster on many texts."""
+        """Returns one array of ids per text. Engines that are faster on many texts override it."""
         return [np.array(self.tokenize(text), dtype=np.int32) for text in texts]
 
     def byte_lengths(self) -> Lengths | None:
-        """How many bytes of text each id stands for; 0 for special tokens, which are no text. None where ids stand for
-        no text at all. [vocab_size]"""
+        """Returns the number of text bytes of each id, [vocab_size]. Special tokens count as zero bytes. None means
+        that ids do not stand for text."""
         return None
 
     @abc.abstractmethod
     def files(self) -> dict[str, Path]:
-        """File name -> source file: the files to store with a checkpoint, so that a run can continue anywhere."""
+        """Returns file name -> path of the files to store with a checkpoint, so that a run can resume anywhere."""
 
     @abc.abstractmethod
     def save_pretrained(self, directory: str | Path, *, model_max_length: int | None = None) -> None:
@@ -138,7 +138,7 @@ class Tokenizer(abc.ABC):
 
 
 def package(name: str, kind: str) -> Any:
-    """Imports a package that only some types of tokenizer need; a ConfigError names the type where it is missing."""
+    """Imports a package that only some types of tokenizer need. If it is missing, the ConfigError names the type."""
     try:
         return import_module(name)
     except ImportError:
@@ -147,8 +147,8 @@ def package(name: str, kind: str) -> Any:
 
 @contextmanager
 def library_errors(wrap: Callable[[str], Exception]) -> Iterator[None]:
-    """Turns whatever a tokenizer's library raises into `wrap(reason)`. Libraries in Rust raise plain Exception, and
-    after a panic a PanicException, which is no Exception and has no Python name."""
+    """Turns any error of a tokenizer's library into `wrap(reason)`. Libraries in Rust raise plain Exception, and after
+    a panic a PanicException, which is not a subclass of Exception and cannot be imported."""
     try:
         yield
     except MegatronError:
@@ -160,16 +160,16 @@ def library_errors(wrap: Callable[[str], Exception]) -> Iterator[None]:
 
 
 def gives_up(name: str, what: str = "a text") -> Callable[[str], DataError]:
-    """For `library_errors`, around the calls that encode and decode with the tokenizer called `name`."""
-    return lambda reason: DataError(f"{name}: its library gives up on {what} ({reason}); correct or skip it")
+    """Returns the `wrap` of `library_errors` for encoding and decoding with the tokenizer called `name`."""
+    return lambda reason: DataError(f"{name}: its library fails on {what} ({reason}); correct or skip it")
 
 
 def refuse_surrogates(text: str) -> None:
-    """Refuses lone surrogates, which no engine can encode."""
+    """Rejects lone surrogates, which no engine can encode."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            f"text holds a lone surrogate (U+{ord(text[error.start]):04X} at character {error.start}); "
-            "it is not Unicode text"
+            f"text holds a lone surrogate (U+{ord(text[error.start]):04X} at character {error.start}), "
+            "so it is not valid Unicode; remove it"
         ) from None

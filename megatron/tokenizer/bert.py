@@ -1,6 +1,6 @@
 """BertWordPieceLowerCase and BertWordPieceCase: BERT's vocab.txt, one piece per line.
 
-Megatron's rules: words of up to 200 characters; [BOS] and [EOS] follow the vocabulary; no end-of-document token.
+Megatron's rules: a word has up to 200 characters, [BOS] and [EOS] follow the vocabulary, no end-of-document token.
 """
 
 from collections.abc import Iterable, Sequence
@@ -70,8 +70,7 @@ class BertWordPieceTokenizer(Tokenizer):
             return self._rust.decode(list(ids), skip_special_tokens=False)
 
     def byte_lengths(self) -> Lengths:
-        """The lengths of the normalised text: without capitals, accents and white space where the vocabulary drops
-        them."""
+        """Returns lengths of the normalised text, which may lack capitals, accents and white space."""
         known = {self._vocab[token]: 0 for token in (*NEEDED[1:], *ADDED)}
         return by_decoding(self.vocab_size, self.detokenize, self.tokenize("a")[-1], known)
 
@@ -94,10 +93,10 @@ def _read_vocab(path: Path) -> dict[str, int]:
     vocab = {token: index for index, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         twice = next(token for index, token in enumerate(tokens) if vocab[token] != index)
-        raise ConfigError(f"{SETTING} {path}: {twice!r} stands there twice; the file is damaged")
+        raise ConfigError(f"{SETTING} {path}: {twice!r} occurs twice; the file is damaged")
     lacking = [token for token in NEEDED if token not in vocab]
     if lacking:
-        raise ConfigError(f"{SETTING} {path}: has no {lacking[0]}; give BERT's vocab.txt, a token in each line")
+        raise ConfigError(f"{SETTING} {path}: has no {lacking[0]}; give BERT's vocab.txt, with one token per line")
     for token in ADDED:
         vocab.setdefault(token, len(vocab))
     return vocab
@@ -105,7 +104,7 @@ def _read_vocab(path: Path) -> dict[str, int]:
 
 def _build(vocab: dict[str, int], lower_case: bool, name: str) -> Any:
     made = package("tokenizers", name)
-    with library_errors(lambda reason: ConfigError(f"{SETTING}: tokenizers refuses it ({reason})")):
+    with library_errors(lambda reason: ConfigError(f"{SETTING}: tokenizers rejects it ({reason})")):
         rust = made.Tokenizer(made.models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD))
     rust.normalizer = made.normalizers.BertNormalizer(lowercase=lower_case, strip_accents=lower_case)
     rust.pre_tokenizer = made.pre_tokenizers.BertPreTokenizer()

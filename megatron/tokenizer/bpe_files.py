@@ -1,6 +1,6 @@
 """Reads vocab.json and merges.txt of a byte-level BPE and checks them against each other.
 
-Without these checks a wrong pair of files would not fail: it would give wrong ids, and a run that trains on noise.
+Without these checks a wrong pair of files would silently give wrong ids, and a run would train on noise.
 """
 
 import hashlib
@@ -18,15 +18,15 @@ from megatron.utils.regular_file import regular
 
 Merge = tuple[str, str]
 
-# With a larger share of unreachable ordinary tokens, merges.txt is truncated or of another vocabulary.
+# A larger share of unreachable ordinary tokens means that merges.txt is truncated or of another vocabulary.
 UNREACHABLE_SHARE = 0.01
-# Ids may have gaps. With larger ones the file is damaged, or meant to fill the memory.
+# Ids may have gaps. Larger ones mean that the file is damaged, or crafted to exhaust the memory.
 SPARE_IDS = 1 << 16
 
 
 @dataclass(frozen=True)
 class BPE:
-    """A checked vocabulary and its merges in order of rank."""
+    """Checked vocabulary, and its merges in order of rank."""
 
     vocab: dict[str, int]
     merges: list[Merge]
@@ -40,20 +40,20 @@ class BPE:
         return self.vocab.get(END_OF_TEXT)
 
     def fingerprint(self) -> str:
-        """sha256 of the content in a canonical form, independent of the files' names, order and white space."""
+        """Returns the sha256 of the canonical content, independent of the files' names, order and white space."""
         by_id = sorted(self.vocab.items(), key=lambda item: item[1])
         content = {"kind": "byte-level-bpe", "pattern": "gpt2", "vocab": by_id, "merges": self.merges}
         return hash_of(content)
 
 
 def hash_of(content: Any) -> str:
-    """sha256 of a JSON value in a canonical form."""
+    """Returns the sha256 of a JSON value in a canonical form."""
     canonical = json.dumps(content, ensure_ascii=True, separators=(",", ":"), sort_keys=True)
     return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
 
 def read_bpe(vocab_file: Path, merge_file: Path) -> BPE:
-    """Reads both files; errors name the file and line that is damaged or does not fit the other file."""
+    """Reads both files. Errors name the file and line that is damaged or does not fit the other file."""
     vocab = _read_vocab(vocab_file)
     merges = _read_merges(merge_file)
     check_bpe(vocab, merges, vocab_name=f"--vocab-file {vocab_file}", merges_name=f"--merge-file {merge_file}")
@@ -61,13 +61,13 @@ def read_bpe(vocab_file: Path, merge_file: Path) -> BPE:
 
 
 def merge_pair(merge: str | list[str]) -> Merge:
-    """A merge of a tokenizer.json, which is "a b" in older files and ["a", "b"] in newer ones."""
+    """Parses a merge of a tokenizer.json: "a b" in older files, ["a", "b"] in newer ones."""
     left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
     return left, right
 
 
 def read_text(path: Path, setting: str) -> str:
-    """Reads a UTF-8 file of the tokenizer; a ConfigError names the setting."""
+    """Reads a UTF-8 file of the tokenizer. Its ConfigErrors name the setting."""
     try:
         return regular(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -95,13 +95,13 @@ def _read_vocab(path: Path) -> dict[str, int]:
 
 
 def check_ids(vocab: Mapping[str, int], name: str) -> None:
-    """Refuses ids far above the number of tokens: libraries and the embedding make a table up to the largest id."""
+    """Rejects ids far above the number of tokens: libraries and embeddings allocate a table up to the largest id."""
     if not vocab:
         raise ConfigError(f"{name}: has no tokens; give the tokenizer that the model was trained with")
     token, largest = max(vocab.items(), key=lambda item: item[1])
     if largest >= 2 * len(vocab) + SPARE_IDS:
         raise ConfigError(
-            f"{name}: {token[:60]!r} has the id {largest}, and there are {len(vocab)} tokens; number them from 0 on"
+            f"{name}: {token[:60]!r} has the id {largest}, but there are {len(vocab)} tokens; number them from 0"
         )
 
 
@@ -123,7 +123,7 @@ def _read_merges(path: Path) -> list[Merge]:
 
 
 def check_bpe(vocab: dict[str, int], merges: list[Merge], *, vocab_name: str, merges_name: str) -> None:
-    """Refuses a vocabulary that cannot encode every text, and merges of another vocabulary."""
+    """Rejects a vocabulary that cannot encode every text, and merges of another vocabulary."""
     lacking = [byte for byte, character in enumerate(CHARACTER_OF_BYTE) if character not in vocab]
     if lacking:
         raise ConfigError(
@@ -143,5 +143,5 @@ def check_bpe(vocab: dict[str, int], merges: list[Merge], *, vocab_name: str, me
     if len(orphans) > UNREACHABLE_SHARE * len(vocab):
         raise ConfigError(
             f"{merges_name} does not fit {vocab_name}: no merge makes {orphans[0]!r} and {len(orphans) - 1} other "
-            "tokens; the merges are cut short or belong to another tokenizer"
+            "tokens; the merges are truncated or belong to another tokenizer"
         )

@@ -1,8 +1,8 @@
-"""GPT-2's byte alphabet: a printable character for each of the 256 bytes, which makes vocabularies readable."""
+"""GPT-2's byte alphabet: a printable character for each of the 256 bytes, so that vocabularies are readable."""
 
 
 def _byte_to_character() -> tuple[str, ...]:
-    """Visible Latin-1 characters represent themselves; the other bytes map to the characters from U+0100 on."""
+    """Maps visible Latin-1 characters to themselves, and the other bytes to characters from U+0100 upwards."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     characters = []
     borrowed = 0
@@ -21,7 +21,7 @@ SPACE = CHARACTER_OF_BYTE[ord(" ")]
 
 
 def token_bytes(token: str) -> bytes:
-    """The bytes of a token; a token outside the alphabet (a special one) represents its own text."""
+    """Returns the bytes of a token. A token outside the alphabet, such as a special one, stands for its own text."""
     try:
         return bytes(BYTE_OF_CHARACTER[character] for character in token)
     except KeyError:

@@ -1,4 +1,4 @@
-"""How many bytes of text each id stands for, so that a loss per token can be told per byte."""
+"""Counts the bytes of text of each id, to convert a loss per token to a loss per byte."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -11,7 +11,7 @@ Lengths = npt.NDArray[np.int32]
 
 
 def of_alphabet(vocab: Mapping[str, int], size: int) -> Lengths:
-    """The byte lengths of a vocabulary in GPT-2's byte alphabet. [size]"""
+    """Returns the byte lengths of a vocabulary in GPT-2's byte alphabet. [size]"""
     lengths = np.zeros(size, dtype=np.int32)
     for token, index in vocab.items():
         lengths[index] = len(token_bytes(token))
@@ -19,9 +19,9 @@ def of_alphabet(vocab: Mapping[str, int], size: int) -> Lengths:
 
 
 def by_decoding(size: int, decode: Callable[[list[int]], str], anchor: int, known: Mapping[int, int]) -> Lengths:
-    """What each id adds between two tokens that are letters: the marks of words are spaces there. [size]
+    """Returns the bytes that each id adds between two letter tokens, where word marks decode to spaces: [size].
 
-    `anchor`: the id of such a token. `known`: ids whose lengths decoding does not show, such as single bytes.
+    The id of a letter token is `anchor`. Lengths that decoding does not show, such as of single bytes, are in `known`.
     """
     alone = len(decode([anchor, anchor]).encode("utf-8"))
     lengths = np.zeros(size, dtype=np.int32)
@@ -34,5 +34,5 @@ def by_decoding(size: int, decode: Callable[[list[int]], str], anchor: int, know
 
 
 def bytes_of_fallback(vocab: Iterable[tuple[str, int]]) -> dict[int, int]:
-    """The ids of <0x00> to <0xFF>, each a byte."""
+    """Returns length 1 for the ids of <0x00> to <0xFF>."""
     return {index: 1 for token, index in vocab if len(token) == 6 and token.startswith("<0x") and token.endswith(">")}

@@ -1,6 +1,6 @@
 """Writes the folder that `transformers` opens: tokenizer.json and the small files beside it.
 
-Does not use `transformers`, so an export needs neither it nor the network, and its bytes do not depend on a version.
+This module does not use `transformers`, so an export needs no network and its bytes do not depend on a version.
 """
 
 import json
@@ -35,12 +35,12 @@ def write_gpt2_folder(directory: Path, bpe: BPE, model_max_length: int | None) -
 
 
 def config_text(config: dict[str, Any], model_max_length: int | None) -> str:
-    """The text of tokenizer_config.json."""
+    """Returns the text of tokenizer_config.json."""
     return _json(config if model_max_length is None else {**config, "model_max_length": model_max_length})
 
 
 def bpe_file_texts(bpe: BPE) -> dict[str, str]:
-    """The texts of vocab.json and merges.txt in GPT-2's format."""
+    """Returns the texts of vocab.json and merges.txt in GPT-2's format."""
     vocab = dict(sorted(bpe.vocab.items(), key=lambda item: item[1]))
     merges = "".join(f"{left} {right}\n" for left, right in bpe.merges)
     return {"vocab.json": json.dumps(vocab, ensure_ascii=False), "merges.txt": "#version: 0.2\n" + merges}

@@ -1,7 +1,7 @@
-"""Writes a tokenizer's files so that every version of `transformers` reads tokenizer.json as it is.
+"""Writes a tokenizer's files so that every version of `transformers` reads tokenizer.json unchanged.
 
 `AutoTokenizer` chooses a class by tokenizer_config.json and by the model's type. Most classes rebuild the tokenizer
-from its vocabulary, with a word pattern, defaults and special tokens of their own. `PreTrainedTokenizerFast` does not.
+from its vocabulary, with their own word pattern, defaults and special tokens. `PreTrainedTokenizerFast` does not.
 """
 
 import json
@@ -22,7 +22,7 @@ SPECIAL_TOKENS = "special_tokens_map.json"
 _REPLACED = (CONFIG, SPECIAL_TOKENS, "added_tokens.json")
 """Files that would add to tokenizer.json or contradict it."""
 _WITH_DEFAULTS = ROLES[:5]
-"""Roles that are written as null where there is no token: the default of a class may be a new token."""
+"""Roles that are written as null if they have no token, because a class's default may add a token."""
 
 
 def _is_length(value: Any) -> bool:
@@ -34,7 +34,7 @@ def _is_side(value: Any) -> bool:
 
 
 def _is_template(value: Any) -> bool:
-    """True of a template, and of several by name."""
+    """True for one template, or for several by name."""
     if isinstance(value, list):
         texts = [each.get(key) if isinstance(each, dict) else None for each in value for key in ("name", "template")]
     else:
@@ -42,7 +42,7 @@ def _is_template(value: Any) -> bool:
     return all(isinstance(text, str) for text in texts)
 
 
-# Values of a tokenizer's configuration that an export copies if `transformers` can read them.
+# Values of a tokenizer's configuration that an export copies, if `transformers` can read them.
 _KEPT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "model_max_length": (_is_length, "a positive number"),
     "padding_side": (_is_side, "left or right"),
@@ -52,7 +52,7 @@ _KEPT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def is_qwen2(description: Mapping[str, Any]) -> bool:
-    """True if a tokenizer.json describes what Qwen2Tokenizer rebuilds from its vocabulary and merges."""
+    """True if a tokenizer.json equals what Qwen2Tokenizer rebuilds from its vocabulary and merges."""
     model, words = description.get("model") or {}, (description.get("pre_tokenizer") or {}).get("pretokenizers") or ()
     options = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     split = {"type": "Split", "pattern": {"Regex": QWEN2_SPLIT}, "behavior": "Isolated", "invert": False}
@@ -69,7 +69,7 @@ def is_qwen2(description: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """A folder with a tokenizer, and the names of the files there that count."""
+    """Folder with a tokenizer, and the names of its relevant files."""
 
     folder: Path
     names: frozenset[str]
@@ -89,7 +89,7 @@ class TokenizerFiles:
         return read_json(self.folder / name) if name in self.names else {}
 
     def roles(self, rows: int) -> dict[str, str]:
-        """Role -> token of the special tokens that the files name and a model with `rows` rows has."""
+        """Returns role -> special token for those that the files name and a model with `rows` rows has."""
         tokenizer, named = self.tokenizer(), named_tokens(self.folder / JSON, self.names)
         if tokenizer.eod_token is not None:
             named["eos_token"] = tokenizer.eod_token
@@ -97,24 +97,24 @@ class TokenizerFiles:
         return {role: token for role, token in named.items() if (index := ids[role]) is not None and index < rows}
 
     def left_out(self) -> list[str]:
-        """Values of tokenizer_config.json that an export leaves out, each as a line for the log."""
+        """Returns a log line for each value of tokenizer_config.json that an export leaves out."""
         given = self.json(CONFIG) if self.has_json else {}
         return [
-            f"{self.folder / CONFIG}: {name} is {given[name]!r:.60}, and transformers reads {what}; the export "
+            f"{self.folder / CONFIG}: {name} is {given[name]!r:.60}, but transformers reads {what}; the export "
             f"leaves it out, so set {name} in its {CONFIG} if you need it"
             for name, (is_one, what) in _KEPT.items()
             if name in given and not is_one(given[name])
         ]
 
     def portable(self, rows: int) -> dict[str, bytes]:
-        """File name -> content of an exported tokenizer. Without a tokenizer.json the files are copied; else the
-        tokenizer_config.json written beside it adds no token and changes none. `rows`: the model's vocabulary."""
+        """Returns file name -> content of an exported tokenizer. Without a tokenizer.json the files are copied. Else
+        the new tokenizer_config.json neither adds nor changes a token. `rows` is the model's vocabulary."""
         files = {name: _read(self.folder / name) for name in sorted(self.names)}
         if not self.has_json:
             return files
         description = self.json(JSON)
         if description.get("padding") is not None or description.get("truncation") is not None:
-            # A stored limit would cut texts, and a stored padding may name a token that the model lacks.
+            # A stored limit would truncate texts, and a stored padding may name a token that the model lacks.
             plain = {**description, "padding": None, "truncation": None}
             files[JSON] = (json.dumps(plain, ensure_ascii=False, indent=2) + "\n").encode("utf-8")
         config = _config(self.json(CONFIG), description, self.roles(rows))
@@ -129,9 +129,9 @@ def _config(given: Mapping[str, Any], description: Mapping[str, Any], roles: Map
         added[str(token["id"])] = {**values, "special": values.get("special") or values["content"] in roles.values()}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_input_names": ["input_ids", "attention_mask"],  # GPT-2 would add embeddings of token_type_ids
+        "model_input_names": ["input_ids", "attention_mask"],  # with token_type_ids, GPT-2 would add embeddings
         "clean_up_tokenization_spaces": False,
-        # Version 4 writes this value into the word pattern.
+        # transformers 4 writes this value into the word pattern.
         **({"add_prefix_space": words["add_prefix_space"]} if "add_prefix_space" in words else {}),
         **{name: given[name] for name, (is_one, _) in _KEPT.items() if name in given and is_one(given[name])},
         **{role: roles.get(role) for role in ROLES if role in roles or role in _WITH_DEFAULTS},

@@ -56,7 +56,7 @@ class GPT2BPETokenizer(Tokenizer):
         return self._bpe.vocab.get(token)
 
     def _why_no_eod(self) -> str:
-        return f"--vocab-file {self._vocab_file} has no {END_OF_TEXT}; add it with an id of its own"
+        return f"--vocab-file {self._vocab_file} has no {END_OF_TEXT}; add it with a new id"
 
     @cached_property
     def fingerprint(self) -> str:
@@ -64,7 +64,7 @@ class GPT2BPETokenizer(Tokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         refuse_surrogates(text)
-        # One text at a time starts no threads, which would not survive a later fork.
+        # Encoding one text at a time starts no threads, which would not survive a later fork.
         with library_errors(gives_up(self.name)):
             return self._rust.encode(text, add_special_tokens=False).ids
 
@@ -110,7 +110,7 @@ def _built(bpe: BPE) -> Any:
     from tokenizers import Tokenizer as RustTokenizer
     from tokenizers import decoders, models, pre_tokenizers
 
-    with library_errors(lambda reason: ConfigError(f"--vocab-file, --merge-file: tokenizers refuses them ({reason})")):
+    with library_errors(lambda reason: ConfigError(f"--vocab-file, --merge-file: tokenizers rejects them ({reason})")):
         rust = RustTokenizer(models.BPE(vocab=bpe.vocab, merges=bpe.merges))
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     rust.decoder = decoders.ByteLevel()

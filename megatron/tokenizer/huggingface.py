@@ -1,7 +1,7 @@
-"""HuggingFaceTokenizer: any tokenizer.json, from a local folder. No hub, no remote code, no `transformers`.
+"""HuggingFaceTokenizer: any tokenizer.json from a local folder. No hub, no remote code, no `transformers`.
 
-Two intended differences from `transformers`: special-token text inside a document is text, and no token (such as BOS)
-is added to a document; only --append-eod adds an end of document.
+Two differences from `transformers` are intended. The text of a special token inside a document is plain text. No token
+such as BOS is added to a document; only --append-eod adds an end of document.
 """
 
 import json
@@ -28,6 +28,7 @@ from megatron.tokenizer.byte_lengths import Lengths, by_decoding, bytes_of_fallb
 from megatron.tokenizer.export import config_text, write_files
 from megatron.tokenizer.fast.guard import build_guarded
 from megatron.tokenizer.identity import earlier_fingerprint, fingerprint, steps
+from megatron.utils.foreign import tokenizer_on_hub
 
 SETTING = "--tokenizer-model"
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -38,7 +39,7 @@ KEPT_FILES = (
 
 
 def kept_files(folder: Path) -> dict[str, Path]:
-    """The files of a tokenizer in a folder, by name: what an import, a checkpoint and an export copy."""
+    """Returns the tokenizer's files in a folder, by name, which imports, checkpoints and exports copy."""
     files = {name: folder / name for name in KEPT_FILES if (folder / name).is_file()}
     for path in files.values():
         refuse_outside(folder, path)
@@ -46,16 +47,16 @@ def kept_files(folder: Path) -> dict[str, Path]:
 
 
 def refuse_outside(folder: Path, path: Path) -> None:
-    """Refuses a file of a folder that is a link out of it, because what is read is copied into checkpoints."""
+    """Rejects a file that links out of its folder, because its content would be copied into checkpoints."""
     home = folder.resolve()
     roots = [home]
-    if home.parent.name == "snapshots":  # a cache of Hugging Face's links its files to the folder of their contents
+    if home.parent.name == "snapshots":  # in a Hugging Face cache, files link to the folder of blobs
         roots.append(home.parent.parent / "blobs")
     target = path.resolve()
     if not any(target.is_relative_to(root) for root in roots):
         raise ConfigError(
             f"{path} is a link to {target}, outside of its folder: its content would be copied into checkpoints; "
-            "copy the file into the folder if that is meant"
+            "copy the file into the folder if that is intended"
         )
 
 
@@ -70,7 +71,7 @@ class HuggingFaceTokenizer(Tokenizer):
         announce: bool = True,
         only: Collection[str] | None = None,
     ) -> None:
-        """`only`: the names of the files that are read; None: whatever lies in the folder."""
+        """Opens the tokenizer. `only` names the files to read (None: all files of the folder)."""
         self._only = only
         self._json_file = find_json(Path(tokenizer_model))
         self._description = read_json(self._json_file)
@@ -99,7 +100,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._rust.token_to_id(token)
 
     def beginning(self) -> tuple[int, ...]:
-        """As in `transformers`: the tokens that the post-processor of tokenizer.json adds."""
+        """Returns the tokens that the post-processor of tokenizer.json puts before a text, as in `transformers`."""
         text = self._rust.encode("a", add_special_tokens=False).ids
         whole = self._rust.encode("a", add_special_tokens=True).ids
         before = next((n for n in range(len(whole)) if whole[n : n + len(text)] == text), 0)
@@ -108,7 +109,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def _why_no_eod(self) -> str:
         if self.eod_token is None:
             return (
-                f"{SETTING} {self._json_file.parent}: no eos_token in tokenizer_config.json; name one there, it is the "
+                f"{SETTING} {self._json_file.parent}: no eos_token in tokenizer_config.json; name one there, to be the "
                 "end-of-document token"
             )
         return f"{SETTING} {self._json_file.parent}: eos_token {self.eod_token!r} is not in the vocabulary"
@@ -128,7 +129,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if self.eod_id is not None and any(
             token["content"] == self.eod_token for token in self._description.get("added_tokens") or ()
         ):
-            # Some files list their eos as an ordinary added token, which would then match text.
+            # Some files list their eos as an ordinary added token, which would match text.
             self._rust.add_special_tokens([AddedToken(self.eod_token, special=True, normalized=False)])
         self._rust.encode_special_tokens = True
 
@@ -139,7 +140,7 @@ class HuggingFaceTokenizer(Tokenizer):
     @cached_property
     def fingerprints(self) -> tuple[str, ...]:
         as_gpt2 = _as_gpt2(self._description, self.eod_token)
-        # The same ids as GPT2BPETokenizer, so the same fingerprint.
+        # The ids equal those of GPT2BPETokenizer, so the fingerprint does too.
         if as_gpt2 is None:
             today = fingerprint(self._description, self.eod_token, self._rust.token_to_id)
         else:
@@ -162,13 +163,13 @@ class HuggingFaceTokenizer(Tokenizer):
             return list(self._spelling.encode(text, add_special_tokens=False).ids)
 
     def _encode_exactly(self, text: str) -> Ids:
-        # One text at a time starts no threads, which would not survive a later fork.
+        # Encoding one text at a time starts no threads, which would not survive a later fork.
         with library_errors(self._encoding_failed):
             return np.array(self._rust.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def _encoding_failed(self, reason: str) -> DataError:
         return DataError(
-            f"{SETTING} {self._json_file}: tokenizers gives up on a text ({reason}); correct the file, or skip the text"
+            f"{SETTING} {self._json_file}: tokenizers fails on a text ({reason}); correct the file, or skip the text"
         )
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
@@ -192,7 +193,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _can_spell_eod(self) -> bool:
-        """True if text can encode to the end-of-document id: it is a token of the model, and some merge makes it."""
+        """True if text can encode to the end-of-document id, because the model has the token and a merge makes it."""
         model = self._description.get("model") or {}
         if self.eod_id is None:
             return False
@@ -208,7 +209,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if self.eod_id is not None and any((ids == self.eod_id).any() for ids in arrays):
             # Vocabularies without a byte or word pattern (Unigram) can encode text to their own eos.
             raise DataError(
-                f"{self.name}: the text {self.eod_token!r} becomes the end-of-document id in this vocabulary; "
+                f"{self.name}: this vocabulary encodes the text {self.eod_token!r} to the end-of-document id; "
                 "remove it from the text"
             )
 
@@ -246,20 +247,20 @@ class HuggingFaceTokenizer(Tokenizer):
         if "tokenizer_config.json" in files:
             config = read_json(files.pop("tokenizer_config.json"))
         config.pop("auto_map", None)  # names Python files, which are neither loaded nor copied
-        files.pop("tokenizer.model", None)  # binary; tokenizer.json says the same
+        files.pop("tokenizer.model", None)  # binary; tokenizer.json has the same content
         texts = {name: read_text(path, SETTING) for name, path in files.items()}
         texts["tokenizer_config.json"] = config_text(config, model_max_length)
         write_files(Path(directory), texts)
 
 
 def text_of_token(described: Any) -> str | None:
-    """The text of a token that a file names, as text or as an object with its settings; None if it names none."""
+    """Returns the text of a token in a file, which is text or an object with settings; None if there is none."""
     text = described.get("content") if isinstance(described, dict) else described
     return text if isinstance(text, str) else None
 
 
 def named_tokens(json_file: Path, only: Collection[str] | None = None) -> dict[str, str]:
-    """The special tokens that the files beside tokenizer.json name, such as bos_token. `only`: the files that count."""
+    """Returns role -> special token (bos_token, ...) of the files beside tokenizer.json. `only` limits the files."""
     names: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         path = json_file.with_name(file)
@@ -270,8 +271,8 @@ def named_tokens(json_file: Path, only: Collection[str] | None = None) -> dict[s
 
 
 def load_spelling(json_file: Path) -> Any:
-    """Opens the tokenizer as `transformers` has it: the text of a special token is that token, also of one that only
-    the files beside it name."""
+    """Opens the tokenizer as in `transformers`: the text of a special token is that token, even of one that only the
+    files beside it name."""
     from tokenizers import AddedToken
 
     rust = load_tokenizers(json_file)
@@ -286,11 +287,11 @@ def find_json(given: Path) -> Path:
     if given.is_file():
         if given.suffix == ".json":
             return given
-        raise ConfigError(f"{SETTING} {given}: HuggingFaceTokenizer opens a tokenizer.json or the folder it lies in")
+        raise ConfigError(f"{SETTING} {given}: not a .json file; give a tokenizer.json, or its folder")
     if not given.is_dir():
         raise ConfigError(
             f"{SETTING} {given}: there is no such file or folder; nothing is downloaded, so fetch the tokenizer's "
-            "folder first and name it here"
+            f"folder first{tokenizer_on_hub(str(given))}"
         )
     path = given / "tokenizer.json"
     if path.is_file():
@@ -300,14 +301,14 @@ def find_json(given: Path) -> Path:
             f"{SETTING} {given}: has no tokenizer.json; use --tokenizer-type GPT2BPETokenizer --vocab-file "
             f"{given / 'vocab.json'} --merge-file {given / 'merges.txt'}"
         )
-    raise ConfigError(f"{SETTING} {given}: has no tokenizer.json, which is the only format read from such a folder")
+    raise ConfigError(f"{SETTING} {given}: has no tokenizer.json, the only supported format; give a folder with one")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
         text = read_text(path, SETTING)
         content = json.loads(text)
-        if "\\u" in text:  # half of a surrogate pair is JSON, and no text
+        if "\\u" in text:  # half of a surrogate pair is valid JSON, but not valid text
             json.dumps(content, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{SETTING} {path}: not JSON ({error})") from None
@@ -319,7 +320,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def load_tokenizers(path: Path) -> Any:
     made = package("tokenizers", HuggingFaceTokenizer.name)
     with library_errors(
-        lambda reason: ConfigError(f"{SETTING} {path}: not a tokenizer that tokenizers can open ({reason})")
+        lambda reason: ConfigError(f"{SETTING} {path}: the package tokenizers cannot open it ({reason})")
     ):
         rust = made.Tokenizer.from_file(str(path))
     _refuse_random(rust, path)
@@ -329,7 +330,7 @@ def load_tokenizers(path: Path) -> Any:
 
 
 def _refuse_random(rust: Any, path: Path) -> None:
-    """Refuses a tokenizer whose ids of a text differ from time to time: data could not be made again."""
+    """Rejects a tokenizer whose ids for a text are random, because data could not be reproduced."""
     if dropout := getattr(rust.model, "dropout", None):
         raise ConfigError(
             f"{SETTING} {path}: its model has dropout {dropout:g}, so the ids of a text are random; set dropout to "
@@ -340,21 +341,20 @@ def _refuse_random(rust: Any, path: Path) -> None:
         other = found.setdefault(normalize(token.content), token) if token.normalized else token
         if other is not token and not (other.special and token.special):
             raise ConfigError(
-                f"{SETTING} {path}: its normalizer makes one text of the added tokens {other.content!r} and "
-                f"{token.content!r}, and the library picks one at random; remove one of them, or set its normalized to "
-                "false in that file"
+                f"{SETTING} {path}: its normalizer makes the added tokens {other.content!r} and {token.content!r} "
+                "equal, and the library picks one at random; remove one, or set its normalized to false in that file"
             )
 
 
 def _kinds(part: Any) -> set[str]:
-    """The types of a part of tokenizer.json, which may be a sequence of them."""
+    """Returns the types in a part of tokenizer.json, which may be a sequence."""
     if not isinstance(part, dict):
         return set()
     return {str(part.get("type"))}.union(*map(_kinds, part.get("decoders") or ()))
 
 
 def _as_gpt2(description: dict[str, Any], eod_token: str | None) -> BPE | None:
-    """The vocabulary and merges, if the file describes exactly GPT2BPETokenizer's encoding."""
+    """Returns the vocabulary and merges if the file describes exactly GPT2BPETokenizer's encoding."""
     model = description.get("model") or {}
     words = steps(description.get("pre_tokenizer"))
     pre = words[0] if len(words) == 1 else {}

@@ -1,7 +1,7 @@
-"""Which tokenizer a tokenizer.json describes, however it is written.
+"""Identity of the tokenizer in a tokenizer.json, independent of how the file is written.
 
-Programs that load a tokenizer and save it again write defaults out, spell them otherwise, and keep what decodes in
-another form. The ids of documents are the same, so the fingerprint is, too.
+Programs that load a tokenizer and save it again write defaults explicitly or differently, and change the form of the
+decoder. The ids of documents stay the same, so the fingerprint does too.
 """
 
 import json
@@ -17,13 +17,13 @@ _MATCHING = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 def fingerprint(description: dict[str, Any], eod_token: str | None, id_of: Callable[[str], int | None]) -> str:
-    """sha256 over what decides the ids of documents. Decoder and post-processor (no token is added to a document) do
-    not. `id_of`: of an added token, as the library numbers it; it takes no notice of the ids in the file."""
+    """Returns the sha256 of everything that decides the ids of documents, so without decoder and post-processor.
+    `id_of` gives the library's id of an added token, which may differ from the file's."""
     splitting = _splitting(description)
     written = json.loads(splitting.to_str())
     normalize = splitting.normalizer.normalize_str if splitting.normalizer else str
     pre_tokenizer = [
-        {name: value for name, value in step.items() if name != "trim_offsets"}  # moves offsets, and no more
+        {name: value for name, value in step.items() if name != "trim_offsets"}  # affects only offsets
         for step in steps(written.get("pre_tokenizer"))
     ]
     identity = {
@@ -38,19 +38,19 @@ def fingerprint(description: dict[str, Any], eod_token: str | None, id_of: Calla
 
 
 def steps(part: Any) -> list[Any]:
-    """The steps of a normalizer or pre-tokenizer in their order, however sequences are nested."""
+    """Returns the steps of a normalizer or pre-tokenizer in order, with nested sequences flattened."""
     if part is None or part.get("type") != "Sequence":
         return [] if part is None else [part]
     return [step for inner in part.get("normalizers") or part.get("pretokenizers") or () for step in steps(inner)]
 
 
 def _joined(found: list[Any], name: str) -> Any:
-    """A sequence of no steps is none, and one of a single step is that step."""
+    """Returns None for no steps, the step itself for one, and a sequence for more."""
     return {"type": "Sequence", name: found} if len(found) > 1 else next(iter(found), None)
 
 
 def earlier_fingerprint(description: dict[str, Any], eod_token: str | None) -> str:
-    """As releases before this module recorded it beside data: over all of the file but its version and limits."""
+    """Returns the fingerprint that releases before this module recorded: of the file without version and limits."""
     content = {name: value for name, value in description.items() if name not in ("version", "truncation", "padding")}
     model = dict(content.get("model") or {})
     if "merges" in model:
@@ -59,8 +59,8 @@ def earlier_fingerprint(description: dict[str, Any], eod_token: str | None) -> s
 
 
 def _splitting(description: dict[str, Any]) -> Any:
-    """A tokenizer with the normalizer and pre-tokenizer alone: the library writes their defaults out, in today's
-    spelling."""
+    """Makes a tokenizer with only the normalizer and pre-tokenizer, whose defaults the library writes explicitly, in
+    its current spelling."""
     empty = {**description, "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
     return package("tokenizers", "HuggingFaceTokenizer").Tokenizer.from_str(
         json.dumps({**empty, "post_processor": None, "decoder": None, "truncation": None, "padding": None})
@@ -69,19 +69,19 @@ def _splitting(description: dict[str, Any]) -> Any:
 
 def _model(model: dict[str, Any]) -> dict[str, Any]:
     made = dict(model)
-    if "merges" in made and made.setdefault("type", "BPE") == "BPE":  # GPT-2's file on the hub does not say so
+    if "merges" in made and made.setdefault("type", "BPE") == "BPE":  # GPT-2's file on the hub has no type
         made["merges"] = [merge_pair(merge) for merge in made["merges"]]
-        # every default of this type is false, nothing or no text
+        # every default of this type is false, null or an empty text
         return {name: value for name, value in made.items() if value or name in ("vocab", "merges")}
-    if isinstance(made.get("vocab"), list):  # Unigram's, also in a file that does not say so
+    if isinstance(made.get("vocab"), list):  # Unigram's, even in a file without a type
         made["type"] = "Unigram"
         made["vocab"] = [(piece, _as_read(float(score))) for piece, score in made["vocab"]]
     return {name: value for name, value in made.items() if value is not None and value is not False}
 
 
 def _as_read(score: float) -> float:
-    """The score that the library computes with, in double precision. Its reader of JSON divides an integer by a power
-    of ten, which may change the last bit; read again, the result stays as it is. Below 1e-6 it would not."""
+    """Returns the score that the library computes with, in double precision. Its JSON reader divides an integer by a
+    power of ten, which may change the last bit, but only once. Scores below 1e-6 are rounded to single precision."""
     if abs(score) < 1e-6:
         return float(np.float32(score))
     number, _, exponent = repr(score).partition("e")
@@ -97,7 +97,7 @@ def _all_added(
     id_of: Callable[[str], int | None],
     normalize: Callable[[str], str],
 ) -> list[list[Any]]:
-    """By their ids. Of one token that is listed twice the later one counts, so those stay in the file's order."""
+    """Returns the added tokens by id. If a token is listed twice the later one counts, so the sort is stable."""
     tokens = [
         {**token, "special": True, "normalized": False} if token["content"] == eod_token else token for token in tokens
     ]
@@ -113,9 +113,9 @@ def _added(number: int, token: dict[str, Any], hides: bool) -> list[Any]:
 
 
 def _hides_ordinary_tokens(tokens: Sequence[dict[str, Any]], normalize: Callable[[str], str]) -> bool:
-    """True if special tokens may decide where ordinary ones match. The library looks for both in one pass, and a
-    special token that is left as text hides the ordinary ones that it overlaps. `normalized` tokens have a pass of
-    their own, in the normalized text."""
+    """True if special tokens may affect where ordinary ones match. The library searches for both in one pass. A special
+    token that is left as text hides the ordinary ones that it overlaps. A second pass, in the normalized text, searches
+    for `normalized` tokens."""
     specials = [token["content"] for token in tokens if token.get("special")]
     plain: Callable[[str], str] = str
     for normalized, spelled in ((False, plain), (True, normalize)):
@@ -130,7 +130,7 @@ def _hides_ordinary_tokens(tokens: Sequence[dict[str, Any]], normalize: Callable
 
 
 def _overlapping(specials: Sequence[str]) -> Callable[[str], bool]:
-    """Returns whether a text can hold a token and one of these with characters in common."""
+    """Makes a test that is True if a token can overlap one of these in some text."""
     beginnings = {token[:size] for token in specials for size in range(1, len(token) + 1)}
     ends = {token[-size:] for token in specials for size in range(1, len(token) + 1)}
 

@@ -1,4 +1,4 @@
-"""NullTokenizer: text that consists of ids, for tests and speed measurements without a vocabulary."""
+"""NullTokenizer: text consists of ids, for tests and speed measurements without a vocabulary."""
 
 import hashlib
 from collections.abc import Iterable
@@ -9,8 +9,8 @@ from megatron.tokenizer.base import Encoder, Tokenizer, TokenizerOptions
 
 
 class NullTokenizer(Tokenizer):
-    """Parses decimal ids separated by spaces. The end-of-document id follows the given vocabulary, unless it is given
-    as one of it; text never contains it."""
+    """Parses decimal ids separated by spaces. By default the end-of-document id follows the vocabulary. Text never
+    contains it."""
 
     name = "NullTokenizer"
 
@@ -20,7 +20,7 @@ class NullTokenizer(Tokenizer):
         self.eod_id: int = vocab_size if eod_id is None else eod_id
         if not 0 <= self.eod_id <= vocab_size:
             raise ConfigError(
-                f"--null-tokenizer-eod-id {eod_id}: is not in the vocabulary of --vocab-size {vocab_size}; give one of "
+                f"--null-tokenizer-eod-id {eod_id}: not in the vocabulary of --vocab-size {vocab_size}; give one of "
                 f"0 to {vocab_size - 1}, or leave it out for {vocab_size}"
             )
         self.vocab_size = max(vocab_size, self.eod_id + 1)
@@ -41,7 +41,7 @@ class NullTokenizer(Tokenizer):
             if not is_number or int(word) >= self.vocab_size or int(word) == self.eod_id:
                 raise DataError(
                     f"NullTokenizer: {word[:30]!r} is not an id below {self.vocab_size} other than the end of document "
-                    f"({self.eod_id}); its text is numbers between spaces"
+                    f"({self.eod_id}); give numbers separated by spaces"
                 )
             ids.append(int(word))
         return ids
@@ -53,4 +53,4 @@ class NullTokenizer(Tokenizer):
         return {}
 
     def save_pretrained(self, directory: str | Path, *, model_max_length: int | None = None) -> None:
-        raise ConfigError("NullTokenizer: there is nothing that transformers could open; export without a tokenizer")
+        raise ConfigError("NullTokenizer: has no files that transformers could open; export without a tokenizer")

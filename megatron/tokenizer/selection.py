@@ -53,11 +53,11 @@ def _kind(config: TokenizerOptions) -> str:
 
 
 def _check_special_tokens(config: TokenizerOptions, kind: str, tokenizer: Tokenizer) -> None:
-    """Megatron-LM leaves those as they are that the tokenizer has, and gives the others new ids, which neither the
-    tokenizer's files nor an export would know."""
+    """Rejects special tokens that the vocabulary lacks. Megatron-LM gives them new ids, which neither the tokenizer's
+    files nor an export would contain."""
     absent = [token for token in config.tiktoken_special_tokens or () if tokenizer.token_id(token) is None]
     if absent:
         raise ConfigError(
             f"--tokenizer-special-tokens {' '.join(absent)}: not in the vocabulary of this {kind}; add them to its "
-            "files if it has any, where an export finds them too, or leave them out"
+            "files, if any, so that exports contain them, or leave them out"
         )

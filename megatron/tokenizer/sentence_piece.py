@@ -1,8 +1,8 @@
 """SentencePieceTokenizer, GPTSentencePieceTokenizer and Llama2Tokenizer: a SentencePiece .model file.
 
-As in Megatron they differ in the end of document: the first adds <CLS>, <SEP>, <EOD> and <MASK> after the model's
-pieces, the others use the model's own </s>. Only Llama2Tokenizer adds the model's <s> before every text. Text that
-looks like a control piece is text.
+They differ in the end of document, as in Megatron. The first adds <CLS>, <SEP>, <EOD> and <MASK> after the model's
+pieces; the others use the model's own </s>. Only Llama2Tokenizer adds the model's <s> before every text. Text that
+looks like a control piece is plain text.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
         return index if self._pieces.id_to_piece(index) == token else None
 
     def _why_no_eod(self) -> str:
-        return f"--tokenizer-model {self._path} was trained without </s> (eos_id -1), which is the end of document"
+        return f"--tokenizer-model {self._path} was trained without </s> (eos_id -1), the end-of-document token"
 
     @cached_property
     def fingerprint(self) -> str:
@@ -64,7 +64,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         for text in texts:
             refuse_surrogates(text)
-        # One thread: a worker has one core, and threads would not survive a later fork.
+        # One thread, because a worker has one core and threads would not survive a later fork.
         encoded = self._pieces.encode(list(texts), out_type=int, num_threads=1)
         arrays = [np.fromiter(ids, dtype=np.int32, count=len(ids)) for ids in encoded]
         self._refuse_eod(arrays)
@@ -73,13 +73,13 @@ class GPTSentencePieceTokenizer(Tokenizer):
     def _refuse_eod(self, arrays: Sequence[Ids]) -> None:
         if self._text_can_be_eod and any((ids == self.eod_id).any() for ids in arrays):
             raise DataError(
-                f"{self.name}: this model takes a text ({self._pieces.id_to_piece(self.eod_id)!r}) for the end of "
+                f"{self.name}: this model encodes the text {self._pieces.id_to_piece(self.eod_id)!r} to the end of "
                 "document; remove it from the text"
             )
 
     @cached_property
     def _text_can_be_eod(self) -> bool:
-        """True if the end-of-document piece can match text: a user-defined piece can, a control piece cannot."""
+        """True if the end-of-document piece can match text: user-defined pieces can, control pieces cannot."""
         eod = self.eod_id
         return eod is not None and eod < self._pieces.get_piece_size() and not self._pieces.is_control(eod)
 
@@ -96,7 +96,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
         return "".join([*texts, self._pieces.decode(run)])
 
     def byte_lengths(self) -> Lengths:
-        """A piece that begins with a mark of words counts its space, also at the beginning of a text."""
+        """Returns byte lengths. A piece that begins with a word mark counts its space, even at the start of a text."""
         size = self._pieces.get_piece_size()
         known = {index: 1 for index in range(size) if self._pieces.is_byte(index)}
         known |= {index: 0 for index in range(size) if self._pieces.is_control(index) or self._pieces.is_unused(index)}
@@ -110,8 +110,8 @@ class GPTSentencePieceTokenizer(Tokenizer):
 
     def save_pretrained(self, directory: str | Path, *, model_max_length: int | None = None) -> None:
         raise ConfigError(
-            f"{self.name}: transformers opens no SentencePiece model as it is; convert {self._path} to a "
-            "tokenizer.json with transformers, and name that with --tokenizer-type HuggingFaceTokenizer"
+            f"{self.name}: transformers cannot open a SentencePiece model directly; convert {self._path} to a "
+            "tokenizer.json with transformers, and use that with --tokenizer-type HuggingFaceTokenizer"
         )
 
 
@@ -130,7 +130,7 @@ class SentencePieceTokenizer(GPTSentencePieceTokenizer):
     name = "SentencePieceTokenizer"
 
     def _add_tokens(self) -> dict[str, int]:
-        """Adds tokens in Megatron's order: the four, then those of padding, begin and end that the model lacks."""
+        """Adds tokens in Megatron's order: ADDED, then padding, begin and end tokens that the model lacks."""
         known = {self._pieces.id_to_piece(i): i for i in range(self._pieces.get_piece_size())}
         own = {"<PAD>": self._pieces.pad_id(), "<BOS>": self._pieces.bos_id(), "<EOS>": self._pieces.eos_id()}
         added: dict[str, int] = {}
@@ -149,7 +149,7 @@ def _read(path: Path) -> bytes:
         raise ConfigError(f"--tokenizer-model {path}: there is no such file; nothing is downloaded") from None
     except OSError as error:
         raise ConfigError(f"--tokenizer-model {path}: cannot be read ({error.strerror})") from None
-    if not content:  # which the package would mistake for a model
+    if not content:  # the package would accept it as a model
         raise ConfigError(f"--tokenizer-model {path}: is empty; give the tokenizer's .model file")
     return content
 

@@ -1,7 +1,7 @@
 """TikTokenizer: ranks of byte sequences, encoded by the package tiktoken. Nothing is downloaded.
 
-The ranks are Megatron's JSON (a list of rank, token_bytes, token_str) or a .tiktoken file (a line per rank). The
-special tokens come first, so a token's id is its rank plus their number; </s> is the end of document.
+The ranks come from Megatron's JSON (a list of rank, token_bytes, token_str) or a .tiktoken file (a line per rank).
+Special tokens come first, so a token's id is its rank plus their number. </s> is the end of document.
 """
 
 import base64
@@ -62,7 +62,7 @@ class TikTokenizer(Tokenizer):
         if room < 256 or (vocab_size is not None and room > len(tokens)):
             raise ConfigError(
                 f"--vocab-size {vocab_size}: {num_special_tokens} special tokens and {len(tokens)} of {self._path} "
-                f"make at most {num_special_tokens + len(tokens)}, and at least {num_special_tokens + 256}"
+                f"allow {num_special_tokens + 256} to {num_special_tokens + len(tokens)}; give one of these"
             )
         self._tokens = tokens[:room]
         self.vocab_size, self.eod_id = num_special_tokens + len(self._tokens), self._special.index("</s>")
@@ -114,7 +114,7 @@ class TikTokenizer(Tokenizer):
             if type(error).__name__ != "PanicException" and not isinstance(error, ValueError):
                 raise
             raise DataError(
-                f"tiktoken gives up on a text with a word or a run of white space of {len(text)} characters or less, "
+                f"tiktoken fails on a text with a word or a run of white space of {len(text)} characters or less, "
                 f"which begins with {text[:40]!r}; cut it, or skip the document"
             ) from None
         return ids.astype(np.int32)
@@ -131,7 +131,7 @@ class TikTokenizer(Tokenizer):
 
     def save_pretrained(self, directory: str | Path, *, model_max_length: int | None = None) -> None:
         raise ConfigError(
-            f"{self.name}: transformers opens no tiktoken ranks; convert {self._path} to a tokenizer.json, and name "
+            f"{self.name}: transformers cannot open tiktoken ranks; convert {self._path} to a tokenizer.json, and use "
             "that with --tokenizer-type HuggingFaceTokenizer"
         )
 
@@ -147,17 +147,17 @@ def _special_tokens(given: Sequence[str], count: int) -> list[str]:
     flag = f"--tiktoken-special-tokens {' '.join(given)}"
     lacking = [token for token in NEEDED if token not in given]
     if lacking:
-        raise ConfigError(f"{flag}: {lacking[0]} is missing; name {' '.join(NEEDED)} among them")
+        raise ConfigError(f"{flag}: {lacking[0]} is missing; include {' '.join(NEEDED)}")
     if len(given) > count:
-        raise ConfigError(f"--tiktoken-num-special-tokens {count}: {len(given)} special tokens are named; give more")
+        raise ConfigError(f"--tiktoken-num-special-tokens {count}: {len(given)} special tokens are named; raise it")
     tokens = [*given, *(f"<SPECIAL_{number}>" for number in range(len(given), count))]
     if len(set(tokens)) != len(tokens):
-        raise ConfigError(f"{flag}: a token stands there twice; name each once")
+        raise ConfigError(f"{flag}: a token occurs twice; name each once")
     return tokens
 
 
 def _read_tokens(path: Path) -> list[bytes]:
-    """The byte sequences in order of rank."""
+    """Returns the byte sequences in order of rank."""
     content = read_text(path, SETTING)
     try:
         tokens = _from_json(content) if content.lstrip().startswith("[") else _from_lines(content)
@@ -168,9 +168,7 @@ def _read_tokens(path: Path) -> list[bytes]:
         ) from None
     single = {token for token in tokens if len(token) == 1}
     if len(single) != 256 or len(set(tokens)) != len(tokens):
-        problem = (
-            "a token stands there twice" if len(single) == 256 else f"{256 - len(single)} of 256 bytes are missing"
-        )
+        problem = "a token occurs twice" if len(single) == 256 else f"{256 - len(single)} of 256 bytes are missing"
         raise ConfigError(f"{SETTING} {path}: {problem}; the file is damaged")
     return tokens
 
@@ -191,7 +189,7 @@ def _from_lines(content: str) -> list[bytes]:
 
 def _encoding(pattern: str, tokens: list[bytes], special: list[str]) -> Any:
     made = package("tiktoken", TikTokenizer.name)
-    with library_errors(lambda reason: ConfigError(f"{SETTING}: tiktoken refuses the ranks ({reason})")):
+    with library_errors(lambda reason: ConfigError(f"{SETTING}: tiktoken rejects the ranks ({reason})")):
         return made.Encoding(
             name="megatron",
             pat_str=pattern,

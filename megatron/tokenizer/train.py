@@ -11,13 +11,13 @@ from megatron.tokenizer.byte_alphabet import CHARACTER_OF_BYTE
 SMALLEST_VOCABULARY = len(CHARACTER_OF_BYTE) + 1  # every byte, and the end of document
 
 LARGEST_VOCABULARY = 10_000_000
-"""The library allocates a table of this many tokens before it reads any text, and aborts the process if it cannot."""
+"""The library allocates a table of this many tokens before reading text, and aborts the process if that fails."""
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2, show_progress: bool = False) -> BPE:
     """Learns at most `vocab_size` tokens: the 256 bytes, the merges in order and, last as in GPT-2, `<|endoftext|>`.
 
-    Deterministic. Too little text gives fewer tokens.
+    The result is deterministic. Too little text gives fewer tokens.
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise ConfigError(f"--vocab-size {vocab_size}: at least {SMALLEST_VOCABULARY} (every byte, and {END_OF_TEXT})")

@@ -1,6 +1,6 @@
-"""The files that `torch.save` writes: written without holding a copy, and read without running what they name.
+"""Files in the format of `torch.save`: written without a second copy in memory, read without running code from them.
 
-safe_load    the content of a file, by torch's own loader, after its pickle was scanned
-torch_file   the same without torch's loader, for files of other programs; tensors are views of the mapped file
-writer       a file of plain values and tensors, some of them made while it is written
+safe_load    Loads a file by torch's own loader, after scanning its pickle.
+torch_file   Reads files of other programs without torch's loader. Tensors are views of the mapped file.
+writer       Writes plain values and tensors. Some tensors are made during the write.
 """

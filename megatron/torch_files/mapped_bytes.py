@@ -1,4 +1,4 @@
-"""A mapped file and its parts, and the reading of small parts of it."""
+"""Mapped files, parts of them, and reads of small parts."""
 
 import io
 import os
@@ -33,12 +33,12 @@ class Bytes:
     def part(self, start: int, length: int) -> "Bytes":
         if start < 0 or length < 0 or start + length > self.length:
             raise CheckpointError(
-                f"{self.path} is too short: bytes {start} to {start + length} of {self.length} are asked for"
+                f"{self.path} is too short: bytes {start} to {start + length} of {self.length} are needed"
             )
         return Bytes(self.path, self.whole, self.start + start, length)
 
     def read(self) -> bytes:
-        """A copy. What the disk cannot read is an OSError here; touched in the mapping, it ends the process."""
+        """Returns a copy. A disk error raises an OSError here; through the mapping, it would end the process."""
         with open(self.path, "rb", buffering=0) as file:
             return os.pread(file.fileno(), self.length, self.start)
 
@@ -46,12 +46,12 @@ class Bytes:
         return io.BufferedReader(RangedFile(self.length, lambda start, stop: self.part(start, stop - start).read()))
 
     def view(self) -> memoryview:
-        """The mapped bytes, which are read when they are touched."""
+        """The mapped bytes, which are read from disk on access."""
         return self.whole[self.start : self.start + self.length].numpy().data
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
-        """A view of the file, or a copy if it lies at an address that its type cannot have. It has a storage of its
-        own, as torch's loader gives it: torch's generators take their state from the beginning of a storage."""
+        """Returns a view of the file, or a copy where the address is not aligned for the dtype. Its storage is its own,
+        as from torch's loader: torch's generators read their state from the start of a storage."""
         storage = self.whole.untyped_storage()[self.start : self.start + self.length]
         raw = torch.empty(0, dtype=torch.uint8).set_(storage)
         return (raw if self.start % dtype.itemsize == 0 else raw.clone()).view(dtype)

@@ -1,4 +1,4 @@
-"""The CRC-32 that torch.save writes beside each member of its zip files. torch.load does not look at it; here it is
+"""Verifies the CRC-32 that torch.save writes beside each member of its zip files. torch.load ignores it; here it is
 compared when a member is first used."""
 
 import zlib
@@ -22,7 +22,7 @@ class DamagedMemberError(CheckpointError):
 
 
 class MemberChecks:
-    """Compares each member once. `say` is told, once, of a file that has nothing to compare with."""
+    """Compares each member once. Files without checksums are reported once, to `say`."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
@@ -30,8 +30,8 @@ class MemberChecks:
         self._compared: set[tuple[Path, int]] = set()  # files, and positions in them
 
     def compare(self, member: Bytes, recorded: int, what: Callable[[], str]) -> None:
-        """`recorded`: the checksum that the file has; torch writes 0 where it leaves it out. `what`: the member's name
-        for a reader."""
+        """Raises if a member's checksum is not the `recorded` one; torch writes 0 where it leaves it out. The name for
+        messages comes from `what`."""
         place = (member.path, member.start)
         if not member.length or place in self._compared:
             return
@@ -47,17 +47,17 @@ class MemberChecks:
 
     def lacks(self, path: Path, why: str) -> None:
         if not self._told:
-            self._say(f"{path} {why}: damage to it, and to others like it, is not seen")
+            self._say(f"{path} {why}: damage to it and to similar files is not detected")
         self._told = True
 
 
 def crc32(data: memoryview, threads: int, piece: int = _PIECE) -> int:
-    """The checksum of all bytes, of which each thread takes a piece."""
+    """Returns the checksum of all bytes; each thread takes a piece."""
     if threads < 2 or len(data) <= piece:
         return zlib.crc32(data)
     pieces = [data[start : start + piece] for start in range(0, len(data), piece)]
     with ThreadPoolExecutor(min(threads, len(pieces))) as pool:
-        first, *rest = pool.map(zlib.crc32, pieces)  # which lets go of the interpreter's lock
+        first, *rest = pool.map(zlib.crc32, pieces)  # releases the interpreter's lock
     shift = _power_of_x(8 * piece)
     for each, found in zip(pieces[1:], rest, strict=True):
         first = _times(shift if len(each) == piece else _power_of_x(8 * len(each)), first) ^ found
@@ -65,7 +65,7 @@ def crc32(data: memoryview, threads: int, piece: int = _PIECE) -> int:
 
 
 def _power_of_x(exponent: int) -> int:
-    """Multiplied by this, modulo the polynomial, a checksum is that of `exponent` bits more, which are left out."""
+    """Returns x to this power, modulo the polynomial. Multiplying a checksum by it shifts it by `exponent` bits."""
     result, square = _ONE, _X
     while exponent:
         if exponent & 1:
@@ -75,7 +75,7 @@ def _power_of_x(exponent: int) -> int:
 
 
 def _times(one: int, other: int) -> int:
-    """The product of two polynomials over two elements, modulo that of CRC-32."""
+    """The product of two polynomials over GF(2), modulo that of CRC-32."""
     product = 0
     for bit in range(31, -1, -1):
         if one >> bit & 1:

@@ -18,7 +18,7 @@ _TEXT, _STOP = ord("X"), ord(".")
 
 
 class PickleRefused(ValueError):
-    """Says what a pickle contains that no checkpoint needs."""
+    """A pickle that is malformed, or contains something that no checkpoint needs."""
 
 
 def in_bytes(data: bytes) -> Iterator[Instruction]:
@@ -49,6 +49,6 @@ def in_bytes(data: bytes) -> Iterator[Instruction]:
 
 
 def in_stream(stream: IO[bytes]) -> Iterator[Instruction]:
-    """Yields the instructions of the pickle at the stream's position, which is after the pickle then."""
+    """Yields the instructions of the pickle at the stream's position, and leaves the stream after it."""
     for opcode, argument, _ in pickletools.genops(stream):
         yield opcode.name, argument

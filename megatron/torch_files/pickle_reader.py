@@ -1,10 +1,9 @@
-"""Reads a pickle as a description: plain values, and descriptions of all else. Nothing that it names is imported or
-called: a name (`GLOBAL`) becomes a `Name`, an object that the pickle asks to be made a `Made` with what it would be
-made from.
+"""Reads a pickle as a description: plain values, and descriptions of all else.
 
-So the files of other programs can be read that the weights-only loader of torch refuses, because they hold classes of
-their own: `argparse.Namespace`, enumerations, the metadata of torch's distributed format. Memory grows with the length
-of the pickle alone: values are made once, and repetitions, depth and integers are bounded.
+Nothing that it names is imported or called. A name (`GLOBAL`) becomes a `Name`; an object that the pickle would make
+becomes a `Made` with its arguments. This reads files of other programs that torch's weights-only loader rejects because
+of their classes: `argparse.Namespace`, enumerations, the metadata of torch's distributed format. Memory grows only with
+the length of the pickle: values are made once, and repetitions, depth and integers are bounded.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -17,13 +16,13 @@ from megatron.torch_files.pickle_instructions import Instruction, PickleRefused,
 _MAX_REPEATED = 10_000_000  # parts of values that occur more than once
 _MAX_DEPTH = 100
 _MAX_INTEGER_BYTES = 64
-_LONG_BITS = 64  # longer integers can all have one hash
-_MAX_COMPOUND_KEYS = 5000  # as can tuples of integers; a table of them takes quadratic time
+_LONG_BITS = 64  # longer integers can all have the same hash
+_MAX_COMPOUND_KEYS = 5000  # so can tuples of integers; a table of them takes quadratic time
 
 
 @dataclass(frozen=True)
 class Name:
-    """A class, function or other object of a module, which was not looked up."""
+    """Name of a class, function or other object, which was not looked up."""
 
     text: str
 
@@ -34,7 +33,7 @@ class Name:
 
 @dataclass(eq=False, slots=True)
 class Made:
-    """What an object would have been made from."""
+    """Description of an object that was not made: its class, arguments, state and items."""
 
     kind: Name
     arguments: tuple[Any, ...] = ()
@@ -44,13 +43,13 @@ class Made:
 
 @dataclass(eq=False, slots=True)
 class Persistent:
-    """What is not in the pickle but beside it: torch's storages."""
+    """Reference to data beside the pickle, such as torch's storages."""
 
     identity: Any
 
 
 def container(value: Any, kind: type[dict[Any, Any]] | type[list[Any]]) -> Any:
-    """What elements are put into: of an object, those of its own."""
+    """Returns the dictionary or list that elements are added to; for a `Made`, its own items."""
     if not isinstance(value, Made):
         return value
     if value.items is None:
@@ -59,7 +58,7 @@ def container(value: Any, kind: type[dict[Any, Any]] | type[list[Any]]) -> Any:
 
 
 def made(kind: Any, arguments: Any) -> Any:
-    """A few kinds of plain content are given as such."""
+    """Describes a call. A few kinds of plain content become plain values."""
     if not isinstance(arguments, tuple):
         raise PickleRefused("its pickle is malformed (a call without arguments)")
     if not isinstance(kind, Name):
@@ -78,9 +77,9 @@ def made(kind: Any, arguments: Any) -> Any:
 @dataclass(slots=True)
 class _Cell:
     value: Any
-    parts: int = 1  # as many as a walk over it visits
+    parts: int = 1  # number of values that a walk over it visits
     depth: int = 1
-    finished: bool = False  # it was referred to again; whoever changes it now makes a cycle
+    finished: bool = False  # it was referred to again; a change could now make a cycle
 
 
 def read_pickle(data: bytes) -> Any:
@@ -88,13 +87,13 @@ def read_pickle(data: bytes) -> Any:
 
 
 def read_with_names(data: bytes) -> tuple[Any, frozenset[str]]:
-    """The value of a pickle, and all classes, functions and other objects that it names."""
+    """Returns the value of a pickle, and the names of all classes, functions and other objects in it."""
     interpreter = Interpreter()
     return follow(data, interpreter), frozenset(interpreter.names)
 
 
 def read_next(stream: IO[bytes]) -> Any:
-    """The value of the pickle that begins at the stream's position, which then stands after it."""
+    """Returns the value of the pickle at the stream's position, and leaves the stream after it."""
     return _run(Interpreter(), in_stream(stream))
 
 
@@ -138,7 +137,7 @@ class _Stack:
         self.cells.append(_held(_Cell(value), cells))
 
     def put(self, cells: list[_Cell]) -> Any:
-        """The value on top of the stack, into which `cells` go."""
+        """Returns the value on top of the stack, to which `cells` are added."""
         top = self.cells[-1]
         if top.finished:
             raise PickleRefused("it has a value that contains itself, or that changes after its use")
@@ -149,7 +148,7 @@ class _Stack:
         self.marks.append(len(self.cells))
 
     def check_key(self, key: Any) -> None:
-        """Refuses keys whose hash is slow, or the same for many of them."""
+        """Rejects keys whose hash is slow, or the same for many of them."""
         if isinstance(key, (tuple, frozenset)):
             self.compound_keys += 1
             if self.compound_keys > _MAX_COMPOUND_KEYS:
@@ -168,7 +167,7 @@ def _set_items(stack: _Stack, cells: list[_Cell]) -> None:
         raise PickleRefused("its pickle is malformed (a key without a value)")
     top = container(stack.put(cells), dict)
     if not isinstance(top, dict):
-        raise PickleRefused("its pickle is malformed (items of what is no dictionary)")
+        raise PickleRefused("its pickle is malformed (items of something that is not a dictionary)")
     for key, value in zip(cells[::2], cells[1::2], strict=True):
         stack.check_key(key.value)
         top[key.value] = value.value
@@ -177,14 +176,14 @@ def _set_items(stack: _Stack, cells: list[_Cell]) -> None:
 def _append_all(stack: _Stack, cells: list[_Cell]) -> None:
     top = container(stack.put(cells), list)
     if not isinstance(top, list):
-        raise PickleRefused("its pickle is malformed (elements of what is no list)")
+        raise PickleRefused("its pickle is malformed (elements of something that is not a list)")
     top.extend(cell.value for cell in cells)
 
 
 def _add_all(stack: _Stack, cells: list[_Cell]) -> None:
     top = stack.put(cells)
     if not isinstance(top, set):
-        raise PickleRefused("its pickle is malformed (elements of what is no set)")
+        raise PickleRefused("its pickle is malformed (elements of something that is not a set)")
     for cell in cells:
         stack.check_key(cell.value)
         top.add(cell.value)
@@ -203,11 +202,11 @@ def _make_tuple(stack: _Stack, cells: list[_Cell]) -> None:
 
 @dataclass
 class Interpreter(_Stack):
-    """The stack, what was memorized, and the names that occurred."""
+    """Interprets instructions, with the stack, the memo and the names that occurred."""
 
     actions: "Mapping[str, Action]" = field(default_factory=lambda: _ACTIONS)
     allowed: Collection[str] | None = None
-    """The names that a pickle may have; None: all."""
+    """Names that a pickle may have; None: all."""
     max_repeated: int = _MAX_REPEATED
     max_long_integers: float = inf
     memo: dict[int, _Cell] = field(default_factory=dict)
@@ -232,7 +231,7 @@ class Interpreter(_Stack):
     def stack_name(self, _: Any) -> None:
         module, name = (cell.value for cell in self.pop(2))
         if not isinstance(module, str) or not isinstance(name, str):
-            raise PickleRefused("its pickle is malformed (a name that is no text)")
+            raise PickleRefused("its pickle is malformed (a name that is not text)")
         self.push_name(module, name)
 
     def push_name(self, module: str, name: str) -> None:
@@ -259,9 +258,9 @@ class Interpreter(_Stack):
             self.hold(made(kind.value, arguments.value), [kind, arguments])
 
     def _set_of(self, arguments: Any) -> set[Any]:
-        """Makes a set of a list, as protocol 2 writes sets. A set of a tensor would have a tensor per element."""
+        """Makes a set from a list, as protocol 2 writes sets. Rejects a tensor, which gives one tensor per element."""
         if not isinstance(arguments, tuple) or len(arguments) != 1 or not isinstance(arguments[0], list):
-            raise PickleRefused("it makes a set of what is no list")
+            raise PickleRefused("it makes a set of something that is not a list")
         for key in arguments[0]:
             self.check_key(key)
         return set(arguments[0])

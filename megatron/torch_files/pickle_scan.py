@@ -1,8 +1,8 @@
-"""Reads the pickle of a `.pt` file without executing it, and refuses what no checkpoint needs.
+"""Scans the pickle of a `.pt` file without executing it, and rejects what no checkpoint needs.
 
-`torch.load(weights_only=True)` calls no foreign code, but it calls `bytearray(10**10)`, and it builds values that
-contain themselves, or the same list 2**60 times: whoever then walks or hashes them never ends. So such a file is
-refused before torch sees it.
+Although `torch.load(weights_only=True)` calls no foreign code, a hostile pickle can exhaust memory or run forever. It
+can ask for `bytearray(10**10)`, for values that contain themselves, or for the same list 2**60 times; code that walks
+or hashes these never ends. Such a file is rejected before torch reads it.
 """
 
 from collections.abc import Collection
@@ -36,7 +36,7 @@ PLAIN = frozenset(
 """The names that a file of tensors and plain values uses."""
 
 _MAX_REPEATED = 1_000_000  # parts of values that occur more than once, such as the betas of all parameter groups
-_MAX_LONG_INTEGERS = 1000  # of more than 8 bytes: they can all have one hash, and a table of them takes quadratic time
+_MAX_LONG_INTEGERS = 1000  # of more than 8 bytes: all can have one hash, and a table of them takes quadratic time
 
 
 def scan(data: bytes, allowed: Collection[str]) -> None:

@@ -1,6 +1,6 @@
-"""The only place where a `.pt` file is opened: no code in it runs, and it cannot decompress to more than its size.
+"""Loads `.pt` files by torch's loader. No code in them runs, and they cannot decompress to more than their size.
 
-`weights_only=True` is passed explicitly (no environment variable can undo that) and never retried without.
+The loader gets `weights_only=True` (no environment variable can undo that), and is never retried without.
 """
 
 import zipfile
@@ -19,7 +19,7 @@ _MAX_MEMBERS = 1_000_000
 
 
 class MissingPartError(CheckpointError):
-    """Files of some ranks are not there."""
+    """Files of some ranks are missing."""
 
 
 class UnsafeFileError(CheckpointError):
@@ -27,7 +27,7 @@ class UnsafeFileError(CheckpointError):
 
 
 def load_file(path: Path, *, allow: Sequence[Callable | tuple[Callable, str]] = ()) -> Any:
-    """The content of one file, its tensors mapped from disk. `allow` admits named classes of another format."""
+    """Loads one file with its tensors mapped from disk. Classes in `allow`, of another format, are admitted."""
     check_container(path)
     check_pickle(path, allow)
     try:
@@ -45,7 +45,7 @@ def load_file(path: Path, *, allow: Sequence[Callable | tuple[Callable, str]] = 
 
 
 def check_container(path: Path) -> None:
-    """torch writes uncompressed members with unique names; anything else was not written by torch."""
+    """Rejects zip files that torch did not write: its members are uncompressed and have unique names."""
     try:
         size = path.stat().st_size
         with zipfile.ZipFile(path) as archive:
@@ -77,7 +77,7 @@ def check_pickle(path: Path, allow: Sequence[Callable | tuple[Callable, str]]) -
 
 
 def check_storages(content: Any, path: Path) -> None:
-    """The tensors may not claim more memory than the file has."""
+    """Raises if the tensors claim more memory than the file has."""
     seen: dict[int, int] = {}
     for tensor in tensors_in(content):
         if tensor.layout != torch.strided or tensor.is_meta:

@@ -1,7 +1,7 @@
-"""Tensors and plain values of files that `torch.save` wrote, without torch's loader: what a file of another program
-names is neither imported nor called (`pickle_reader.py`), and tensors are views of the mapped file.
+"""Reads tensors and plain values of files that `torch.save` wrote, without torch's loader.
 
-Read are torch's zip files, also within a larger file as the distributed format has them, and its format before 1.6.
+Names in a file are neither imported nor called (`pickle_reader.py`), and tensors are views of the mapped file.
+Supported are torch's zip files, also within a larger file as in the distributed format, and torch's format before 1.6.
 """
 
 import struct
@@ -23,8 +23,8 @@ from megatron.torch_files.pickle_reader import Made, Name, Persistent, read_next
 from megatron.torch_files.safe_load import UnsafeFileError, check_members
 
 _BEFORE_ZIP = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""The magic number that begins a file of torch before 1.6, as a pickle."""
-_LARGEST, _MOST_DIMENSIONS = 2**48, 64  # of a number in a shape, and of its numbers
+"""Magic number that begins a file of torch before 1.6, as a pickle."""
+_LARGEST, _MOST_DIMENSIONS = 2**48, 64  # limits of a number in a shape, and of dimensions
 _LOCAL_HEADER = struct.Struct("<26xHH")
 STORAGES = {
     **{"FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16},
@@ -44,15 +44,15 @@ _PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_paramete
 
 def dtype_named(name: str) -> torch.dtype:
     if name not in _BY_NAME:
-        raise ValueError(f"{name[:40]!r} is no dtype that a checkpoint has")
+        raise ValueError(f"{name[:40]!r} is not a dtype of a checkpoint's tensors")
     return _BY_NAME[name]
 
 
 class TorchFile:
-    """`content` has plain values, and in the place of tensors what `tensor` is given.
+    """A file whose `content` has plain values and, in place of tensors, descriptions that `tensor` takes.
 
-    `checks` compares what is read with the file's own checksums; None: its bytes are verified in another way.
-    `name`: of the tensor, if it holds one alone."""
+    Data is compared with the file's own checksums by `checks`; with None, its bytes are verified in another way.
+    Messages call the only tensor of a file `name`."""
 
     def __init__(self, data: Bytes, checks: MemberChecks | None, name: str = "") -> None:
         self.path = data.path
@@ -60,7 +60,7 @@ class TorchFile:
         self._checks = checks
         self._name = name
         self._storages: dict[str, Bytes] = {}
-        self._members: dict[str, zipfile.ZipInfo] = {}  # of the storages, which are looked up when they are needed
+        self._members: dict[str, zipfile.ZipInfo] = {}  # of storages, which are looked up when needed
         try:
             if data.length >= len(_BEFORE_ZIP) and data.part(0, len(_BEFORE_ZIP)).read() == _BEFORE_ZIP:
                 self.content = self._before_zip()
@@ -68,7 +68,7 @@ class TorchFile:
                 self.content = self._zip()
         except (CheckpointError, MemoryError):
             raise
-        except Exception as error:  # what a hostile file makes zipfile and others raise is of many kinds
+        except Exception as error:  # a hostile file makes zipfile and others raise many kinds of errors
             text = str(error) if isinstance(error, PickleRefused) else f"{type(error).__name__}: {error}"
             raise UnsafeFileError(f"{data.path} cannot be read as plain weights: {text[:200]}") from error
 
@@ -109,7 +109,7 @@ class TorchFile:
         stream.seek(len(_BEFORE_ZIP))
         version, system, content, keys = (read_next(stream) for _ in range(4))
         if version != 1001 or not isinstance(system, dict) or system.get("little_endian") is not True:
-            raise CheckpointError(f"{self.path} was written by a torch, or on a machine, that is not known here")
+            raise CheckpointError(f"{self.path} is of an unknown version of torch, or of another byte order")
         sizes = _storage_sizes(content)
         position = stream.tell()
         for key in keys:
@@ -125,14 +125,14 @@ class TorchFile:
         return self._description(value) is not None
 
     def shape(self, value: Any) -> tuple[int, ...]:
-        """The shape of a value that stands for a tensor; nothing is read."""
+        """Shape of a value that stands for a tensor; nothing is read."""
         return self._described(value).shape
 
     def dtype(self, value: Any) -> torch.dtype:
         return self._described(value).dtype
 
     def tensor(self, value: Any, *, compare: bool = True) -> Tensor:
-        """A view of the mapped file. `compare`: its storage with the checksum first, which reads all of it."""
+        """Returns a view of the mapped file. With `compare`, reads all of its storage first, for the checksum."""
         found = self._described(value)
         storage = self._storage(found)
         if not prod(found.shape):
@@ -145,7 +145,7 @@ class TorchFile:
         return flat.as_strided(found.shape, found.stride, flat.storage_offset() + found.offset)
 
     def place(self, value: Any) -> tuple[int, torch.dtype, tuple[int, ...]] | None:
-        """Where in the file a tensor begins whose elements are there in order, their dtype and its shape."""
+        """The first byte, dtype and shape of a tensor in the file; None if its elements are not in order."""
         found = self._described(value)
         if not found.in_order:
             return None
@@ -153,7 +153,7 @@ class TorchFile:
         return storage.start + found.offset * found.dtype.itemsize, found.dtype, found.shape
 
     def _storage(self, found: "_Description") -> Bytes:
-        """The bytes of a tensor's storage, which hold all of the tensor."""
+        """Returns the bytes of a tensor's storage. Raises if they do not hold all of the tensor."""
         if found.storage not in self._storages and found.storage in self._members:
             self._storages[found.storage] = self._member(self._members[found.storage])
         storage = self._storages.get(found.storage)
@@ -166,7 +166,7 @@ class TorchFile:
         return storage
 
     def _name_of(self, storage: str) -> str:
-        """The first tensor of a storage, by the keys that lead to it."""
+        """The first tensor of a storage, named by the keys that lead to it."""
         waiting: list[tuple[tuple[str, ...], Any]] = [((), self.content)]
         while waiting:
             keys, value = waiting.pop()
@@ -201,7 +201,7 @@ class _Description:
 
     @property
     def in_order(self) -> bool:
-        """Whether the elements follow one another, the last dimension first."""
+        """True if the elements are contiguous, the last dimension first."""
         elements = 1
         for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and step != elements:
@@ -211,7 +211,7 @@ class _Description:
 
 
 def _description(value: Any) -> _Description | None:
-    """None: it is no tensor."""
+    """Reads the description of a tensor; None if `value` is not one."""
     if isinstance(value, Made) and value.kind.text in _PARAMETER and value.arguments:
         value = value.arguments[0]
     if not isinstance(value, Made) or value.kind.text not in _REBUILD or len(value.arguments) < 4:
@@ -232,12 +232,12 @@ def _description(value: Any) -> _Description | None:
     if value.kind.text == _REBUILD[1] and len(value.arguments) > 6 and isinstance(value.arguments[6], Name):
         dtype = getattr(torch, value.arguments[6].last, dtype)
     if dtype not in _TYPES:
-        raise PickleRefused("it has a tensor of a type that is not read")
+        raise PickleRefused("it has a tensor of an unsupported dtype")
     return _Description(named[0], dtype, offset, shape, stride)
 
 
 def _is_changed(tensor: Made) -> bool:
-    """Whether it is to be changed after it was read: what torch notes after the arguments that every tensor has."""
+    """True if torch would conjugate or negate the tensor after reading, which extra arguments in the pickle say."""
     return any(tensor.arguments[6 + _REBUILD.index(tensor.kind.text) :])
 
 
@@ -245,7 +245,7 @@ def _storage_of(value: Any) -> tuple[str, torch.dtype, int] | None:
     """(key, type, elements) of a storage."""
     parts = value.identity if isinstance(value, Persistent) else None
     if not isinstance(parts, tuple) or len(parts) < 5 or parts[0] != "storage" or any(parts[5:]):
-        return None  # after these five, early versions of torch name the part of another storage that this one is
+        return None  # early versions of torch add a sixth part here: the place of a storage within another one
     kind, key, elements = parts[1], parts[2], parts[4]
     if not isinstance(kind, Name) or kind.last not in STORAGES or not isinstance(key, str) or type(elements) is not int:
         return None
@@ -253,7 +253,7 @@ def _storage_of(value: Any) -> tuple[str, torch.dtype, int] | None:
 
 
 def _storage_sizes(content: Any) -> dict[str, tuple[torch.dtype, int]]:
-    """What the tensors of a file before zip say about their storages, which follow without their types."""
+    """Dtype and size of each storage in a file before zip, from its tensors. The storages themselves have no dtype."""
     found, waiting, seen = {}, [content], set()
     while waiting:
         value = waiting.pop()
@@ -273,8 +273,8 @@ def _storage_sizes(content: Any) -> dict[str, tuple[torch.dtype, int]]:
 
 
 def plain_values(value: Any) -> Any:
-    """Without what is neither a plain value nor a container of some: objects become None, a namespace its values, a
-    torch dtype its name, a member of an enumeration its value."""
+    """Keeps only plain values and their containers. Objects become None, a namespace its values, a torch dtype its
+    name, a member of an enumeration its value."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Name):

@@ -1,6 +1,6 @@
-"""Writes a file in torch's zip format from beginning to end: first the tensors, then what describes them. So where a
-tensor lies depends on nothing but those before it. One that is deferred is read when its place in the file has come,
-and let go of."""
+"""Writes a file in torch's zip format sequentially: first the tensors, then the pickle that describes them. The place
+of a tensor therefore depends only on those before it. A deferred tensor is read when its turn comes, and freed once
+written."""
 
 import struct
 import zipfile
@@ -16,18 +16,18 @@ from torch import Tensor
 from megatron.torch_files.torch_file import STORAGES
 from megatron.utils.dtype import resolved
 
-_ALIGNMENT = 64  # of a tensor in the file, as torch has it
-_BEFORE_DATA = 30 + 20  # bytes of a zip member's header, with the sizes of more than 4 GiB
-_PADDING = 0x4246  # the kind of the field that torch pads a header with
+_ALIGNMENT = 64  # of a tensor in the file, as in torch's files
+_BEFORE_DATA = 30 + 20  # bytes of a zip member's header with 64-bit sizes
+_PADDING = 0x4246  # type of the header field that torch uses as padding
 _KINDS = {dtype: name for name, dtype in STORAGES.items() if name != "UntypedStorage"}
 _REBUILD, _REBUILD_AS = b"ctorch._utils\n_rebuild_tensor_v2\n", b"ctorch._utils\n_rebuild_tensor_v3\n"
 _ORDERED = b"ccollections\nOrderedDict\n)R"
-_PIECE = 2**20  # bytes that are summed up while they are in the processor's cache
+_PIECE = 2**20  # bytes that stay in the processor's cache while they are hashed
 _NAMESPACE = b"cargparse\nNamespace\n)\x81"
 
 
 class Stream(Protocol):
-    """It need not be able to go back."""
+    """A byte stream that need not be seekable."""
 
     def write(self, data: bytes | memoryview, /) -> int: ...
 
@@ -35,7 +35,7 @@ class Stream(Protocol):
 
 
 class Deferred(Tensor):
-    """Its shape and dtype are known, its values come from `read`."""
+    """Tensor with a known shape and dtype; `read` returns its values later."""
 
     read: Callable[[], Tensor]
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain
@@ -47,7 +47,7 @@ class Deferred(Tensor):
         return made
 
     def with_rows(self, rows: int) -> "Deferred":
-        """Followed by rows of zeros, up to so many."""
+        """Returns the tensor padded with rows of zeros to `rows` rows."""
         return Deferred.of((rows, *self.shape[1:]), self.dtype, lambda: with_rows(self.read(), rows))
 
 
@@ -65,12 +65,12 @@ def values_of(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Storage:
-    """Tensors of one type that lie in a file one after the other."""
+    """Tensors of one dtype that are contiguous in a file."""
 
     tensors: Sequence[Tensor]
     dtype: torch.dtype
     length: int
-    """Elements. Those after the tensors are zeros."""
+    """Number of elements, including the zeros after the tensors."""
 
     def pieces(self) -> Iterator[memoryview]:
         for tensor in self.tensors:
@@ -83,12 +83,12 @@ class Storage:
 
 
 class _Storages:
-    """The storages of a file. A tensor that is in none of those given gets one of its own."""
+    """The storages of a file. A tensor outside of the given ones gets one of its own."""
 
     def __init__(self, given: Sequence[Storage]) -> None:
         self.all = list(given)
         self.of_tensor: dict[int, tuple[int, int]] = {}
-        """By id: (number of its storage, first element there)."""
+        """Number of the storage and first element there, by the tensor's id."""
         for number, storage in enumerate(given):
             first = 0
             for tensor in storage.tensors:
@@ -104,7 +104,7 @@ class _Storages:
 
 def write_torch_file(tree: Any, stream: Stream, storages: Sequence[Storage] = ()) -> dict[int, int]:
     """Writes `tree` of plain values and tensors; those in `storages` lie there. Returns the first byte of each of these
-    storages, and of each tensor, by its id."""
+    storages and of each tensor, by id."""
     stored = _Storages(storages)
     described = b"\x80\x02" + b"".join(_described(tree, stored)) + b"."
     starts: list[int] = []
@@ -120,7 +120,7 @@ def write_torch_file(tree: Any, stream: Stream, storages: Sequence[Storage] = ()
 
 
 def _write_member(archive: zipfile.ZipFile, name: str, data: Iterator[memoryview]) -> int:
-    """Returns the place of its first byte in the file."""
+    """Writes a member and returns the position of its first byte."""
     assert archive.fp is not None
     start = archive.fp.tell() + _BEFORE_DATA + len(name) + 4
     padding = -start % _ALIGNMENT
@@ -138,7 +138,7 @@ def _pieces(data: memoryview) -> Iterator[memoryview]:
 
 
 def _described(value: Any, stored: _Storages) -> Iterator[bytes]:
-    """The opcodes of pickle's protocol 2 that make `value`; tensors are put into `stored`."""
+    """Yields the opcodes of pickle's protocol 2 that make `value`; tensors are added to `stored`."""
     if value is None or isinstance(value, bool):
         yield {None: b"N", True: b"\x88", False: b"\x89"}[value]
     elif isinstance(value, int):
@@ -181,8 +181,8 @@ def _integer(value: int) -> bytes:
 
 
 def _tensor(tensor: Tensor, stored: _Storages) -> Iterator[bytes]:
-    """`_rebuild_tensor_v2(storage, offset, shape, strides, requires_grad, hooks)`, as torch writes it; of a type that
-    no storage is of, `_rebuild_tensor_v3` with the type after these."""
+    """Describes a tensor as torch does: `_rebuild_tensor_v2(storage, offset, shape, strides, requires_grad, hooks)`.
+    Dtypes without a class of storage need `_rebuild_tensor_v3`, with the dtype after these."""
     number, first = stored.place(tensor)
     length, kind = stored.all[number].length, _KINDS.get(tensor.dtype)
     strides = torch.empty(tensor.shape, device="meta").stride()

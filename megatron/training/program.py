@@ -1,10 +1,11 @@
-"""One training as a program: flags -> RunConfig -> parts -> `Trainer.fit()`. `megatron.pretrain` is its public entry.
+"""Runs one training as a program: flags -> RunConfig -> parts -> `Trainer.fit()`, for `megatron.pretrain`.
 
-torch is imported after the command line has been read, so `--help` and a mistyped flag answer at once.
+The command line is read before torch is imported, so `--help` and a mistyped flag answer at once.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,7 @@ def run_training(
     source: StepSource,
     other_file: SettingsSource,
 ) -> StopReason:
-    """See `megatron.pretrain.pretrain`. `source` reads the steps and models of other programs, `other_file` their
+    """Implements `megatron.pretrain.pretrain`. `source` reads other programs' checkpoints, `other_file` their
     settings."""
 
     def body() -> StopReason:
@@ -55,11 +56,15 @@ def run_training(
             from megatron.training.watchdog import watched
             from megatron.utils.waiting import spinning_while_idle
 
-        run = start(config, needs_data=needs_data, source=source)
+        yaml = config.runtime.prints_yaml
+        run = start(config, needs_data=needs_data, source=source, stream=sys.stderr if yaml else None)
         if config.runtime.plans:
             check_launch_files(run, needs_data=needs_data)
             plan = render_plan(run, model_provider)
-            run.log.info(*(describe(config) if config.runtime.print_config else plan).split("\n"))
+            if yaml and run.log.main:
+                print(describe(config))
+            else:
+                run.log.info(*(describe(config) if config.runtime.print_config else plan).split("\n"))
             return StopReason("planned", "--print-config" if config.runtime.print_config else "--dry-run")
         checked = with_memory_checked(model_provider)
         with held_save_directory(run) as (history, exit_record):
@@ -79,7 +84,7 @@ def run_training(
 
 
 def train_and_evaluate(run: Run, parts: Parts) -> StopReason:
-    """Training, then the last evaluations, as Megatron does them; a run that stops early does not evaluate."""
+    """Trains, then evaluates a last time, as Megatron does. A run that stops early does not evaluate."""
     progress = parts.progress
     if run.config.training.skip_train:
         reason = StopReason("done", "--skip-train: evaluation only")

@@ -1,8 +1,7 @@
-"""Shared by the command lines of tools/: the argument parser, one-line errors, exit codes, a closed stdout."""
+"""Command lines of tools/: the argument parser, one-line errors, exit codes, a closed stdout."""
 
 import argparse
 import dataclasses
-import difflib
 import errno
 import os
 import select
@@ -13,9 +12,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron.commands import as_typed_here
 from megatron.errors import ConfigError, InterruptError, MegatronError
+from megatron.utils.help import Help, HelpEntry, more
 from megatron.utils.loading import before_torch
 from megatron.utils.log import escape_unprintable, print_line, print_lines
+from megatron.utils.nearest_flag import nearest_flag
 from megatron.utils.numerals import LARGEST, real_number, whole_number
 
 DEPENDENCIES = (
@@ -23,22 +25,31 @@ DEPENDENCIES = (
 )
 _STDOUT = 1
 _NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
-"""Errors of a path that the file system cannot take, whatever is done with it."""
+"""Errors for paths that no file system accepts."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that raises ConfigError and takes no abbreviations."""
+    """An argparse parser that raises ConfigError and takes no abbreviations.
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
+    With a `first_screen`, --help prints that; --help WORD and --help-all print the flags.
+    """
+
+    def __init__(self, first_screen: str = "", *, prog: str | None = None, **options: Any) -> None:
+        super().__init__(prog=prog and as_typed_here(prog), allow_abbrev=False, add_help=not first_screen, **options)
+        self._first_screen = as_typed_here(first_screen)
         self.register("action", None, _Once)
         self.register("type", Path, _path)
+
+    def format_help(self) -> str:
+        return as_typed_here(super().format_help())
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message[:1].lower()}{message[1:]}; see --help".removeprefix("argument "))
 
     def parse_known_flags(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         argv = sys.argv[1:] if argv is None else argv
+        if self._first_screen and (text := self._help().answer(argv)) is not None:
+            raise SystemExit(print_help(text))
         for word in argv:  # before parsing: a misspelt required flag would be reported as missing
             if word.startswith("--") and word.split("=", 1)[0] not in self._option_string_actions:
                 self._refuse(word)
@@ -47,15 +58,29 @@ class Parser(argparse.ArgumentParser):
             self._refuse(unknown[0])
         return namespace
 
+    def _help(self) -> Help:
+        groups = [group for group in self._action_groups if group._group_actions]
+        listed = [_entry(str(group.title), action) for group in groups for action in group._group_actions]
+        first = self._first_screen + more(self.prog, (str(group.title) for group in groups))
+        return Help(first, tuple(listed))
+
     def _refuse(self, word: str) -> NoReturn:
         flag = word.split("=", 1)[0]
-        near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-        hint = f"did you mean {near[0]}?" if near else "see --help"
+        near = nearest_flag(flag, list(self._option_string_actions))
+        hint = f"did you mean {near}?" if near else "see --help"
         raise ConfigError(f"{flag}: no such flag; {hint}" if flag.startswith("-") else f"{word}: not a flag; {hint}")
 
 
+def _entry(section: str, action: argparse.Action) -> HelpEntry:
+    several = " ..." if action.nargs in ("+", "*") else ""
+    named = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.metavar or action.dest.upper()
+    marks = " [required]" if action.required else ""
+    value = "" if action.nargs == 0 else f"{named}{several}"
+    return HelpEntry(section, tuple(action.option_strings), value, f"{action.help or ''}{marks}".strip())
+
+
 class _Once(argparse.Action):
-    """Stores a value and refuses a flag given twice."""
+    """Stores a value and rejects a flag given twice."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         given = vars(namespace).setdefault("_given", set())
@@ -119,7 +144,7 @@ def run_tool(name: str, job: Callable[[], int | None]) -> int:
     escape_unprintable(sys.stdout)
     try:
         try:
-            return _exit_code(name, job)
+            return _exit_code(as_typed_here(name), job)
         finally:  # also after SystemExit of --help: a failing flush at interpreter exit would print a traceback
             sys.stdout.flush()
     except BrokenPipeError:
@@ -127,6 +152,16 @@ def run_tool(name: str, job: Callable[[], int | None]) -> int:
             raise
         forget_stdout()
         return 128 + signal.SIGPIPE
+
+
+def print_help(text: str) -> int:
+    """Prints the text and returns the exit code: 0, or 141 if the reader of stdout has gone (`| head`)."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        forget_stdout()
+        return 128 + signal.SIGPIPE
+    return 0
 
 
 def stdout_is_unread() -> bool:
@@ -162,7 +197,7 @@ def run_tool_module(module: str) -> int:
 
 
 def explained(error: BaseException) -> MegatronError | None:
-    """The error that tells a user of a path that no file system takes, or of a missing dependency; None for others."""
+    """Returns the error for a path that no file system accepts, or for a missing dependency; None for others."""
     if isinstance(error, OSError) and error.errno in _NO_PATH:
         return ConfigError(f"{error.filename}: {error.strerror}; name another path")
     module = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""

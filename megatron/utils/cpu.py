@@ -30,34 +30,32 @@ _NARROW = 1 + 2**-12  # one bit more than bf16 and TF32 hold
 
 
 def set_allocator(choice: str) -> str:
-    """With `keep`, freed memory stays with the process for the next tensor. Returns a line for the log.
+    """Keeps freed memory in the process for the next tensor, unless `choice` is "system". Returns a line for the log.
 
-    By default the C library unmaps every freed tensor of 32 MiB and more, and the next one gets fresh pages, which the
+    By default the C library unmaps every freed tensor of 32 MiB and more. The next tensor gets fresh pages, which the
     system has to clear and map one by one. Call this before any large tensor exists.
     """
     if choice == "system":
         if platform.libc_ver()[0] == "glibc":  # its own threshold grows with what is freed, and leaves holes
             ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
-        return "CPU memory: large tensors go back to the system when they are freed (--cpu-allocator system)"
+        return "CPU memory: large tensors are returned to the system when freed (--cpu-allocator system)"
     if platform.libc_ver()[0] != "glibc":
         if choice == "keep":
             raise ConfigError("--cpu-allocator keep: needs glibc, which this system does not use; use auto or system")
-        return "CPU memory: as the C library does it, for it is not glibc"
+        return "CPU memory: the C library's default, because it is not glibc"
     libc = ctypes.CDLL(None)
     kept = all(
         (libc.mallopt(_M_MMAP_MAX, 0), libc.mallopt(_M_TRIM_THRESHOLD, _NEVER), libc.mallopt(_M_TOP_PAD, _TOP_PAD))
     )
     assert kept, "glibc refused a value that it documents"
     where = ", in large pages" if _ask_for_large_pages(libc) else ""
-    return (
-        f"CPU memory: kept for the next tensor when freed{where}; --cpu-allocator system gives it back, and is slower"
-    )
+    return f"CPU memory: kept for the next tensor when freed{where}; --cpu-allocator system returns it, and is slower"
 
 
 def _ask_for_large_pages(libc: ctypes.CDLL, overcommit: Path = _OVERCOMMIT) -> bool:
-    """Asks for 2 MiB pages in the heap, because a product that reads a matrix down its columns touches a page per
-    element; returns whether the system agreed. The heap's next addresses are allocated, marked and freed, untouched.
-    """
+    """Asks for 2 MiB pages in the heap and returns whether the system agreed. With small pages, a product that reads a
+    matrix down its columns touches one per element. The heap's next addresses are allocated, marked and freed,
+    untouched."""
     try:
         if int(overcommit.read_text()) == _STRICT:  # there, reserved addresses count as memory
             return False
@@ -89,13 +87,13 @@ def memory_is_kept() -> bool:
 def set_fp32_products(choice: str) -> str:
     """Chooses the library of fp32 matrix products: `mkl`, `onednn` or `auto`. Returns a line for the log.
 
-    PyTorch uses oneDNN for fp32 products only if it may round the factors to bf16. oneDNN does round on processors with
-    AMX; on others it computes in full precision, and on AMD's faster than MKL. So it is enabled, and then checked.
+    PyTorch uses oneDNN for fp32 products only if it may round the factors to bf16. On processors with AMX, oneDNN does
+    round. On others it computes in full precision, and on AMD's faster than MKL. So it is enabled, and then checked.
     """
     if not torch.backends.mkldnn.is_available():
         if choice == "onednn":
             raise ConfigError("--fp32-products onednn: this build of torch has no oneDNN; use auto or mkl")
-        return "fp32 products: torch's own, which was built without oneDNN"
+        return "fp32 products: torch's own, because it was built without oneDNN"
     if choice == "mkl":
         return "fp32 products: MKL (--fp32-products mkl)"
     if choice == "auto" and not processor_is_amd():
@@ -127,7 +125,7 @@ def has_bf16_products(cpuinfo: Path = _CPUINFO) -> bool:
 
 
 def processor_name(cpuinfo: Path = _CPUINFO) -> str:
-    """The maker's name, what tells its generations apart, and the widest instructions for products."""
+    """Name of the processor, its generation, and its widest instructions for products."""
     facts = {
         key.strip(): value.strip() for key, _, value in (line.partition(":") for line in _text(cpuinfo).splitlines())
     }
@@ -184,13 +182,13 @@ def _products_marked(precision: str) -> Iterator[None]:
 
 
 def fp32_products_unmarked() -> AbstractContextManager[None]:
-    """Suspends the oneDNN setting of `set_fp32_products`: it speeds up large products, but those of a few rows take up
+    """Suspends the oneDNN setting of `set_fp32_products`. It speeds up large products, but those of a few rows take up
     to twice as long with it."""
     return _products_marked("ieee")
 
 
 def available_memory() -> int | None:
-    """Bytes available without swapping; None where the system does not tell."""
+    """Bytes available without swapping; None if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

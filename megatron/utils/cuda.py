@@ -59,9 +59,9 @@ class CopyStream:
 
 
 def grow_segments(given: str = "") -> bool:
-    """Lets the allocator extend its segments, which reduces fragmentation with tensors of changing sizes. Call before
-    the first allocation. False where this torch has no such setting. `given`: the user's settings, which stay: torch
-    forgets some of them when others are set."""
+    """Lets the allocator extend its segments, which reduces fragmentation when tensor sizes change. Call before the
+    first allocation. Returns False where this torch has no such setting. The user's settings, `given`, are set again,
+    because torch forgets some of them when others are set."""
     if "expandable_segments" in given or "backend:" in given:
         return True
     settings = f"{given},expandable_segments:True" if given else "expandable_segments:True"
@@ -78,6 +78,6 @@ def grow_segments(given: str = "") -> bool:
 
 
 def round_products(to_tf32: bool) -> None:
-    """Whether products of fp32 tensors round their factors to TF32. Set either way: it is a setting of the process,
-    which a script may have changed."""
+    """Sets whether fp32 products round their factors to TF32. Also sets False, because a script may have changed this
+    setting of the process."""
     torch.backends.cuda.matmul.allow_tf32 = to_tf32

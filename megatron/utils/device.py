@@ -1,4 +1,4 @@
-"""This process's devices: their names, their memory, and copies of their numbers to the host."""
+"""Devices of this process: names, memory, and copies of numbers to the host."""
 
 from collections.abc import Callable
 from pathlib import Path

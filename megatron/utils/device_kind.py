@@ -1,7 +1,7 @@
-"""What the devices of one kind can do. Code asks for an ability instead of comparing the kind's name.
+"""Abilities of each kind of device. Code asks for an ability instead of comparing the kind's name.
 
-An accelerator that plugs into torch is one entry of `KINDS`; a kind that is not listed has no ability that a run can do
-without. Imports no torch.
+An accelerator that plugs into torch is one entry of `KINDS`. A kind that is not listed has none of these abilities, and
+runs do without them. Imports no torch.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ class DeviceKind:
     asynchronous: bool = False
     """A step may be launched while the device still computes an earlier one."""
     pinned_batches: bool = False
-    """Batches are loaded into pinned memory, from which copies to the device need no wait of the host."""
+    """Batches are loaded into pinned memory, so that copies to the device need no host sync."""
     copy_stream: bool = False
     """Batches are copied on a stream of their own (`utils.cuda.CopyStream`)."""
     graphs: bool = False
@@ -24,7 +24,7 @@ class DeviceKind:
     tf32: bool = False
     """Products of fp32 tensors may round their factors to TF32."""
     double: bool = False
-    """Numbers in double precision exist."""
+    """Double precision is supported."""
     memory_history: bool = False
     """The allocator counts its bytes, and records who allocated them."""
     native_kernels: bool = False
@@ -52,7 +52,7 @@ KINDS: Mapping[str, DeviceKind] = MappingProxyType(
         ),
     }
 )
-"""By torch's name of the kind."""
+"""Kinds by their names in torch."""
 _OTHER = DeviceKind()
 
 

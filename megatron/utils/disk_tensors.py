@@ -1,11 +1,11 @@
-"""Tensors that live in a file and pass through memory one after the other, read and written by threads meanwhile.
+"""Tensors that live in a file and pass through memory one at a time.
 
     tensors = DiskTensors(Path("/scratch"), [len_0, len_1, ...])
-    for index, tensor in tensors.sweep():     # while this one is changed the next is read and the one before written
+    for index, tensor in tensors.sweep():     # threads read the next one and write the previous one
         tensor.mul_(2)
     tensors.close()
 
-The file has no name, so nothing is left of it however the process ends.
+The file has no name, so it disappears however the process ends.
 """
 
 import errno
@@ -25,12 +25,12 @@ from torch import Tensor
 from megatron.errors import StorageError
 
 _IN_MEMORY = 3
-"""One that is read, one that is used, one that is written."""
+"""Number of tensors in memory: one being read, one in use, one being written."""
 
 
 class DiskTensors:
     def __init__(self, directory: Path, lengths: Sequence[int], *, setting: str, dtype: torch.dtype = torch.float32):
-        """One tensor of each of the `lengths`, all zeros. `setting` names the directory in messages."""
+        """Makes one tensor of zeros for each of the `lengths`. Messages name the directory by `setting`."""
         self._lengths, self._what = tuple(lengths), f"{setting} {directory}"
         ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).mul(dtype.itemsize).tolist()
         self._starts, self.size = ends[:-1], ends[-1]
@@ -43,7 +43,7 @@ class DiskTensors:
         self._writes: dict[int, Future[None]] = {}
 
     def sweep(self, *, changes: bool = True) -> Iterator[tuple[int, Tensor]]:
-        """Every tensor in turn. What the caller does to it is kept, unless the sweep only looks: `changes` is False."""
+        """Yields every tensor in turn. The caller's changes are written back unless `changes` is False."""
         self._finish_writes()  # left over if the previous sweep was not finished
         coming = self._start_read(0) if self._lengths else None
         for index in range(len(self._lengths)):
@@ -99,7 +99,7 @@ class DiskTensors:
             ) from None
 
     def _reserved(self, directory: Path) -> IO[bytes]:
-        """Creates the file with all its disk space allocated: a disk that is too small is found before training."""
+        """Creates the file with all its disk space allocated, so that a full disk is found before training."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
             file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115

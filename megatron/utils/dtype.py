@@ -1,4 +1,4 @@
-"""torch's default dtype, for a block; and the dtype that formulas compute in."""
+"""Dtypes: torch's default within a block, casts, and checks of values."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,12 +11,12 @@ from megatron.errors import ConfigError
 
 HALF = (torch.bfloat16, torch.float16)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""What weights are saved and exported in."""
+"""Dtypes in which weights are saved and exported."""
 
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Parameters made inside have this dtype."""
+    """Sets torch's default dtype in the block, and so that of parameters made there."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -26,18 +26,18 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def widened(x: Tensor) -> Tensor:
-    """Half precision as fp32; other dtypes as they are."""
+    """Converts half precision to fp32; returns other dtypes unchanged."""
     return x.float() if x.dtype in HALF else x
 
 
 def resolved(x: Tensor) -> Tensor:
-    """With its values in memory: torch only marks a conjugate, and a negative one (`x.conj()`, `x.conj().imag`)."""
+    """Resolves what torch only marks as conjugate or negative (`x.conj()`, `x.conj().imag`), in memory."""
     return x.resolve_conj().resolve_neg()
 
 
 def is_finite(x: Tensor) -> bool:
-    """Whether all values are finite. One pass, four times as fast as `isfinite(x).all()`: with a NaN among the values,
-    both the least and the greatest of them are NaN."""
+    """True if all values are finite. One pass, four times as fast as `isfinite(x).all()`: if there is a NaN, both the
+    least and the greatest value are NaN."""
     if x.is_complex():
         x = torch.view_as_real(resolved(x))
     if not x.is_floating_point() or x.numel() == 0:

@@ -1,6 +1,6 @@
 """Durable files: a file is complete or absent, and survives a power cut once the call that wrote it has returned.
 
-The one place for fsync, atomic replacement, file locks and block checksums. Functions raise the OSError of the disk;
+All fsync, atomic replacement, file locks and block checksums are here. Functions raise the OSError of the disk;
 `writing` turns it into a StorageError for callers that have nothing to add.
 """
 
@@ -93,7 +93,7 @@ def write_atomically(
 ) -> None:
     """Writes a temporary file in the same directory and renames it to `path`; on any failure removes it.
 
-    A fixed `temporary` is for files so large that what a killed writer leaves must be overwritten by the next one.
+    Large files get a fixed `temporary`, so that the next writer overwrites what a killed one left.
     """
     temporary = temporary or temporary_of(path)
     try:
@@ -108,7 +108,7 @@ def write_atomically(
 
 
 def write_once(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """As `write_atomically`, but an existing file stays: the first of several writers wins."""
+    """Writes atomically unless the file exists: the first of several writers wins."""
     temporary = temporary_of(path)
     try:
         write_synced(temporary, chunks)
@@ -129,14 +129,14 @@ def temporary_of(path: Path) -> Path:
 
 
 def target_of(temporary: str) -> str | None:
-    """The name of the file that a temporary one was to become; None if it is not the name of a temporary file."""
+    """Name of the file that a temporary one was to become; None if `temporary` is not the name of one."""
     match = _TEMPORARY.fullmatch(temporary)
     return match[1] if match else None
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns an OSError into a StorageError that names `path` and the way out."""
+    """Turns an OSError into a StorageError that names `path` and the fix."""
     try:
         yield
     except OSError as error:
@@ -148,7 +148,7 @@ def storage_error(path: Path, error: OSError) -> StorageError:
 
 
 def fix_of(error: OSError) -> str:
-    """What to do about an error of writing."""
+    """Suggests a fix for a failed write."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free some space or choose another directory"
     if error.errno == errno.EROFS:
@@ -162,7 +162,7 @@ def fix_of(error: OSError) -> str:
 def try_lock(descriptor: int) -> bool:
     """Takes an exclusive lock that the kernel drops with the process, so a crash never leaves a stale one.
 
-    False where the file system has no locks; BlockingIOError if another process holds it.
+    Returns False where the file system has no locks. Raises BlockingIOError if another process has the lock.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -186,7 +186,7 @@ def hash_of_files(folder: Path, files: Iterable[Path]) -> str:
 
 
 class Hash(Protocol):
-    """As hashlib's and xxhash's."""
+    """Hash object of hashlib or xxhash."""
 
     def update(self, data: memoryview, /) -> None: ...
 
@@ -194,7 +194,7 @@ class Hash(Protocol):
 
 
 class BlockHasher:
-    """The hash of every block of a stream that comes in pieces of any size, so that damage has an address."""
+    """Hashes every block of a stream that comes in pieces of any size, so that damage can be located."""
 
     def __init__(self, block_bytes: int, new: Callable[[], Hash] = hashlib.sha256) -> None:
         self.block_bytes, self.size = block_bytes, 0

@@ -1,4 +1,4 @@
-"""What --load may have been given instead of a checkpoint of ours: a Hugging Face model, or a name on its Hub."""
+"""Recognises a Hugging Face model, or a name on its Hub, where --load expects a native checkpoint."""
 
 import json
 import re
@@ -14,8 +14,8 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Whether it holds a model of `transformers`, or a part of one: its configuration or its weights. An adapter of one
-    counts too, so that whoever opens it is told what it is, or what is missing."""
+    """True if a folder holds a model of `transformers`, or its configuration or weights alone. An adapter counts, too,
+    so that callers can report what it is or lacks."""
     if (folder / _TRACKER).exists():
         return False
     if any((folder / name).is_file() for name in ("config.json", ADAPTER)):
@@ -24,7 +24,7 @@ def is_hugging_face(folder: Path) -> bool:
 
 
 def is_not_a_directory(path: Path) -> str:
-    """What to say of a path that should be a directory and is none."""
+    """Error text for a path that should be a directory."""
     if not path.exists():
         return "no such directory"
     if path.suffix == ".gguf":
@@ -33,18 +33,31 @@ def is_not_a_directory(path: Path) -> str:
 
 
 def refuse_hugging_face(folder: Path) -> None:
-    """Refuses it where a checkpoint of ours is meant, with the command that makes it one."""
+    """Raises if a folder holds a Hugging Face model. The error has the command that imports it."""
     if is_hugging_face(folder):
         raise ConfigError(
             f"--load {folder}: holds a Hugging Face model: import it with python tools/convert_checkpoint.py --load "
-            f"{folder} --from hf --to native --save DIR, then give --load DIR (pretrain_gpt.py --finetune takes the "
-            "model as it is)"
+            f"{folder} --from hf --to native --save DIR, then give --load DIR (pretrain_gpt.py --finetune loads the "
+            "model directly)"
         )
 
 
+def is_hub_name(text: str) -> bool:
+    """True for OWNER/NAME, and for NAME alone."""
+    return _HUB_NAME.fullmatch(text) is not None
+
+
+def tokenizer_on_hub(name: str) -> str:
+    """The command that fetches a model's tokenizer from the Hub; empty if `name` cannot be there."""
+    if not is_hub_name(name):
+        return ""
+    folder = name.rpartition("/")[2]
+    return f"; from the Hugging Face Hub: hf download {name} --include 'tokenizer*' 'special*' --local-dir {folder}"
+
+
 def hub_hint(path: Path) -> str:
-    """For a path that does not exist: what to do if it is a name on the Hub. Empty if it cannot be."""
-    if _HUB_NAME.fullmatch(str(path)) is None:
+    """Suggests how to fetch a missing path from the Hub; empty if it cannot be a name there."""
+    if not is_hub_name(str(path)):
         return ""
     return (
         f"; if {path} is a model on the Hugging Face Hub, `hf download {path} --local-dir DIR` fetches it, "

@@ -1,9 +1,9 @@
 """Products of half-precision matrices on a CPU without instructions for them.
 
-There torch multiplies fp16 number by number, 30 to 100 times slower than fp32, and bf16 at a quarter of fp32's speed.
-With these kernels in torch's table the factors are widened, multiplied in fp32, and the result is rounded once. Values
-and results keep their type, so a loss scale does what it does on a GPU. docs/design/018-cpu-settings.md says why this
-belongs to the process.
+On such a CPU torch multiplies fp16 number by number, 30 to 100 times slower than fp32, and bf16 at a quarter of fp32's
+speed. The kernels here widen the factors, multiply in fp32 and round the result once. Factors and results keep their
+dtype, so a loss scale has the same effect as on a GPU. docs/design/018-cpu-settings.md says why this belongs to the
+process.
 """
 
 import warnings
@@ -17,15 +17,15 @@ from torch import Tensor
 from megatron.utils.cpu import has_bf16_products
 
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu_backward"
-"""The derivative of PyTorch's own attention, which multiplies by itself. (Its forward pass is as fast as in fp32.)"""
+"""Backward of PyTorch's own attention, which has its own matrix products. (The forward is as fast as in fp32.)"""
 _SIDE = 2048
-"""Rows and columns widened at a time: what is widened takes three squares of this side, whatever the size of a weight.
-Each number of a tile is then used some thousand times, which hides the widening."""
+"""Rows and columns widened at a time. Widened tiles take three squares of this side, whatever the size of a weight.
+Each number of a tile is used some thousand times, which hides the cost of widening."""
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def has_fp16_products() -> bool:
-    """Whether torch multiplies fp16 by instructions of this processor."""
+    """True if torch multiplies fp16 by instructions of this processor."""
     try:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     except (AttributeError, RuntimeError):  # built without oneDNN: then nothing is known to be fast
@@ -33,18 +33,21 @@ def has_fp16_products() -> bool:
 
 
 def set_half_products(dtype: torch.dtype, has: Callable[[], bool] | None = None) -> str:
-    """Multiplies matrices of this type the fast way in this process, from now on. Returns a line for the log.
+    """Multiplies matrices of this dtype the fast way in this process, from now on. Returns a line for the log.
 
-    `has`: whether the processor has instructions for them (default: what it says of itself)."""
+    By default torch or the system reports whether the processor has instructions for them; `has` replaces this test."""
     name = _NAMES[dtype]
     if has is None:
         has = has_fp16_products if dtype == torch.float16 else has_bf16_products
     if has():
         return f"{name} products: by this processor's own instructions"
     if not hasattr(torch.library, "get_kernel"):
-        return f"{name} products: torch's own, which are slow on this processor; leave --{name} out, or update torch"
+        return f"{name} products: torch's own, slow on this processor; leave --{name} out, or update torch"
     multiply_in_fp32(dtype)
-    return f"{name} products: computed in fp32 and rounded: this processor has none of its own (about as fast as fp32)"
+    return (
+        f"{name} products: computed in fp32 and rounded, because this processor has no instructions for them (about as "
+        "fast as fp32)"
+    )
 
 
 def multiplied_in_fp32(dtype: torch.dtype) -> bool:
@@ -54,12 +57,12 @@ def multiplied_in_fp32(dtype: torch.dtype) -> bool:
 
 @cache
 def _tables() -> dict[torch.dtype, torch.library.Library]:
-    """The kernels that were entered in this process; they stay as long as these objects."""
+    """The kernels that this process has registered; they last as long as these objects."""
     return {}
 
 
 def multiply_in_fp32(dtype: torch.dtype) -> None:
-    """Enters the kernels for products of this type. Products of other types go to torch's own."""
+    """Registers the kernels for products of this dtype. Products of other dtypes go to torch's own."""
     if multiplied_in_fp32(dtype):
         return
     products: dict[str, Callable[..., Tensor]] = {"mm": _mm, "addmm": _addmm, "bmm": _bmm, "baddbmm": _baddbmm}
@@ -75,7 +78,7 @@ def multiply_in_fp32(dtype: torch.dtype) -> None:
 
 
 def _for_type(dtype: torch.dtype, name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel` for calls whose matrices all have this type, for the others what is in the table now."""
+    """Wraps `kernel` for calls whose matrices all have this dtype. Other calls go to the kernel registered so far."""
     own = torch.library.get_kernel(f"aten::{name}", "CPU")
 
     def call(keys: Any, *args: Any, **named: Any) -> Any:
@@ -106,7 +109,7 @@ def _into_first(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _addmm(
     first: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None
 ) -> Tensor:
-    """beta * first + alpha * a @ b of a [m, k], b [k, n] and a `first` that broadcasts to [m, n], tile by tile."""
+    """Computes beta * first + alpha * a @ b tile by tile; a is [m, k], b [k, n], and `first` broadcasts to [m, n]."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         raise RuntimeError(f"mat1 and mat2 shapes cannot be multiplied ({tuple(a.shape)} and {tuple(b.shape)})")
     out = _resized(out, a, (a.shape[0], b.shape[1]))
@@ -119,7 +122,7 @@ def _addmm(
 
 
 def _tile(added: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
-    """[rows, columns] in fp32."""
+    """Computes [rows, columns] in fp32."""
     first, *others = _pieces(a.shape[1])
     result = torch.addmm(added.float(), a[:, first].float(), b[first].float(), beta=beta, alpha=alpha)
     for depth in others:
@@ -130,7 +133,7 @@ def _tile(added: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Ten
 def _baddbmm(
     first: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None
 ) -> Tensor:
-    """The same of batches of matrices, of as many at a time as a tile holds."""
+    """Computes the same for batches of matrices, as many at a time as a tile holds."""
     if a.dim() != 3 or b.dim() != 3 or a.shape[0] != b.shape[0] or a.shape[2] != b.shape[1]:
         raise RuntimeError(f"batches of matrices cannot be multiplied ({tuple(a.shape)} and {tuple(b.shape)})")
     out = _resized(out, a, (*a.shape[:2], b.shape[2]))
@@ -162,5 +165,5 @@ def _resized(out: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> Tensor
 
 
 def _pieces(size: int) -> list[slice]:
-    """At least one, which may be empty."""
+    """Slices of one tile's length; at least one, which may be empty."""
     return [slice(start, start + _SIDE) for start in range(0, max(size, 1), _SIDE)]

@@ -1,4 +1,4 @@
-"""What is set before torch is loaded, and how it is loaded."""
+"""Environment of libraries, set before torch is loaded, and a faster import of torch."""
 
 import gc
 import os
@@ -10,10 +10,10 @@ from megatron.utils.waiting import wait_passively
 
 
 def before_torch(*, trains: bool = False) -> None:
-    """Sets what libraries read from the environment when torch is loaded, unless the user has. No result depends on it.
+    """Sets environment variables that libraries read when torch is loaded, unless the user has. Results stay the same.
 
-    torch's C++ tells of each lost connection with two dozen stack frames, around the one line in which we name the rank
-    that is lost. With TORCH_CPP_LOG_LEVEL=WARNING they are there again.
+    For each lost connection torch's C++ prints two dozen stack frames, around our line that names the lost rank. They
+    are turned off; TORCH_CPP_LOG_LEVEL=WARNING restores them.
     """
     wait_passively(spin=trains)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -21,10 +21,10 @@ def before_torch(*, trains: bool = False) -> None:
 
 @contextmanager
 def loading_torch() -> Iterator[None]:
-    """Loads modules without looking for garbage, which takes a tenth of a start's time and finds none.
+    """Imports modules with the garbage collector off, which saves a tenth of a start's time.
 
-    Whoever imports torch makes half a million objects that stay. They are not collected while they are made, nor
-    ever looked at again, in this process and its forks. Does nothing if torch is there already."""
+    Importing torch makes half a million objects that stay. They are also exempt from later collections, in this process
+    and its forks. A no-op if torch is loaded already."""
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return

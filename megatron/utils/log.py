@@ -1,4 +1,4 @@
-"""What ranks print: whole lines, and once what all would print."""
+"""Prints whole lines of ranks; lines common to all ranks are printed once."""
 
 import io
 import sys
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TextIO
 
+from megatron.commands import as_typed_here
 from megatron.errors import printable
 
 
@@ -18,9 +19,9 @@ def escape_unprintable(stream: TextIO) -> None:
 
 
 def print_lines(lines: Iterable[str], stream: TextIO | None = None) -> None:
-    """Prints the lines, made `printable` whatever their length, in one write, to stdout if no stream is given. torchrun
-    starts ranks with unbuffered output (`python -u`), where `print` writes the text and the end of the line apart, and
-    the line of another rank can come between them."""
+    """Prints lines in one write, to stdout by default; each is made `printable` at any length. Ranks run with
+    unbuffered output under torchrun (`python -u`). There `print` writes a text and its line end separately, and another
+    rank's line can come between."""
     stream = stream or sys.stdout
     stream.write("".join(f"{printable(line, sys.maxsize)}\n" for line in lines))
     stream.flush()
@@ -32,12 +33,12 @@ def print_line(text: str, stream: TextIO | None = None) -> None:
 
 @dataclass(frozen=True)
 class RankLog:
-    """The log of a rank, passed down explicitly; most lines are printed by rank 0 alone."""
+    """Log of a rank, passed down explicitly; most lines are printed by rank 0 only."""
 
     rank: int = 0
     stream: TextIO = field(default_factory=lambda: sys.stdout)
     stamped: bool = False
-    """Whether every line begins with the time of day."""
+    """Every line begins with the time of day."""
 
     def __post_init__(self) -> None:
         escape_unprintable(self.stream)
@@ -54,4 +55,4 @@ class RankLog:
 
     def warn(self, text: str) -> None:
         """Prints one line of limited length on rank 0: it may quote what a user or a file gave."""
-        self.info(printable(f"warning: {text}"))
+        self.info(printable(as_typed_here(f"warning: {text}")))

@@ -1,4 +1,4 @@
-"""How much memory the processes of this machine may use together."""
+"""Memory that the processes of this machine may use together."""
 
 from pathlib import Path
 
@@ -6,8 +6,8 @@ _ROOT = Path("/")
 
 
 def memory_limit(root: Path = _ROOT) -> int | None:
-    """The bytes of memory and swap that this process and its siblings may use: those of the machine, or fewer where a
-    control group (a container's, Slurm's) allows fewer. None where the system does not tell."""
+    """The bytes of memory and swap that this process and its siblings may use. A control group (a container's, Slurm's)
+    may allow fewer than the machine has. None if unknown."""
     machine = _meminfo(root / "proc/meminfo")
     limits = [limit for limit in (machine.get("MemTotal"), *_group_limits(root)) if limit is not None]
     return min(limits) + machine.get("SwapTotal", 0) if limits else None
@@ -22,8 +22,8 @@ def _meminfo(path: Path) -> dict[str, int]:
 
 
 def _group_limits(root: Path) -> list[int]:
-    """The limits of this process's control groups and of those around them. Version 2 has one tree, version 1 one for
-    memory; within a container the group's own path may not be there, and its limit stands at the top."""
+    """The limits of this process's control groups and their parents. Version 2 has one tree, version 1 one for memory.
+    Within a container the group's own path may not exist; its limit is at the top then."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):

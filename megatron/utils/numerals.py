@@ -10,7 +10,7 @@ INT32 = 2**31 - 1
 LARGEST_WORLD = 2**18
 """The most ranks, and so the largest size of a parallel axis."""
 LAYERS, WIDTH, EXPERTS = 1024, 2**20, 2**14
-"""The most layers, the largest width of a matrix, and the most experts: a plan counts them one by one."""
+"""The most layers, the largest width of a matrix, and the most experts; a plan enumerates them."""
 MOST_PROCESSES = 4096
 """The most processes that one command starts on a machine."""
 

@@ -1,4 +1,4 @@
-"""Errors that a user can cause, in a program of the user's own: one line with the call's place, and no traceback."""
+"""Prints user errors of a script as one line with the place of the call, without a traceback."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ _PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
 
 @cache
 def install() -> None:
-    """Prints uncaught errors of megatron.errors as `error: FILE:LINE: text`; all others go to the hook before."""
+    """Prints uncaught errors of megatron.errors as `error: FILE:LINE: text`; others go to the previous hook."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -32,8 +32,8 @@ def install() -> None:
 
 
 def _of_a_spawned_process(error: BaseException) -> str:
-    """The line of an error of ours that ended a process of torch.multiprocessing.spawn, whose traceback is the text of
-    the exception in the process that started it."""
+    """Line for a megatron error that ended a process of torch.multiprocessing.spawn; empty for other errors. The
+    parent's exception has the process's traceback as text."""
     if type(error).__name__ != "ProcessRaisedException":
         return ""
     kind, _, text = str(error).strip().rpartition("\n")[2].partition(": ")

@@ -9,7 +9,7 @@ from megatron.utils.durable import write_atomically, writing
 
 
 def check_output(path: Path) -> None:
-    """Before the work: where the results cannot be written, nothing is computed."""
+    """Raises before the work if the results cannot be written."""
     if path.is_dir():
         raise ConfigError(f"--output {path}: is a directory; give a file's name")
     if not path.parent.is_dir():

@@ -1,9 +1,9 @@
-"""A pool of worker processes that notices the death of a worker at once and knows the task it had.
+"""Runs tasks in a pool of worker processes, notices the death of a worker at once and knows the task it had.
 
-Each worker has its own pipe and one task at a time. `multiprocessing.Pool` hangs when a worker is killed, and
-`concurrent.futures` cannot say which task it had. Workers end when the parent dies.
+Each worker has its own pipe and one task at a time. Pools of the standard library hang when a worker is killed
+(`multiprocessing.Pool`), or cannot say which task it had (`concurrent.futures`). Workers end when the parent dies.
 
-On Linux the workers are forked before the parent opens an output or starts a thread, and share its loaded tokenizer:
+On Linux the workers are forked before the parent opens an output or starts a thread, and share its loaded tokenizer. So
 32 of them start in a fraction of a second and use little memory. Elsewhere they are spawned.
 """
 
@@ -54,8 +54,8 @@ class _Worker:
 
 
 class WorkerPool(Generic[Task, Answer]):
-    """Calls `handler` in a worker with a task and a function that sends notes to the parent. `private` are files that a
-    forked worker closes: a lock lasts as long as any process holds its file open."""
+    """Calls `handler` in a worker with a task and a function that sends notes to the parent. Forked workers close the
+    `private` files, because a lock lasts as long as any process holds its file open."""
 
     def __init__(
         self, handler: Callable[[Task, Callable[[Any], None]], Answer], workers: int, private: Sequence[BinaryIO] = ()
@@ -90,8 +90,8 @@ class WorkerPool(Generic[Task, Answer]):
     ) -> Iterator[Answer]:
         """Yields answers as they come. At most AHEAD tasks per worker are in flight beyond the oldest unanswered one.
 
-        Workers are watched even while the next task is slow to come. `noted` receives the notes of workers;
-        `described` gives what is kept of a task for the message if its worker dies.
+        Workers are watched even while the next task is slow to come. Notes of workers go to `noted`. If a worker dies,
+        the error names its task as `described` gives it.
         """
         source = ReadAhead(tasks, depth=READ_AHEAD)
         exhausted, given = False, 0
@@ -127,7 +127,7 @@ class WorkerPool(Generic[Task, Answer]):
             source.stop(0.0)
 
     def _tell_of_stopped(self) -> None:
-        """A stopped worker goes on where it was, once somebody lets it; so it is told and not ended."""
+        """Logs how to continue stopped workers. They are not killed, because they resume where they were."""
         for worker in self._workers:
             if worker.number >= 0 and worker.process.pid and (line := how_to_continue(worker.process.pid)):
                 logging.getLogger(__name__).warning(line)

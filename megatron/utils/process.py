@@ -19,7 +19,7 @@ def peak_resident_bytes() -> int:
 
 
 def resident_bytes() -> int:
-    """The resident set of this process now; 0 where the system does not tell."""
+    """The resident set of this process now; 0 if unknown."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except (OSError, IndexError, ValueError):
@@ -39,7 +39,7 @@ def signal_at_parent_death(number: signal.Signals) -> bool:
 
 @contextmanager
 def signals_held(*numbers: signal.Signals) -> Iterator[None]:
-    """Blocks these signals, and so also in the threads and processes that are started inside."""
+    """Blocks these signals in this thread, and in threads and processes that are started inside."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
@@ -48,13 +48,13 @@ def signals_held(*numbers: signal.Signals) -> Iterator[None]:
 
 
 def die_with(parent: int) -> None:
-    """Asks the kernel to kill this process when its parent dies. On other systems it goes on."""
+    """Asks the kernel to kill this process when its parent dies. A no-op on systems other than Linux."""
     if signal_at_parent_death(signal.SIGKILL) and os.getppid() != parent:  # it died before the request
         os._exit(1)
 
 
 def process_state(number: int) -> str | None:
-    """The letter of a process of this machine in /proc (R, S, T, ...); "" if it has ended, None where nobody tells."""
+    """The state letter of a process in /proc (R, S, T, ...); "" if it has ended, None if unknown."""
     try:
         content = Path(f"/proc/{number}/stat").read_bytes()  # the name of a program may be any bytes
     except (FileNotFoundError, ProcessLookupError):
@@ -65,16 +65,14 @@ def process_state(number: int) -> str | None:
 
 
 def how_to_continue(number: int) -> str | None:
-    """A line that names a worker process which is stopped, and the command that continues it."""
+    """Names a stopped worker process and the command that continues it; None if it is not stopped."""
     if process_state(number) not in ("T", "t"):
         return None
-    return (
-        f"worker {number} is stopped (SIGSTOP, or a debugger), and all wait for it: kill -CONT {number} lets it go on"
-    )
+    return f"worker {number} is stopped (SIGSTOP, or a debugger), and all wait for it: kill -CONT {number} continues it"
 
 
 def process_exists(number: int) -> bool:
-    """Whether a process of this number runs on this machine, whoever owns it."""
+    """True if a process of this number runs on this machine, under any user."""
     try:
         os.kill(number, 0)
     except ProcessLookupError:

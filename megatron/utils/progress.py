@@ -10,7 +10,7 @@ BYTES_PAUSE = 5.0  # seconds between lines about bytes
 
 
 def bar_on_terminal(total: int, begun_at: int = 0, verb: str | None = None, unit: str = "B") -> Any:
-    """None where stderr is no terminal. `total` 0: it is not known."""
+    """Returns a progress bar, or None if stderr is not a terminal. A `total` of 0 is unknown."""
     if not sys.stderr.isatty():
         return None
     from tqdm import tqdm

@@ -13,15 +13,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _End:
-    """What the source raised instead of giving an item; StopIteration at its end."""
+    """Error of the source; StopIteration at its end."""
 
     error: BaseException
 
 
 class ReadAhead(Iterator[T], Generic[T]):
-    """The items of `source` in order, up to `depth` of them prefetched. What it raises is raised in place of its item.
+    """The items of `source` in order, up to `depth` of them prefetched. Its errors are raised in place of items.
 
-    `ready` is readable while `next` would not block, so one `multiprocessing.connection.wait` can watch it together
+    While `next` would not block, `ready` is readable, so one `multiprocessing.connection.wait` can watch it together
     with other connections.
     """
 
@@ -51,7 +51,7 @@ class ReadAhead(Iterator[T], Generic[T]):
         raise self._ended.error
 
     def wait(self, seconds: float) -> bool:
-        """Waits for at most so long. Returns whether `next` would not block."""
+        """Waits for at most `seconds`. Returns whether `next` would not block."""
         return self._ended is not None or self.ready.poll(seconds)
 
     def stop(self, seconds: float) -> None:

@@ -16,7 +16,7 @@ class Timers:
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self.current = ""
-        """The phase that runs now, for a thread that looks on."""
+        """The phase that runs now, for other threads to read."""
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -58,7 +58,7 @@ def render_times(times: list[dict[str, float]], option: str) -> str:
 
 
 def human_duration(seconds: float) -> str:
-    """Formats a duration as 3:04:05 or 2 days 03:04:05."""
+    """Formats a duration as 03:04:05 or 2d 03:04:05."""
     whole = int(max(0.0, seconds))
     days, rest = divmod(whole, 86400)
     hours, rest = divmod(rest, 3600)

@@ -1,4 +1,4 @@
-"""Plain JSON content as typed values: each is of the type that is declared for it, or an error names the place."""
+"""Converts plain JSON values to values of declared types; an error names the place of a wrong one."""
 
 import dataclasses
 import types
@@ -10,18 +10,18 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 Read = Callable[[Any, str], Any]
-"""(a value, the name of its place) -> what it describes"""
+"""Function of a value and the name of its place, which returns the typed value."""
 
 
 def typed(kind: type[T], value: Any) -> T:
-    """The value of type `kind` (say, a dataclass) that `value` describes; a ValueError says what is wrong, where."""
+    """Converts `value` to `kind`, such as a dataclass. A ValueError names the problem and its place."""
     wanted: Any = kind
     made: T = _reader(wanted)(value, kind.__name__.lower() if isinstance(kind, type) else "value")
     return made
 
 
 def json_value(value: Any) -> Any:
-    """What `typed` reads back: dataclasses as objects, tuples as lists, paths as text."""
+    """Converts to JSON values that `typed` reads back: dataclasses to objects, tuples to lists, paths to text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: json_value(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -35,7 +35,7 @@ def json_value(value: Any) -> Any:
 
 @cache
 def _reader(kind: Any) -> Read:
-    """How values of this type are read, found out once: a manifest has thousands of them."""
+    """Returns the function that reads values of this type. Cached, because a manifest has thousands of them."""
     if kind is Any:
         return lambda value, place: value
     origin, inner = typing.get_origin(kind), typing.get_args(kind)

@@ -1,10 +1,9 @@
-"""How OpenMP's threads wait for each other in a training run: spinning while the machine is idle, asleep while other
-work wants its cores. No result depends on it.
+"""Lets OpenMP's threads spin while they wait on an idle machine, and makes them sleep while other work wants cores.
 
-Sleeping costs some 20 microseconds a wake-up, hundreds of which a small step has. Spinning beside other work takes the
-core from the thread that is waited for, and a step takes ten times as long. libgomp reads its spin count once, when it
-is loaded, but spins no more while the process has more OpenMP threads than CPUs (documented at GOMP_SPINCOUNT): so one
-more team of threads that sleep is the switch.
+Results do not depend on it. Sleeping costs some 20 microseconds per wake-up, and a small step has hundreds. Spinning
+beside other work takes the core from the thread that is waited for, and a step takes ten times as long. The library
+libgomp reads its spin count once, when it is loaded. But it does not spin while the process has more OpenMP threads
+than CPUs (documented at GOMP_SPINCOUNT), so starting one more team of sleeping threads is the switch.
 """
 
 import ctypes
@@ -18,11 +17,11 @@ from threading import Event, Thread
 
 _TASKS = Path("/proc/self/task")
 _INTERVAL = 0.2
-"""Seconds between two looks at the machine."""
+"""Seconds between two measurements."""
 _BUSY = 0.1
-"""The share of its time that a thread waits for a core, from which on the machine counts as busy."""
+"""The machine counts as busy if a thread waits for a core for this share of its time."""
 _BUSY_AT_START = 0.02
-"""The same share of the start of the process, most of which is no waiting but reading files."""
+"""The same share for the start of the process, which mostly reads files."""
 _QUIET, _MOST_QUIET = 1.0, 60.0
 """Seconds without other work until threads spin again; doubled each time that this was too early."""
 _SPINS = 30_000
@@ -30,11 +29,11 @@ _SPINS = 30_000
 
 
 def wait_passively(*, spin: bool = False) -> None:
-    """Lets the threads of this process sleep where they wait for each other, instead of spinning: on a machine with
-    other work a spinning thread takes the core from the one it waits for. It changes no result. With `spin` they spin
-    first: for a run that watches the machine (`spinning_while_idle`).
+    """Makes the threads of this process sleep while they wait for each other, instead of spinning. On a busy machine a
+    spinning thread takes the core from the one it waits for. With `spin` they spin first, for a run that watches the
+    machine (`spinning_while_idle`). Results do not change.
 
-    OpenMP reads the variables when torch loads it, so this comes before torch; what the user has set stays.
+    OpenMP reads the variables when torch loads it, so call this before. Settings of the user stay.
     """
     if "torch" in sys.modules or "OMP_WAIT_POLICY" in os.environ:
         return
@@ -44,19 +43,19 @@ def wait_passively(*, spin: bool = False) -> None:
 
 
 def sleep_at_once() -> None:
-    """Takes back the spinning of `wait_passively(spin=True)`, for a program that does not watch the machine. Does
-    nothing once torch is loaded."""
+    """Undoes the spinning of `wait_passively(spin=True)`, for a program that does not watch the machine. A no-op once
+    torch is loaded."""
     if "torch" not in sys.modules and _may_spin():
         del os.environ["GOMP_SPINCOUNT"]
 
 
 def _may_spin() -> bool:
-    """Whether threads of this process spin for as long as `wait_passively(spin=True)` says."""
+    """True if the environment is as `wait_passively(spin=True)` sets it."""
     return os.environ.get("OMP_WAIT_POLICY") == "PASSIVE" and os.environ.get("GOMP_SPINCOUNT") == str(_SPINS)
 
 
 class SleepingTeam:
-    """OpenMP threads that do nothing. Beside a run's own threads they are more than there are CPUs, so none spins."""
+    """OpenMP threads that do nothing. Together with a run's own threads they outnumber the CPUs, so none spins."""
 
     def __init__(self, libraries: Sequence[ctypes.CDLL], threads: int) -> None:
         self._libraries = libraries
@@ -71,7 +70,7 @@ class SleepingTeam:
         ready.wait()
 
     def end(self) -> None:
-        """libgomp ends a team with the thread that started it. Does nothing if there is none."""
+        """Ends the thread that started the team, and libgomp then ends the team. A no-op without a team."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -85,7 +84,7 @@ class SleepingTeam:
 
 
 class SpinSwitch:
-    """Decides whether threads may spin, from how long they had to wait for a core."""
+    """Decides whether threads may spin, from how long they waited for a core."""
 
     def __init__(self, sleep: Callable[[], None], spin: Callable[[], None]) -> None:
         self._sleep, self._spin = sleep, spin
@@ -93,8 +92,8 @@ class SpinSwitch:
         self._quiet_for = _QUIET
 
     def look(self, waited: float, now: float) -> None:
-        """Takes one measurement. `waited`: of the thread that waited longest for a core, the share of the time since
-        the last measurement."""
+        """Takes one measurement: `waited` is the share of time since the last one that the longest-waiting thread had
+        no core."""
         if waited >= _BUSY:
             if self._quiet_since is None:
                 self._sleep()
@@ -106,8 +105,7 @@ class SpinSwitch:
 
 @contextmanager
 def spinning_while_idle(threads: int) -> Iterator[None]:
-    """Lets `threads` OpenMP threads spin while the machine is idle. Does nothing if the user has chosen how they
-    wait."""
+    """Lets `threads` OpenMP threads spin while the machine is idle. A no-op if the user has chosen how they wait."""
     libraries = loaded_gomps() if threads > 1 and _may_spin() else []
     if not libraries:
         yield
@@ -136,13 +134,13 @@ def spinning_while_idle(threads: int) -> Iterator[None]:
 
 
 def loaded_gomps() -> list[ctypes.CDLL]:
-    """The libgomp that torch has loaded, and those of other libraries; none where its threads are another's."""
+    """The libgomp of torch and those of other libraries; none if torch's threads are those of another library."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return [ctypes.CDLL(path) for path in sorted({line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line})]
 
 
 def _waited() -> dict[str, int]:
-    """Nanoseconds that each thread of this process was ready to run and had no core."""
+    """Nanoseconds that each thread of this process was ready to run but had no core."""
     waited = {}
     for task in _TASKS.iterdir():
         try:
@@ -153,6 +151,6 @@ def _waited() -> dict[str, int]:
 
 
 def _waited_since_start() -> float:
-    """The share for the main thread, whose start is long enough to tell."""
+    """Share of time that the main thread has waited for a core, as an estimate for the start of the process."""
     ran, waited = map(int, Path("/proc/self/schedstat").read_text().split()[:2])
     return waited / max(ran + waited, 1)

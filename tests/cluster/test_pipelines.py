@@ -159,7 +159,7 @@ def test_planted_groups_in_another_order_whatever_their_names() -> None:
     recordings = record_pipeline("1f1b", 2, 2)
     turned = dict(reversed(recordings[1].groups.items()))
     first = disagreements({**recordings, 1: replace(recordings[1], groups=turned)})[0]
-    assert first.startswith("groups are made in another order: number 0 is world "), first
+    assert first.startswith("ranks make groups in different orders: number 0 is world "), first
 
 
 def test_planted_a_swapped_receive_is_found() -> None:

@@ -124,7 +124,7 @@ def test_an_error_and_a_death_in_a_worker(monkeypatch: pytest.MonkeyPatch, capsy
     for error, code, said in (
         (DataError("no such thing"), DataError.exit_code, "check_layout.py: no such thing\n"),
         (several, 2, "check_layout.py: no such thing\ncheck_layout.py: nor another\n"),
-        (KeyError("thing"), 2, "; --traceback shows the calls that led there\n"),
+        (KeyError("thing"), 2, "; --traceback shows the calls\n"),
     ):
         monkeypatch.setattr(record, "held_save_directory", Mock(side_effect=error))
         assert main(command) == code

@@ -456,14 +456,14 @@ def mistakes(rank: int) -> list[str]:
 
 def test_mistakes_have_one_line_each() -> None:
     said = run_ranks(2, mistakes)[0]
-    assert "AdamW is no OSS; make that first" in said[0]
-    assert "AdamW is no OSS; make that first" in said[1]
+    assert "AdamW is not an OSS; make one first" in said[0]
+    assert "AdamW is not an OSS; make one first" in said[1]
     assert "the first argument is an optimizer (AdamW)" in said[2]
     assert "optim is an instance (AdamW); give the class" in said[3]
-    assert "local_rank: AdamW has no such option" in said[4]
+    assert "local_rank: neither AdamW nor OSS has this option" in said[4]
     assert "the first argument is a module (Linear)" in said[5]
     assert "no optimizer has weight, bias" in said[6]
-    assert "optim is LBFGS, which computes the loss anew within its step" in said[7]
+    assert "optim is LBFGS, which recomputes the loss of all parameters within its step" in said[7]
     assert not any("\n" in line for line in said)
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Read in this order, in one checkout: later pages use what earlier ones made.
 PAGES = (
     "README.md",
     "docs/index.md",
@@ -49,6 +48,7 @@ def blocks_of(text: str, page: str) -> list[Block]:
     found = []
     language, start, lines = None, 0, []
     for number, line in enumerate(text.splitlines(), start=1):
+        line = line.removeprefix("> ")  # a box
         fence = re.match(r"\s*```\s*(\S*)", line)
         if fence and language is None:
             language, start, lines = fence.group(1), number, []

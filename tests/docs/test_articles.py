@@ -118,7 +118,7 @@ def test_the_program_on_zero(stage: int, capsys: pytest.CaptureFixture[str]) -> 
     said = capsys.readouterr().out
     assert engine.micro_steps == 10 and engine.global_steps == 2, "four micro-batches make an update"
     assert "train_batch_size 16 = 4 samples x 4 accumulation steps x 1 rank" in said
-    assert "optimizer.type AdamW: no effect, for optimizer= is given and is used" in said
+    assert "optimizer.type AdamW: no effect, because optimizer= is given and is used" in said
     idle = "zero_optimization.offload_param.device cpu: has no effect without stage 3 of ZeRO"
     assert (idle in said) == (stage < 3) and ("offload_param: no effect on a CPU" in said) == (stage == 3)
     assert "offload_optimizer: no effect on a CPU" in said
@@ -163,7 +163,7 @@ def test_its_json_file(tmp_path: Path) -> None:
 
 FAIRSCALE = f"{MODEL}\nfrom megatron.compat import OSS, ShardedDataParallel as ShardedDDP\n"
 MISTAKES = {
-    "sharded before OSS": ("model = ShardedDDP(model, optimizer)", "AdamW is no OSS; make that first"),
+    "sharded before OSS": ("model = ShardedDDP(model, optimizer)", "AdamW is not an OSS; make one first"),
     "an optimizer instance": ("OSS(optimizer, local_rank=0)", r"give the parameters, and the optimizer's class"),
     "an instance for a class": ("OSS(model.parameters(), optim=optimizer)", r"optim is an instance \(AdamW\)"),
     "no process group": ("OSS(model.parameters(), optim=AdamW, lr=0.001)", "call torch.distributed.init_process_group"),
@@ -187,4 +187,6 @@ def test_a_mistake_in_a_program_of_ones_own_is_one_line(tmp_path: Path) -> None:
     done = launch([], script=program)
     number = len(program.read_text().splitlines())
     assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"error: article.py:{number}: ShardedDataParallel: AdamW is no OSS; make that first")
+    assert done.stderr.startswith(
+        f"error: article.py:{number}: ShardedDataParallel: AdamW is not an OSS; make one first"
+    )

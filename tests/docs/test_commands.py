@@ -1,4 +1,6 @@
-"""Runs every command block of README and docs as typed, in order, in one fresh copy of the checkout.
+"""Runs the command blocks of each page as typed, in order, in a copy of the checkout that no other page has used.
+
+The small run that pages begin with is made once; every page gets a copy of it.
 
 Commands of the README and benchmarks start real interpreters; the others fork one that has imported torch.
 """
@@ -7,6 +9,8 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -17,15 +21,60 @@ BLOCKS = all_blocks()
 SHOWN_ONLY = 12  # console blocks: what needs minutes, a cluster or a network; few, and no more of them
 
 
+COMMANDS = [block for block in BLOCKS if block.language == "bash"]
+SMALL_RUN = "bash examples/small_run.sh"
+
+
+class Copies:
+    """The checkout of each page: with the small run if its first block makes that, else without."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pages: dict[str, Checkout] = {}
+
+    def of(self, page: str) -> Checkout:
+        if page not in self._pages:
+            first = next(block for block in COMMANDS if block.page == page)
+            made = self._with_small_run() if SMALL_RUN in first.text else self._plain()
+            target = self._folder / page.replace("/", "-")
+            shutil.copytree(made, target)
+            self._pages[page] = Checkout(target)
+        return self._pages[page]
+
+    def _plain(self) -> Path:
+        plain = self._folder / "plain"
+        return plain if plain.exists() else copy_checkout(plain).root
+
+    def _with_small_run(self) -> Path:
+        made = self._folder / "small-run"
+        if not made.exists():
+            shutil.copytree(self._plain(), made)
+            Checkout(made, warm=True).must_run(SMALL_RUN)
+        return made
+
+
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
-    return copy_checkout(tmp_path_factory.mktemp("docs"))
+def copies(tmp_path_factory: pytest.TempPathFactory) -> Copies:
+    return Copies(tmp_path_factory.mktemp("docs"))
 
 
-@pytest.mark.parametrize("block", [pytest.param(block, id=block.name) for block in BLOCKS if block.language == "bash"])
-def test_the_block_runs(block: Block, checkout: Checkout) -> None:
+@pytest.fixture(scope="module")
+def checkout(copies: Copies) -> Checkout:
+    return Checkout(copies._plain())
+
+
+@pytest.mark.parametrize("block", [pytest.param(block, id=block.name) for block in COMMANDS])
+def test_the_block_runs(block: Block, copies: Copies) -> None:
     warm = block.page != "README.md" and "benchmarks/" not in block.text
-    Checkout(checkout.root, warm).must_run(block.text)
+    Checkout(copies.of(block.page).root, warm).must_run(block.text)
+
+
+def test_a_page_that_uses_the_small_run_begins_with_it() -> None:
+    """The box "You need" is the first block; what else a page needs stands there too."""
+    made = re.compile(r"\b(small\.yaml|runs/small|my-model|corpus_content_document|vocab\.json)\b")
+    for page in {block.page for block in COMMANDS} - {"README.md"}:
+        blocks = [block.text for block in COMMANDS if block.page == page]
+        assert SMALL_RUN in blocks[0] or not any(made.search(text) for text in blocks), page
 
 
 @pytest.mark.parametrize("broken", ["false\ntrue", "false | true", "echo $never_set", "python tools/generate.py"])

@@ -121,7 +121,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(recipe: Checkout, runs: tuple[
 def test_another_size_is_told_the_line_that_keeps_the_first(recipe: Checkout, runs: tuple[str, str, str]) -> None:
     done = recipe.run("bash ./test/train_full_8p.sh")
     folder = recipe.root / "ckpts" / "ckpts_tmp"
-    assert done.returncode == 2 and len(done.stdout.splitlines()) == 2 and "of another model" in done.stdout
+    assert done.returncode == 2 and len(done.stdout.splitlines()) == 2 and "has another model" in done.stdout
     assert f"{folder} holds the run of another line; to keep it and begin anew: mv {folder} " in done.stdout
 
 

@@ -66,7 +66,7 @@ def saved(engine: Any, model: Any) -> None:
     torch.save(model.state_dict(), io.BytesIO())
 
 
-DIVIDED = "the ranks divide the model's weights (ZeRO 2 and 3) and gather them for the passes of engine(x) alone"
+DIVIDED = "the ranks divide the model's weights (ZeRO 2 and 3) and gather them only for the passes of engine(x)"
 REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "method": (lambda engine, model: model.encode(X), f"linear: {DIVIDED}"),
     "method of the engine": (lambda engine, model: engine.encode(X), f"linear: {DIVIDED}"),
@@ -77,7 +77,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "numpy": (lambda engine, model: model.first.weight.detach().numpy(), f"numpy: {DIVIDED}"),
     "copy of the model": (lambda engine, model: copy.deepcopy(model), "copy.deepcopy(): the ranks divide"),
     "copy of a layer": (lambda engine, model: copy.deepcopy(model.layers[0]), "copy.deepcopy(): the ranks divide"),
-    "copy of the engine": (lambda engine, model: copy.deepcopy(engine), "copy.deepcopy(engine): an engine has its"),
+    "copy of the engine": (lambda engine, model: copy.deepcopy(engine), "copy.deepcopy(engine): an engine belongs"),
     "saved shards": (saved, "torch.save(): state_dict() holds this rank's part"),
 }
 
@@ -128,7 +128,9 @@ def replacements(rank: int) -> list[str]:
                         engine.backward(engine(X))
                         engine.step()
                     except ConfigError as error:
-                        if number < first or not str(error).startswith(f"{name} is a new parameter"):
+                        if number < first or not str(error).startswith(
+                            f"{name} was added after megatron.compat.initialize()"
+                        ):
                             wrong.append(f"stage {stage}, {replace.__name__}: {error}")
                         break
                 else:

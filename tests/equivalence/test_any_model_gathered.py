@@ -158,7 +158,7 @@ def test_a_list_of_layers_without_a_forward_pass() -> None:
     """A list is rejected as the model; inside a model, its layers are gathered."""
     for said in run_ranks(2, list_alone):
         for kind, line in zip(["ModuleList", "ModuleDict"] * 2, said, strict=True):
-            assert f"the model is a {kind} without a forward() of its own" in line
+            assert f"the model is a {kind} without its own forward()" in line
 
 
 def test_planted_bug_uses_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:

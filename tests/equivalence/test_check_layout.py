@@ -99,7 +99,7 @@ def test_gradients_that_are_not_summed_are_found_under_zero(stage: int, capsys: 
 )
 def test_a_mistake_without_effect_is_refused_and_does_not_pass(plant: str, capsys: Capture) -> None:
     assert check_layout("--plant", plant, tensor_model_parallel_size=2) == 2
-    assert "this layout has nothing to break so" in capsys.readouterr().err
+    assert "this layout has nothing that this fault breaks" in capsys.readouterr().err
 
 
 def test_a_tolerance_below_rounding_fails(capsys: Capture) -> None:
@@ -253,10 +253,10 @@ def test_in_fp64_there_are_no_native_kernels_and_that_is_said(asked: str, taken:
     backend("cpu")
     assert check_layout("--steps", "1", kernels=asked, micro_batch_size=2) == 0
     said = capfd.readouterr()
-    assert (f"--kernels {asked} is taken as {taken}: the native kernels know no fp64" in said.out) == (
+    assert (f"--kernels {asked} is taken as {taken}: the native kernels do not support fp64" in said.out) == (
         taken is not None
     )
-    assert said.out.count("a fallback runs in place of each native one") == 1 and not said.err
+    assert said.out.count("a fallback replaces each native one") == 1 and not said.err
 
 
 def test_plain_formulas_have_nothing_to_say_of_kernels(capsys: Capture) -> None:
@@ -271,6 +271,5 @@ def test_a_shrunk_run_says_so(capsys: Capture) -> None:
     )  # fmt: skip
     said = capsys.readouterr().out
     assert (
-        code == 0
-        and "shrunk to be quick (--full runs it as it is): --num-layers 24 -> 2, --hidden-size 1024 ->" in said
+        code == 0 and "shrunk to be quick (--full keeps the sizes): --num-layers 24 -> 2, --hidden-size 1024 ->" in said
     )

@@ -177,7 +177,7 @@ def test_a_tokenizer_of_another_size_is_named(
 ) -> None:
     """The checkpoint has no tokenizer of its own. More entries than the embedding has rows are rejected; fewer than
     padding explains get a warning."""
-    for size, said in ((700, "700 entries: it is another than the model's"), (260, "260 entries; if it is not")):
+    for size, said in ((700, "700 entries; give the model's tokenizer"), (260, "260 entries; unless it is")):
         write_files(tmp_path, bpe_file_texts(train_bpe([Path(__file__).read_text()], size)))
         files = ["--vocab-file", str(tmp_path / "vocab.json"), "--merge-file", str(tmp_path / "merges.txt")]
         load = models("gpt2").megatron
@@ -186,7 +186,7 @@ def test_a_tokenizer_of_another_size_is_named(
         (told,) = [line for line in lines.splitlines() if str(load) in line and "rows" in line]
         assert "continuing at iteration" not in lines, "nothing goes on"
         assert ended == (2 if size == 700 else 0)
-        assert re.search(rf"its table has 486 rows, and .*fingerprint [0-9a-f]{{12}}\) {said}", told), told
+        assert re.search(rf"embedding has 486 rows, but .*fingerprint [0-9a-f]{{12}}\) has {said}", told), told
 
 
 def main_code(argv: list[str]) -> int:

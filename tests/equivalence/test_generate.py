@@ -347,7 +347,7 @@ def test_an_error_of_the_rank_that_decides_is_one_of_all_ranks(saved: dict[str, 
             decoder.decided(decoder.read([[7, 8]], 1), decide, (1, 1))
         return str(raised.value)
 
-    assert run_ranks(2, planted) == ["a bug", "rank 0 chooses the tokens, and says what is wrong"]
+    assert run_ranks(2, planted) == ["a bug", "rank 0 chooses the tokens and failed; see its error"]
 
 
 # ---------------------------------------------------------------- packed weights
@@ -373,4 +373,4 @@ def test_packed_copies_that_do_not_fit_are_left_out(pair: Any, monkeypatch: pyte
     with packed.packed_weights(single, said.append):
         held = single.head_and_loss.packed
         assert held is None or held._copy is None, "the kernel for a few rows needs none"
-    assert len(said) == 1 and "too few for packed copies" in said[0]
+    assert len(said) == 1 and "not enough for packed copies" in said[0]

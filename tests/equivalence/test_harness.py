@@ -171,6 +171,8 @@ def test_sums_and_likeliest_tokens_are_those_of_transformers(saved: Saved, monke
         right = torch.tensor(tokens[-count:])
         assert total == pytest.approx(found.gather(1, right[:, None]).sum().item(), rel=1e-4)
         assert greedy == bool((found.argmax(-1) == right).all())
-    with pytest.raises(ConfigError, match="--apply_chat_template: text of the harness is text here"):
+    with pytest.raises(
+        ConfigError, match="--apply_chat_template: special tokens in the harness's text would be read as plain text"
+    ):
         ours.apply_chat_template([{"role": "user", "content": "x"}])
     monkeypatch.delitem(sys.modules, "megatron.evaluation.harness")

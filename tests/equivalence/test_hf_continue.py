@@ -151,7 +151,7 @@ def test_the_vocabulary_can_be_given_and_is_asked_for(tmp_path: Path, capsys: py
     ):
         assert pretrain_here(command(native, data, **typed, vocab_size=size)) in (2, 12)
         assert message in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=rf"--vocab-size {ROWS}: .* are only for a --load"):
+    with pytest.raises(ConfigError, match=rf"--vocab-size {ROWS}: .*a larger one requires --load"):
         make_run(read_settings(command(native, data, **{**typed, "load": None, "finetune": None}, vocab_size=ROWS)))
 
 

@@ -152,10 +152,10 @@ def test_a_folder_without_tokenizer_is_told(tmp_path: Path) -> None:
     make_model(folder)
     argv = command(folder, write_data(tmp_path / "data"), **PLAIN)
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=r"holds a Hugging Face model without tokenizer.json; copy the model's own"):
+    with pytest.raises(ConfigError, match=r"holds a Hugging Face model without tokenizer.json; copy the model's"):
         read_settings(argv)
     config = read_settings([*argv, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(ROWS)])
-    assert any(line.endswith("(qwen2): the model's shape and vocabulary are the folder's") for line in config.notices)
+    assert any(line.endswith("(qwen2): the model's shape and vocabulary are taken from it") for line in config.notices)
 
 
 def test_settings_come_from_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,7 +167,7 @@ def test_settings_come_from_the_folder(tmp_path: Path, capsys: pytest.CaptureFix
     assert config.tokenizer.tokenizer_model == str(folder)
     assert config.data.seq_length == 16
     assert any("holds a Hugging Face model (qwen2): the model's shape" in line for line in config.notices)
-    assert any(line.startswith("--attention-dropout 0.1 is this run's own (not given)") for line in config.notices)
+    assert any(line.startswith("--attention-dropout 0.1 is the default: ") for line in config.notices)
     assert not any(line.startswith("--hidden-dropout") for line in config.notices)
     assert pretrain_here([*argv, "--print-config"]) == 0
     printed = capsys.readouterr().out
@@ -217,7 +217,7 @@ def test_the_tokenizer_can_be_left_out_of_checkpoints(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"finetune": None}, "has weights and nothing to resume; add --finetune"),
+        ({"finetune": None}, "has only weights and cannot be resumed; add --finetune"),
         ({"num_layers": 3}, r"--num-layers 3 \(flag\) and 2 of the checkpoint disagree; remove it$"),
         ({"ckpt_step": 3}, "--ckpt-step 3: .*without steps and a manifest; remove it"),
         ({"skip_hash": True}, "--skip-hash: .*remove it"),
@@ -297,7 +297,7 @@ def a_pointer(folder: Path) -> None:
 BAD = {
     "an adapter": (an_adapter, "holds an adapter of a/base, not a model; merge the two first"),
     "an adapter with a configuration": (an_adapter_with_a_configuration, "holds an adapter of a/base, not a model"),
-    "shards without an index": (lose_the_index, r"of-00002\.safetensors and no model\.safetensors\.index\.json"),
+    "shards without an index": (lose_the_index, r"of-00002\.safetensors but no model\.safetensors\.index\.json"),
     "a download that has begun": (
         lambda folder: (folder / "model.safetensors").rename(folder / "model.safetensors.incomplete"),
         r"but model\.safetensors\.incomplete; the download is not complete: run it again",
@@ -313,7 +313,7 @@ BAD = {
     "integers": (one_tensor_of_integers, r"down_proj\.weight is I8; supported: float32"),
     "names of a wrapper": (
         names_of_a_wrapper,
-        r"model\.safetensors: the names of its tensors begin with 'module\._orig_mod\.', as those of a model",
+        r"model\.safetensors: the names of its tensors begin with 'module\._orig_mod\.', so the model was saved within",
     ),
     "a pointer to a file": (a_pointer, "download it again: a part may be missing"),
     "a known family of others": (
@@ -323,15 +323,15 @@ BAD = {
     "a misspelt family": (lambda folder: edit_config(folder, model_type="qwen_2"), r"did its author mean qwen2\?"),
     "no model": (
         lambda folder: (folder / "model.safetensors").unlink(),
-        r"no model\.safetensors and no pytorch_model\.bin; weights in other formats are not read",
+        r"no model\.safetensors and no pytorch_model\.bin; other formats of weights are not supported",
     ),
     "a family of others": (
         lambda folder: edit_config(folder, model_type="falcon"),
         "model_type 'falcon' cannot be imp",
     ),
     "a truncated file": (truncate, "cannot be read as safetensors"),
-    "a lost shard": (lose_a_shard, r"names 2 files, and 1 of them are not there \(model-00002-of-00002.safetensors\)"),
-    "other shapes": (other_shapes, r"q_proj\.weight is 16 x 32, and config\.json describes 32 x 32"),
+    "a lost shard": (lose_a_shard, r"names 2 files, but 1 of them are missing \(model-00002-of-00002.safetensors\)"),
+    "other shapes": (other_shapes, r"q_proj\.weight is 16 x 32, but config\.json describes 32 x 32"),
     "a tensor less": (one_tensor_less, "missing: model.norm.weight"),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "cannot be read as JSON"),
 }

@@ -109,7 +109,7 @@ def test_a_tied_head_that_is_another_table_is_refused(tmp_path: Path) -> None:
     open_folder(folder)
     held["lm_head.weight"][7, 3] += 1
     save_file(held, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight is model\.embed_tokens\.weight, and the two differ"):
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is model\.embed_tokens\.weight, but the two differ"):
         open_folder(folder)
 
 
@@ -141,7 +141,7 @@ def test_weights_outside_of_the_folder_are_refused(tmp_path: Path) -> None:
         open_folder(folder)
     (folder / "model.safetensors").unlink()
     write_json(folder / "model.safetensors.index.json", {"weight_map": {"a": "../secret"}})
-    with pytest.raises(CheckpointError, match=r"names '\.\./secret', which is no file of its folder"):
+    with pytest.raises(CheckpointError, match=r"names '\.\./secret', which is not a file of its folder"):
         open_folder(folder)
 
 

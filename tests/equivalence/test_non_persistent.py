@@ -77,12 +77,14 @@ def test_it_is_taken_by_the_run_that_saved_it_alone(
     killed_after(7, values)
     other = settings(second, non_persistent_global_ckpt_dir=shared)
     assert pretrain_here(flags(**other)) == 2
-    assert f"{shared}: holds iter_0000007, which is not of the run in --save {second}" in capsys.readouterr().err
+    assert (
+        f"{shared}: holds iter_0000007, which another run than that of --save {second} wrote" in capsys.readouterr().err
+    )
     assert steps(shared) == [7], "and it is left where it is"
     (shared / "iter_0000007/mp_rank_00/model_optim_rng.pt").write_bytes(b"")
     rest = losses(flags(**values))
     assert rest == {step: whole[step] for step in range(5, 10)}
-    assert "this non-persistent checkpoint is passed over" in capsys.readouterr().out
+    assert "this non-persistent checkpoint is skipped" in capsys.readouterr().out
 
 
 EDGES: dict[str, tuple[dict[str, Any], int]] = {

@@ -109,7 +109,7 @@ def test_plain_text_and_another_key_are_told_the_way_out(workshop: Workshop) -> 
     workshop.corpus("in.jsonl", [b"Once upon a time"])
     assert_refused(workshop, workshop.run(*FLAGS), 11, "it begins with 'Once upon a time'; is it plain text?")
     workshop.corpus("in.jsonl", [{"content": "a"}])
-    assert_refused(workshop, workshop.run(*FLAGS), 11, "'content'); name the key with --json-keys, not text")
+    assert_refused(workshop, workshop.run(*FLAGS), 11, "'content'); change --json-keys text to the key of the text")
 
 
 def test_a_line_that_is_bad_for_one_key_is_left_out_of_all(workshop: Workshop) -> None:
@@ -233,8 +233,8 @@ def test_a_signal_ends_the_run_cleanly(workshop: Workshop, number: signal.Signal
     process, workers = start_long_run(workshop)
     process.send_signal(number)
     assert assert_ended(process, workers, 128 + number) == (
-        f"preprocess_data.py: ended by signal {int(number)}; what is finished is kept in out.preprocessing: --resume "
-        "goes on from there, --overwrite starts afresh"
+        f"preprocess_data.py: ended by signal {int(number)}; finished work is kept in out.preprocessing: --resume "
+        "continues it, --overwrite starts afresh"
     )
     assert workshop.leftovers("out_") == []
 

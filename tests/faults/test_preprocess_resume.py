@@ -219,11 +219,11 @@ def test_a_signal_while_the_work_folder_is_removed_is_told_that_the_output_is_co
 def test_only_what_is_missing_is_done_again(tmp_path: Path, whole: dict[str, bytes]) -> None:
     interrupted(tmp_path, after=2)
     assert names(tmp_path) == ["out.preprocessing"]
-    with pytest.raises(ConfigError, match=r"--resume to go on.*--overwrite to start afresh"):
+    with pytest.raises(ConfigError, match=r"--resume to continue it.*--overwrite to start afresh"):
         preprocess(settings(tmp_path), quiet)
     done, said = segments_encoded(tmp_path, workers=4)
     total = -(-(tmp_path / "in.jsonl").stat().st_size // 500)
-    assert 0 < done <= total - 2 and any("segments are done already" in line for line in said)
+    assert 0 < done <= total - 2 and any("segments are already done" in line for line in said)
     assert files_of(tmp_path) == whole and len(names(tmp_path)) == 6
     said = segments_encoded(tmp_path)[1]
     assert len(said) == 1 and "is complete" in said[0]
@@ -281,7 +281,7 @@ def test_a_kept_part_that_was_damaged_is_done_again(tmp_path: Path, whole: dict[
     path = tmp_path / "out.preprocessing" / part
     flip(path, path.stat().st_size // 2)
     _, said = segments_encoded(tmp_path)
-    assert any("is not what was written" in line for line in said)
+    assert any("differs from what was written" in line for line in said)
     assert files_of(tmp_path) == whole
 
 

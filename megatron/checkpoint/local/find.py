@@ -1,4 +1,4 @@
-"""Finds the newest local step that is whole: the shares of all of its ranks are somewhere, and unharmed."""
+"""Finds the newest complete local step: each rank's share is on some machine, undamaged."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -32,7 +32,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether one copy of a share, at one place, is damaged."""
+    """Result of verifying one copy of a share at one place. Its `problem` is None if the copy is undamaged."""
 
     rank: int
     place: str
@@ -53,7 +53,7 @@ class Search:
     check_hashes: bool
 
     def newest(self) -> tuple[LocalStep | None, list[str]]:
-        """The newest complete step, and lines for the log about newer ones that were passed over."""
+        """Returns the newest complete step, and lines for the log about newer ones that were skipped."""
         mine = run_on_all(self._mine, self.world)
         seen = all_gather_json(list(mine), self.world, list[Seen])
         said: list[str] = []
@@ -64,20 +64,20 @@ class Search:
             missing = [rank for rank in range(ranks) if not holders.get(rank)]
             if missing:
                 said.append(
-                    f"local step {step} is not whole (the share of rank {missing[0]}"
-                    f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''} is nowhere): it is passed over"
+                    f"local step {step} is incomplete (the share of rank {missing[0]}"
+                    f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''} is missing): it is skipped"
                 )
                 continue
             try:
                 return self._step(mine, holders, save), said
             except DamagedCheckpointError as error:  # the same on all ranks
-                said.append(f"local step {step}: {error}: it is passed over")
+                said.append(f"local step {step}: {error}: it is skipped")
         return None, said
 
     def _mine(self) -> dict[Seen, tuple[Path, ShareRecord]]:
         found: dict[Seen, tuple[Path, ShareRecord]] = {}
         for step, directory in self.store.shares():
-            with suppress(CheckpointError):  # what cannot be read is not there: another machine may have it
+            with suppress(CheckpointError):  # an unreadable share counts as missing: another machine may have it
                 record = share.read(directory)
                 at = share.rank_directory(self.store.root, record.rank)
                 if record.header.line == self.line and directory == paths.step_directory(at, record.header.step):
@@ -86,7 +86,7 @@ class Search:
         return {each: what for each, what in found.items() if each.step > base}
 
     def _places(self, seen: list[list[Seen]], save: str) -> dict[int, tuple[str, ...]]:
-        """By share: the places that have a copy of it."""
+        """Places that have a copy of each share."""
         found: dict[int, dict[str, None]] = {}
         for rank, shares in enumerate(seen):
             for each in shares:
@@ -101,7 +101,7 @@ class Search:
         save: str,
         said: list[str],
     ) -> dict[int, tuple[str, ...]]:
-        """By share: the places with an undamaged copy. Each rank hashes its part of the copies at its own place."""
+        """Places that have an undamaged copy of each share. Each rank hashes its part of the copies at its place."""
         verdicts = [
             Verdict(each.rank, self._place, share.damage(directory, record))
             for each, (directory, record) in mine.items()
@@ -117,7 +117,7 @@ class Search:
         return self.store.places[self.store.rank]
 
     def _is_mine(self, number: int) -> bool:
-        """Whether this rank is the one of its place that hashes and reports this share."""
+        """True if this rank hashes and reports this share for its place."""
         mates = self.store.mates
         return mates[number % len(mates)] == self.store.rank
 

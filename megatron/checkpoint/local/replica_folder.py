@@ -1,5 +1,4 @@
-"""The place of a run's local steps on each machine, and which other ranks have a copy of a rank's share
-(--replication)."""
+"""Folder of a run's local steps on each machine, and the ranks that keep copies of a rank's share (--replication)."""
 
 import secrets
 import shutil
@@ -17,18 +16,18 @@ _PLACE = ".place"
 
 @dataclass(frozen=True)
 class Copies:
-    """Ranks N, N + jump, ... of the same `jump * factor` ranks have each other's shares."""
+    """Groups of `factor` ranks at stride `jump`. Each rank of a group stores the shares of the whole group."""
 
     jump: int = 1
     factor: int = 1
-    """1: there are no copies."""
+    """Number of ranks that store each share; 1 means no copies."""
 
     @staticmethod
     def of(jump: int, factor: int, world: int) -> "Copies":
         if world % (jump * factor):
             raise ConfigError(
-                f"--replication: {world}, the number of ranks, is no multiple of --replication-jump {jump} (unset, the "
-                f"ranks of a machine) x --replication-factor {factor}; give others, or leave --replication out"
+                f"--replication: {world}, the number of ranks, is not a multiple of --replication-jump {jump} "
+                f"(default: ranks per machine) x --replication-factor {factor}; give others, or leave --replication out"
             )
         return Copies(jump, factor)
 
@@ -37,25 +36,25 @@ class Copies:
         return tuple(first + number * self.jump for number in range(self.factor))
 
     def exchanges(self, rank: int) -> list[tuple[int, int]]:
-        """(to whom it sends its share, from whom it receives one), one after the other."""
+        """Lists the exchanges of a rank in their order: (rank that gets its share, rank that sends one)."""
         group = self.group(rank)
         place, size = group.index(rank), len(group)
         return [(group[(place + step) % size], group[(place - step) % size]) for step in range(1, size)]
 
     def check_apart(self, places: Sequence[str], directory: object) -> None:
-        """Refuses a copy in the same directory as its original: both would be lost together."""
+        """Raises if a copy would be in the same directory as its original, because both would be lost together."""
         for rank in range(len(places)):
             for other in self.group(rank):
                 if rank < other and places[rank] == places[other]:
                     raise ConfigError(
-                        f"--replication-jump {self.jump}: ranks {rank} and {other} are to have copies of each other's "
-                        f"share, and see the same --non-persistent-local-ckpt-dir {directory}; give the number of "
-                        "ranks of a machine, or leave --replication out"
+                        f"--replication-jump {self.jump}: ranks {rank} and {other} store each other's share, "
+                        f"but see the same --non-persistent-local-ckpt-dir {directory}; give the number of ranks of a "
+                        "machine, or leave --replication out"
                     )
 
 
 def place_of(directory: Path) -> str:
-    """An id of this directory: equal on all ranks that see it, different on all others."""
+    """Returns an id of this directory: equal on all ranks that see it, different on all others."""
     with storage.storage_errors("preparing --non-persistent-local-ckpt-dir", directory):
         directory.mkdir(parents=True, exist_ok=True)
         if not (directory / _PLACE).exists():
@@ -70,7 +69,7 @@ class ReplicaFolder:
     root: Path
     rank: int
     places: tuple[str, ...]
-    """By rank: its `place_of`."""
+    """The `place_of` of each rank."""
     copies: Copies
 
     @property
@@ -88,8 +87,8 @@ class ReplicaFolder:
         return tuple(sorted({rank for mate in self.mates for rank in self.copies.group(mate)}))
 
     def keep_only(self, step: int | None) -> list[str]:
-        """Removes all other steps: each rank those that it has written, and the first rank of a place those of ranks
-        that only an earlier layout had. A step too many only costs disk space, so a failure is a warning."""
+        """Removes all other steps: each rank those that it wrote, and the first rank of a place those of ranks that
+        only an earlier layout had. A leftover step only costs disk space, so a failure is a warning."""
         try:
             self._remove_all_but(step)
         except OSError as error:

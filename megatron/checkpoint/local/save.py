@@ -1,5 +1,5 @@
-"""Saving a local step: the protocol of any save, but each rank commits its own share, and sends it to the others that
-are to have a copy."""
+"""Saves a local step as any other save does, but each rank commits its own share and sends it to the ranks that keep
+copies."""
 
 import shutil
 from collections.abc import Callable
@@ -22,18 +22,18 @@ from megatron.utils import durable
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSave(Save):
-    """`directory` is that of this rank's shares."""
+    """Save of a local step; `directory` is for this rank's shares."""
 
     store: ReplicaFolder
     number: str
-    """Of this save: the same on all ranks, and in no other save."""
+    """Id of this save: the same on all ranks, and in no other save."""
 
     @property
     def _given(self) -> str:
         return f"--non-persistent-local-ckpt-dir {self.store.root.parent}"
 
     def begin(self) -> None:
-        """As of any save, but it never returns a step: other ranks' shares of one may have been lost."""
+        """Prepares as any save does, but never returns an existing step: other ranks' shares of it may be lost."""
         sizes = all_gather_json(self._bytes_to_write(), self.parallel.world, int)
         need = sum(sizes[rank] for rank in self.store.kept_here)
         run_on_all(lambda: self._prepare(need), self.parallel.world)
@@ -91,7 +91,7 @@ class LocalSave(Save):
 def _publish(temporary: Path, target: Path, record: bytes) -> None:
     storage.write_durable(temporary / paths.SHARE, lambda file: file.write(record))
     durable.fsync_directory(temporary)
-    if target.exists():  # of another save
+    if target.exists():  # the share of another save
         trash = retention.free_name(target.parent, paths.TRASH + target.name)
         durable.rename(target, trash)
         shutil.rmtree(trash)

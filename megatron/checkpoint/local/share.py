@@ -16,13 +16,13 @@ from megatron.errors import CheckpointError
 from megatron.utils.typed import json_value, typed
 
 _RANK = "rank_"
-_SCHEMAS = (3, manifest.SCHEMA)  # a share of 3 has no starts, and no files beside its others
+_SCHEMAS = (3, manifest.SCHEMA)  # schema 3 has no starts and no files of plain values
 
 
 @dataclass(frozen=True)
 class ShareRecord:
     save: str
-    """The same in all shares of one save, and in no others."""
+    """Id of the save: the same in all its shares, and in no others."""
     rank: int
     ranks: int
     header: Manifest
@@ -64,8 +64,7 @@ def _digest(body: object) -> str:
 
 
 def read(directory: Path) -> ShareRecord:
-    """Reads the record of a share and checks that its files exist with their sizes; a CheckpointError says what is
-    wrong."""
+    """Reads the record of a share, and raises a CheckpointError unless its files exist with their sizes."""
     path = directory / paths.SHARE
     if not paths.is_plain_file(path):
         raise DamagedCheckpointError(f"{path} is missing")
@@ -76,12 +75,12 @@ def read(directory: Path) -> ShareRecord:
     for name, expected in record.part.files.items():
         file = paths.member(directory, name)
         if not paths.is_plain_file(file) or file.stat().st_size != expected.size:
-            raise DamagedCheckpointError(f"{file} has not the {expected.size} bytes that were written")
+            raise DamagedCheckpointError(f"{file} does not have the {expected.size} bytes that were written")
     return record
 
 
 def damage(directory: Path, record: ShareRecord) -> str | None:
-    """What is wrong with the files of a share, by their checksums; None: nothing."""
+    """Describes the first damage to a share's files, by their checksums; None if there is none."""
     try:
         for name, expected in record.part.files.items():
             path, blocks = paths.member(directory, name), range(len(expected.blocks))

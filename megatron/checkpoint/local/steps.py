@@ -22,7 +22,7 @@ from megatron.distributed.messages import all_gather_json
 
 @dataclass(frozen=True)
 class LocalNonPersistent(NonPersistent):
-    """`directory` is that of this rank's machine."""
+    """Non-persistent checkpoints of the kind "local"; `directory` is on this rank's machine."""
 
     copies: Copies = field(default_factory=Copies)
 
@@ -37,11 +37,11 @@ class LocalNonPersistent(NonPersistent):
         return ReplicaFolder(self.directory / name, self.parallel.world.rank, self._places, self.copies)
 
     def _name(self) -> str:
-        """The name of the run; empty if it has none, and then it has no steps."""
+        """Name of the run; empty if it has none, and therefore no steps."""
         return run_on_first(lambda: name_of(self.save_directory) or "", self.parallel.world, str)
 
     def hold(self, history: RunHistory) -> None:
-        _ = self._places  # it is made, and copies of shares are elsewhere, or it is refused
+        _ = self._places  # makes the directory, and checks that copies of shares are elsewhere
 
     def steps_here(self) -> list[int]:
         name = name_of(self.save_directory)
@@ -76,7 +76,7 @@ class LocalNonPersistent(NonPersistent):
         for each in said:
             say(f"warning: {self.directory}: {each}")
         if step is None:
-            say(f"{self.directory}: no local step that goes on from iteration {than or 0}: that is loaded")
+            say(f"{self.directory}: no local step continues from iteration {than or 0}, which is loaded instead")
             return None
         directory = store.root / paths.step_name(step.manifest.step)
         return FoundStep(directory, step.manifest, False, save=self.save_directory, at_hand=step.at_hand)

@@ -1,4 +1,4 @@
-"""Files of one rank's disk to another rank's, and a local step brought to the machines that need it."""
+"""Sends files from one rank's disk to another's, and collects a local step on the machines that need it."""
 
 import os
 import shutil
@@ -44,13 +44,13 @@ class LocalStep:
     world: Axis
     manifest: Manifest
     holders: Mapping[int, tuple[str, ...]]
-    """By share: the places that have an undamaged copy of it."""
+    """Places that have an undamaged copy of each share."""
     share_of: Mapping[str, int]
-    """By file: the rank that wrote it."""
+    """Rank that wrote each file."""
 
     @contextmanager
     def at_hand(self, needed: Collection[str]) -> Iterator[Path]:
-        """A directory with the files that any rank of this machine needs. All ranks call it."""
+        """Yields a directory with the files that any rank of this machine needs. All ranks call it."""
         leader, name = self.store.mates[0], paths.step_name(self.manifest.step)
         folder = self.store.root / f"{paths.TEMPORARY}{name}.loaded"
         wanted = all_gather_json(sorted(needed), self.world, list[str])
@@ -63,7 +63,7 @@ class LocalStep:
             yield folder
         finally:
             if first:
-                shutil.rmtree(folder, ignore_errors=True)  # what is mapped stays until it is not needed
+                shutil.rmtree(folder, ignore_errors=True)  # mapped files stay readable
 
     def _link(self, folder: Path, files: list[str]) -> None:
         with storage.storage_errors("bringing the files of a step together", folder):
@@ -85,7 +85,7 @@ class LocalStep:
         return paths.step_directory(share.rank_directory(self.store.root, self.share_of[file]), self.manifest.step)
 
     def transfers(self, wanted: list[list[str]]) -> list[Transfer]:
-        """The same on all ranks, which take part in their own, in this order."""
+        """Lists the transfers, the same on all ranks. Each rank takes part in its own, in this order."""
         ranks_at: dict[str, list[int]] = {}
         for rank, place in enumerate(self.store.places):
             ranks_at.setdefault(place, []).append(rank)
@@ -114,7 +114,7 @@ Files = Mapping[str, FileRecord]
 
 
 def blocks_of(folder: Path, files: Files) -> Iterator[Tensor]:
-    """What cannot be read is sent as zeros, which the receiver notices: it waits for a number of bytes."""
+    """Yields files as blocks. Unreadable bytes are sent as zeros, which the receiver detects by checksum."""
     for name, record in files.items():
         with ExitStack() as closing:
             try:
@@ -132,8 +132,8 @@ def blocks_of(folder: Path, files: Files) -> Iterator[Tensor]:
 
 
 class ReceivedFiles:
-    """Files that arrive block by block, and are hashed as they are written. An error waits for `finish`: the sender is
-    not to wait for ever."""
+    """Files that arrive block by block and are hashed while they are written. Errors of writing are raised by `finish`,
+    so that the sender never waits forever."""
 
     def __init__(self, folder: Path, files: Files, algorithm: str = HASH) -> None:
         self._folder, self._algorithm = folder, algorithm

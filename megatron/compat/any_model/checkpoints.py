@@ -1,4 +1,4 @@
-"""Checkpoints of the engine: DIR/TAG is a checkpoint of ours, and DIR/latest names the tag that was saved last."""
+"""Checkpoints of the engine: DIR/TAG has this project's format, and DIR/latest names the tag that was saved last."""
 
 import os
 import uuid
@@ -39,7 +39,7 @@ _IN_A_RUN_OF_FLAGS = {
     "--save ": "save_checkpoint: ",
     "change --save": "give another save_dir",
 }
-"""What messages of checkpoints name, and what it is called here."""
+"""Flags in checkpoint messages, and their names in calls of the engine."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class EngineCheckpoints:
     engine: EngineFacts
     core: Optimizer
     divided: FullySharded | None
-    """The weights, where the ranks divide them."""
+    """The sharded weights; None if every rank has whole ones."""
     history: RunHistory = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class EngineCheckpoints:
         name = _checked_tag(f"global_step{engine.global_steps}" if tag is None else str(tag), parallel.world)
         directory = save_dir / name
         state = self._state(client_state)
-        if engine.global_steps in self.history.committed_steps(directory):  # saved again: with another client_state
+        if engine.global_steps in self.history.committed_steps(directory):  # saved again, with another client_state
             self.history.committed_steps(directory).discard(engine.global_steps)
         self.history.loaded.pop(directory.resolve(), None)
         with _in_words_of_the_engine():
@@ -85,7 +85,7 @@ class EngineCheckpoints:
             found = find_checkpoint(
                 directory, parallel=parallel, history=self.history, log=engine.log.info, source=OTHER_PROGRAMS
             )
-            assert found is not None, "a fresh start is for a directory that is saved to"
+            assert found is not None, "only a save directory may be empty"
             loaded = self._read(found, optimizer=optimizer, weights_only=weights_only)
             extra = restore_types(loaded.extra)
             if not weights_only:
@@ -124,7 +124,7 @@ class EngineCheckpoints:
             self.core.refresh_masters()
         engine.restore_counters(loaded.iteration, counters.get("skipped_steps", 0), loaded.consumed_train_samples)
         if loaded.rng is not None:
-            with saved_values("random states", loaded.path, "give load_module_only=True to take the weights alone"):
+            with saved_values("random states", loaded.path, "give load_module_only=True to load only the weights"):
                 set_rng_state(loaded.rng, engine.place.device)
 
     def _restore_scheduler(self, state: Mapping[str, Any] | None) -> None:
@@ -133,7 +133,7 @@ class EngineCheckpoints:
             return
         if state is None:
             raise CheckpointError(
-                "the checkpoint was saved without a scheduler, and there is one here; give "
+                "the checkpoint was saved without a scheduler, but the engine has one; give "
                 "load_lr_scheduler_states=False to start it anew"
             )
         scheduler.load_state_dict(state)
@@ -142,8 +142,8 @@ class EngineCheckpoints:
         done, of = self.engine.accumulated, self.engine.gradient_accumulation_steps()
         if done:
             raise ConfigError(
-                f"checkpoint: {done} of {of} micro-batches of an update are done, and their gradients are in no "
-                "checkpoint; save and load after an update (when engine.global_steps has moved)"
+                f"checkpoint: {done} of {of} micro-batches of an update are done, and no checkpoint holds their "
+                "gradients; save and load after an update (when engine.global_steps has moved)"
             )
 
     def _state(self, client_state: Mapping[str, Any]) -> TrainState:
@@ -172,7 +172,7 @@ class EngineCheckpoints:
         )
 
     def _whole_params(self, params: Mapping[str, tuple[Shard, Tensor]]) -> dict[str, tuple[Shard, Tensor]]:
-        """`params` with whole tensors where ranks divide them, on the ranks that write them. A collective."""
+        """Gathers sharded tensors of `params` on the ranks that write them. A collective."""
         whole = dict(params)
         if self.divided is None:
             return whole
@@ -183,8 +183,8 @@ class EngineCheckpoints:
         return whole
 
     def _params(self) -> dict[str, tuple[Shard, Tensor]]:
-        """The parameters, and the buffers that belong to the model's state; each whole on every rank. A forward pass
-        may put new tensors in the place of buffers."""
+        """Returns the parameters and the persistent buffers, each with its full shape. Looks them up again in every
+        call, because a forward pass may replace buffers."""
         module = self.engine.module
         parameters = dict(module.named_parameters())
         if self.divided is not None:
@@ -195,7 +195,7 @@ class EngineCheckpoints:
 
 def _checked_tag(tag: str, world: Any) -> str:
     if not tag or tag in (".", "..", LATEST) or Path(tag).name != tag:
-        raise ConfigError(f"save_checkpoint: tag {tag!r} is no name of a directory; give one such as global_step100")
+        raise ConfigError(f"save_checkpoint: tag {tag!r} is not a directory name; give one such as global_step100")
     others = [other for other in all_gather_json(tag, world, str) if other != tag]
     if others:
         raise ConfigError(f"save_checkpoint: tag is {tag!r} on this rank and {others[0]!r} on another; give one tag")
@@ -254,4 +254,4 @@ def _in_words_of_the_engine() -> Iterator[None]:
 def directory_of(what: str, value: Any) -> Path:
     if isinstance(value, (str, os.PathLike)):
         return Path(value)
-    raise ConfigError(f"{what} is {value!r}, no path; give a directory")
+    raise ConfigError(f"{what} is {value!r}, which is not a path; give a directory")

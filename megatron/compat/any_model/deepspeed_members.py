@@ -1,4 +1,4 @@
-"""The members of DeepSpeed's engine that need no code here: what they return, or the call to use in their place."""
+"""Members of DeepSpeed's engine that need no code here: the value they return, or the call to use instead."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,24 +11,24 @@ from megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class Instead:
-    """Raised, with what to do instead."""
+    """Text of the error for an unsupported member: what to do instead."""
 
     text: str
 
 
 def _of_key(path: str) -> Instead:
-    """What the table of configuration keys has to say about the key."""
+    """Returns what the table of configuration keys says about a key."""
     key = keys_by_path()[path]
     return Instead(f"{path} has no effect here: {key.line}" if key.line else f"not supported; {key.way_out}")
 
 
 def _of_block(path: str, names: str) -> dict[str, Instead]:
-    """Methods whose names begin with that of a block."""
+    """Returns methods named BLOCK_NAME, which raise with the text of the block."""
     return {f"{path}_{name}": _of_key(path) for name in names.split()}
 
 
 def _of_zero_keys(start: str, names: str) -> dict[str, Instead]:
-    """Methods with the names of keys of `zero_optimization`, which begin with `start` there."""
+    """Returns methods named after keys of `zero_optimization`, where their names begin with `start`."""
     return {f"zero_{name}": _of_key(f"zero_optimization.{start}{name}") for name in names.split()}
 
 
@@ -189,7 +189,7 @@ ATTRIBUTES: Mapping[str, Any] = MappingProxyType(
 
 
 def deepspeed_member(name: str) -> Any:
-    """The attribute, or the method, of this name in one of the tables."""
+    """Returns the attribute or method of this name from the tables."""
     if name in METHODS:
         return _method(name, METHODS[name])
     return _answer(f"engine.{name}", ATTRIBUTES[name])

@@ -6,8 +6,8 @@
         engine.backward(loss)
         engine.step()                   # acts once the accumulation is complete
 
-Gradients are averaged over ranks and accumulated micro-batches. Underneath are the buckets, the decision (unscale,
-clip, skip), the loss scaler and the checkpoints that train our GPT.
+Gradients are averaged over ranks and accumulated micro-batches. The engine uses the gradient buckets, the decision
+about a step (unscale, clip, skip), the loss scaler and the checkpoints of the GPT.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,7 +41,7 @@ from megatron.utils.log import RankLog
 
 
 class ModelEngine(EngineFacts):
-    """`module` is the model; it trains in place."""
+    """Trains `module`, the user's model, in place."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class ModelEngine(EngineFacts):
     # passes
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The model's output. Tensors are moved to the model's device; in half precision those of floating point are
-        cast to its type."""
+        """Runs the model. Tensors are moved to its device; in half precision, floating-point ones are cast to its
+        dtype."""
         half = getattr(torch, self.settings.precision.params_dtype)
         half = None if half == torch.float32 else half
         inputs, named = moved(inputs, self.device, half), moved(named, self.device, half)
@@ -84,11 +84,11 @@ class ModelEngine(EngineFacts):
             raise
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Adds the gradients of this micro-batch's mean loss; returns the loss divided by the accumulation, as its
-        gradients are unless `scale_wrt_gas` is false."""
+        """Accumulates the gradients of this micro-batch's mean loss, divided by the accumulation steps, and returns the
+        loss divided alike. `scale_wrt_gas=False` divides neither."""
         self._check_loss(loss)
         share = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
-        wide = loss.float() if loss.dtype in HALF else loss  # where a loss scale has room
+        wide = loss.float() if loss.dtype in HALF else loss  # has room for a loss scale
         factor = share * self._core.loss_scale
         try:
             self._expect_gradients()
@@ -111,8 +111,8 @@ class ModelEngine(EngineFacts):
             self._grads.arm()
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Counts a micro-batch. With the last of an accumulation: reduces, clips, updates, steps the scheduler.
-        `lr_kwargs`: the arguments of the scheduler's step()."""
+        """Counts a micro-batch. After the last of an accumulation it reduces, clips, updates, and calls the scheduler's
+        step() with `lr_kwargs`."""
         if self._calls.adds_up:
             raise ConfigError("engine.step(): not inside no_sync(), which adds up gradients; call it after the block")
         if not self._calls.owed:
@@ -150,7 +150,7 @@ class ModelEngine(EngineFacts):
         self._usage.share_buffers()
         if info.skipped:
             self._check_skipped(info)
-        self._grads.zero()  # open for what others' losses send through this model, and dropped with the next update
+        self._grads.zero()  # losses of other models may add gradients here; the next update drops them
         every = self.settings.log_interval
         if every is not None and self.global_steps % every == 0:
             self.log.info(
@@ -164,13 +164,13 @@ class ModelEngine(EngineFacts):
         self._calls.skipped_steps += 1
         self.log.info(
             f"step {self.global_steps} is skipped: a gradient overflows at the loss scale {info.loss_scale:g}; the "
-            f"next has {self._core.loss_scale:g}"
+            f"next step has {self._core.loss_scale:g}"
         )
         if info.skipped_in_a_row == SEVERAL:
             self.log.info(line_after_skips(self._core.loss_scale, self.settings.precision))
 
     def _check_skipped(self, info: StepInfo) -> None:
-        """An overflow on the way to a loss scale, or an error. All ranks call it: the cause may be on one alone."""
+        """Accepts an overflow while the loss scale adapts, else raises. All ranks call it: one may have the cause."""
         what: str | None = "a gradient is not finite"
         if not self._core.static_scale:
             what = overflows_at_the_bottom(self._core, info.loss_scale, info.skipped_in_a_row)
@@ -184,7 +184,7 @@ class ModelEngine(EngineFacts):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add up their gradients, any number of them, without step(); the step after the next
+        """Lets any number of backward passes inside accumulate gradients without step(). The step after the next
         backward pass outside reduces all of them."""
         if self._calls.owed:
             raise ConfigError("engine.no_sync(): a backward pass awaits engine.step(); call that first")
@@ -195,7 +195,7 @@ class ModelEngine(EngineFacts):
             self._calls.adds_up = self._calls.owed = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """No-op between updates, which begin with no gradients; refused in the middle of an accumulation."""
+        """No-op between updates, which begin with no gradients; raises in the middle of an accumulation."""
         del set_to_none
         if self.accumulated:
             raise ConfigError(
@@ -218,8 +218,8 @@ class ModelEngine(EngineFacts):
         return self.module._compiled_call_impl is not None
 
     def destroy(self) -> None:
-        """Ends training by this engine. At stages 0 and 1 the model is a plain one afterwards, for another engine or
-        for a loop of torch's."""
+        """Ends training by this engine. At stages 0 and 1 the model is plain again, for another engine or a torch
+        loop."""
         self._grads.close()
         for one in self.module.parameters():
             if isinstance(one.grad, WithheldGrad):
@@ -236,8 +236,8 @@ class ModelEngine(EngineFacts):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> None:
-        """Commits the whole state as SAVE_DIR/TAG (global_stepN), and names it in SAVE_DIR/latest unless `save_latest`
-        is false. All ranks call it."""
+        """Commits the whole state as SAVE_DIR/TAG, by default global_stepN. Also names it in SAVE_DIR/latest, unless
+        `save_latest` is false. All ranks call it."""
         if exclude_frozen_parameters:
             raise ConfigError(
                 "save_checkpoint: exclude_frozen_parameters is not supported, a checkpoint holds the whole model; "
@@ -261,7 +261,7 @@ class ModelEngine(EngineFacts):
         load_module_only: bool = False,
         custom_load_fn: None = None,
     ) -> tuple[str, dict[str, Any]]:
-        """Takes up the state of LOAD_DIR/TAG, or of the tag that LOAD_DIR/latest names; returns its path and the
+        """Loads the state of LOAD_DIR/TAG, by default the tag in LOAD_DIR/latest. Returns its path and the
         `client_state`. All ranks call it."""
         if not load_module_strict or custom_load_fn is not None:
             raise ConfigError(
@@ -278,14 +278,14 @@ class ModelEngine(EngineFacts):
         return path, client_state
 
     def whole_state_dict(self) -> dict[str, Tensor]:
-        """The model's state dict with whole tensors, whatever the ranks divide. All ranks call it."""
+        """Returns the model's state dict with whole tensors, also where ranks shard them. All ranks call it."""
         if not isinstance(self._grads, GuardedWeights):
             return dict(self.module.state_dict())
         self._grads.check_writes()
         return self._grads.whole_state_dict()
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """The model's state dict, without a collective; where ranks divide weights it raises."""
+        """Returns the model's state dict, without a collective; raises where ranks shard the weights."""
         if isinstance(self._grads, GuardedWeights):
             raise ConfigError(
                 f"engine.module_state_dict(): ranks divide weights at stage {self.settings.zero_stage} of ZeRO; "
@@ -299,7 +299,7 @@ class ModelEngine(EngineFacts):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Writes the model's whole state dict, in the type that it trains in, for torch.load. All ranks call it."""
+        """Writes the model's whole state dict, in its training dtype, for torch.load. All ranks call it."""
         path = directory_of("save_16bit_model: save_dir", save_dir) / save_filename
         state = self._without_frozen(self.whole_state_dict(), exclude_frozen_parameters)
         do_on_first(lambda: write_weights(path, state), self.place.parallel.world)
@@ -318,7 +318,7 @@ class ModelEngine(EngineFacts):
     # refusals
 
     def _check_loss(self, loss: Tensor) -> None:
-        if hasattr(loss, "device_mesh"):  # a DTensor, of shards alone
+        if hasattr(loss, "device_mesh"):  # a DTensor, made from shards
             raise divided_now("engine.backward(loss)")
         if self._calls.destroyed:
             raise ConfigError(
@@ -351,7 +351,7 @@ class ModelEngine(EngineFacts):
 
     def __deepcopy__(self, memo: Any) -> None:
         raise ConfigError(
-            "copy.deepcopy(engine): an engine has its place among the ranks; copy the model before "
+            "copy.deepcopy(engine): an engine belongs to its rank; copy the model before "
             "megatron.compat.initialize(), and fill the copy with load_state_dict(engine.whole_state_dict())"
         )
 
@@ -362,20 +362,20 @@ class ModelEngine(EngineFacts):
             )
 
     def _apply(self, fn: Any, recurse: bool = True) -> "ModelEngine":
-        """`.to()`, `.half()` and the like: refused if they would change what buffers and masters were made for."""
+        """Rejects `.to()`, `.half()` and the like if they change the dtype or device that buffers and masters have."""
         for tensor in [*self.parameters(), *self.buffers()]:
             new = fn(tensor.detach())
             if (new.dtype, new.device) != (tensor.dtype, tensor.device):
                 raise ConfigError(
-                    f"engine.to(), .half(), .cuda(): the model is {tensor.dtype} on {tensor.device}, where the engine "
-                    "has put it; leave the call out, and choose precision in the config (fp16, bf16)"
+                    f"engine.to(), .half(), .cuda(): the engine has put the model on {tensor.device} as "
+                    f"{tensor.dtype}; leave the call out, and choose precision in the config (fp16, bf16)"
                 )
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes of the model, as DeepSpeed's engine has them, and that engine's other members."""
+        """Returns attributes of the model, as DeepSpeed's engine does, and that engine's other members."""
         modules = self.__dict__.get("_modules", {})
-        if name in modules:  # before torch looks among parameters and buffers, too: every step asks for the model
+        if name in modules:  # fast path: every step reads `module`, which torch looks up last
             return modules[name]
         try:
             return super().__getattr__(name)

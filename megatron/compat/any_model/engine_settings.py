@@ -1,4 +1,4 @@
-"""What the engine of a model that is not ours is told, in our terms."""
+"""Settings of the engine for any model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,10 +21,10 @@ class BatchSizes:
 
     @staticmethod
     def fit(whole: int | None, micro: int | None, accumulation: int | None, ranks: int) -> "BatchSizes":
-        """As DeepSpeed: two of the three are given, or the batch or the micro-batch alone without accumulation."""
+        """Completes the sizes as DeepSpeed does. Given are two of the three, or only the batch or the micro-batch."""
         if whole is None and micro is None:
             raise ConfigError(
-                "train_batch_size: not given, nor train_micro_batch_size_per_gpu; give one of them at least"
+                "train_batch_size: missing, and so is train_micro_batch_size_per_gpu; give at least one of them"
             )
         if micro is None:
             assert whole is not None
@@ -49,13 +49,13 @@ class EngineSettings:
     zero_stage: int = 0
     clip_grad: float = 0.0
     offloads: bool = False
-    """Whether masters and moments are in host memory, and updated there."""
+    """True if masters and moments are kept and updated in host memory."""
     parameters_on_host: bool = False
-    """Whether an accelerator's ranks keep their shares of the parameters in host memory (stage 3)."""
+    """True if an accelerator's ranks keep their shards of the parameters in host memory (stage 3)."""
     overlap: bool = True
-    """Whether gradients are reduced during the last backward pass."""
+    """True if gradients are reduced during the last backward pass."""
     log_interval: int | None = None
-    """Updates between two lines of the log; None is silence."""
+    """Updates between two lines of the log; None logs none."""
     given: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """The configuration's keys, such as fp16.enabled, with their values."""
     momentum: float | tuple[float, float] = 0.0

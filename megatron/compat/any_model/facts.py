@@ -1,4 +1,4 @@
-"""What a program may ask the engine of any model: counts, sizes, rates, where it runs."""
+"""Accessors of the engine for any model: counts, sizes, rates and placement."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,7 @@ from megatron.utils.log import RankLog
 
 @dataclass
 class Calls:
-    """What has been called so far. (Not attributes of the engine: those of a module are slow to set.)"""
+    """State of the calls so far. Not attributes of the engine, because those of an nn.Module are slow to set."""
 
     micro_steps: int = 0
     global_steps: int = 0
@@ -25,7 +25,7 @@ class Calls:
     norm: float | None = None
     overflow: bool = False
     owed: bool = False  # a backward pass that step() has not counted
-    begun: bool = False  # whether the buffers hold gradients of this accumulation
+    begun: bool = False  # the buffers hold gradients of this accumulation
     counted: int = 0  # micro-batches of this accumulation that step() has counted
     global_samples: int = 0
     adds_up: bool = False  # inside no_sync()
@@ -52,7 +52,7 @@ class EngineFacts(nn.Module):
 
     @property
     def global_steps(self) -> int:
-        """Updates, those that were skipped included."""
+        """Number of updates, including skipped ones."""
         return self._calls.global_steps
 
     @property
@@ -61,7 +61,7 @@ class EngineFacts(nn.Module):
 
     @property
     def accumulated(self) -> int:
-        """Micro-batches of the next update whose gradients are there already."""
+        """Number of micro-batches of the next update whose gradients are accumulated."""
         return max(self._calls.counted, 1) if self._calls.begun else 0
 
     @property
@@ -89,7 +89,7 @@ class EngineFacts(nn.Module):
 
     @property
     def global_samples(self) -> int:
-        """Samples of all updates, those that were skipped included."""
+        """Samples of all updates, including skipped ones."""
         return self._calls.global_samples
 
     def restore_counters(self, global_steps: int, skipped_steps: int, global_samples: int) -> None:
@@ -105,7 +105,7 @@ class EngineFacts(nn.Module):
         return self._core.loss_scale
 
     def loss_scale(self) -> float:
-        """The static loss scale of the configuration; 0 is a dynamic one."""
+        """Static loss scale of the configuration; 0 means dynamic."""
         return self.settings.precision.loss_scale or 0.0
 
     def dynamic_loss_scale(self) -> bool:
@@ -121,14 +121,14 @@ class EngineFacts(nn.Module):
         return self.settings.precision.bf16
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """The types of the model's parameters, and of accumulated gradients."""
+        """Dtypes of the model's parameters and of accumulated gradients."""
         dtype = getattr(torch, self.settings.precision.params_dtype)
         return dtype, torch.float32 if dtype in HALF else dtype
 
     # batches and accumulation
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """The batch, the micro-batch of a rank, and the accumulation steps."""
+        """Batch size, micro-batch size of a rank, and accumulation steps."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def train_batch_size(self) -> int:
@@ -141,14 +141,14 @@ class EngineFacts(nn.Module):
         return self.settings.batch.accumulation
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the step of this micro-batch makes the update."""
+        """True if the step of this micro-batch makes the update."""
         if self._calls.boundary is not None:
             return self._calls.boundary
         return self._calls.counted + 1 >= self.gradient_accumulation_steps()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Sets whether the next backward passes end an accumulation, until it is called again; None counts them as
-        before. Before the last backward pass of an update it is true; step() may be left out while it is false."""
+        """Sets whether the next backward passes end an accumulation; None returns to counting. Must be true before the
+        last backward pass of an update. While it is false, step() may be left out."""
         self._calls.boundary = is_boundary if is_boundary is None else bool(is_boundary)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -194,7 +194,7 @@ class EngineFacts(nn.Module):
         return self.settings.overlap
 
     def zero_cpu_offload(self) -> bool:
-        """Whether the configuration offloads the optimizer; no effect on a CPU."""
+        """True if the configuration offloads the optimizer, which has no effect on a CPU."""
         given = self.settings.given
         old = bool(given.get("zero_optimization.cpu_offload"))
         return old or given.get("zero_optimization.offload_optimizer.device") == "cpu"
@@ -219,7 +219,7 @@ class EngineFacts(nn.Module):
         return self.settings.log_interval
 
     def optimizer_name(self) -> str:
-        """The class of your own optimizer, or the type that the configuration names."""
+        """Class of your own optimizer, or the type that the configuration names."""
         if not isinstance(self.optimizer, RuleOptimizer):
             return type(self.optimizer).__name__
         name = str(self.settings.given["optimizer.type"])
@@ -235,7 +235,7 @@ class EngineFacts(nn.Module):
         return self._block("scheduler.params")
 
     def _block(self, path: str) -> dict[str, Any] | None:
-        """The keys of a block, None without any."""
+        """Keys of a block, or None if it has none."""
         given = self.settings.given
         return {key[len(path) + 1 :]: value for key, value in given.items() if key.startswith(f"{path}.")} or None
 
@@ -250,13 +250,13 @@ class EngineFacts(nn.Module):
             group["lr"] = lr
 
     def get_mom(self) -> list[Any]:
-        """The momentum of SGD and RMSprop, the betas of other optimizers; of each group."""
+        """Momentum of SGD and RMSprop, betas of other optimizers, for each group."""
         own = self.settings.momentum if isinstance(self.optimizer, RuleOptimizer) else 0.0
         name = "momentum" if self.optimizer_name() in ("SGD", "RMSprop") else "betas"
         return [group.get(name, own) for group in self.optimizer.param_groups]
 
     def get_type(self) -> list[Any]:
-        """The `type` of each group that has one, else 0.0."""
+        """Value of `type` for each group, or 0.0 without one."""
         return [group.get("type", 0.0) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
@@ -264,5 +264,5 @@ class EngineFacts(nn.Module):
         return self._calls.norm
 
     def was_step_applied(self) -> bool:
-        """Whether the last update was made, and not skipped for an overflow."""
+        """True if the last update was made, and not skipped for an overflow."""
         return self.global_steps > 0 and not self._calls.overflow

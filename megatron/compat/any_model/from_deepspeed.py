@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration as settings of the engine."""
+"""Converts DeepSpeed's configuration to settings of the engine."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,13 +37,13 @@ _DEFAULT_LR = 1e-3  # of torch's and DeepSpeed's AdamW
 
 
 class EngineConfig:
-    """What a configuration says, once the number of ranks is known."""
+    """Checked configuration, from which `settings` follow once the number of ranks is known."""
 
     def __init__(self, source: Mapping[str, Any] | str | Path) -> None:
         refusals = Refusals()
         try:
             self._read: DeepSpeedSettings = read_deepspeed(source)
-        except ConfigError as error:  # of a file, which another program names in a flag
+        except ConfigError as error:  # reading a file names a flag that initialize() lacks
             raise ConfigError(str(error).replace("--deepspeed_config ", "config ")) from None
         origins = {name: self._read.origin_of(name) for name in self._read.values}
         self.run: RunConfig = build(self._read.values, origins=origins, keys=keys_by_field())
@@ -113,12 +113,12 @@ class EngineConfig:
         return None if settings.lr_schedule is None else ConfiguredSchedule(optimizer, settings)
 
     def lines(self, *, own_optimizer: bool, own_scheduler: bool) -> list[str]:
-        """What has no effect. `own_optimizer`, `own_scheduler`: the caller gave one, which is used."""
+        """Returns notices about what has no effect. `own_optimizer`, `own_scheduler`: the caller gave one."""
         lines = list(self._read.notices)
         if own_optimizer and self.optimizer_key is not None:
-            lines.append(f"{self.optimizer_key}: no effect, for optimizer= is given and is used")
+            lines.append(f"{self.optimizer_key}: no effect, because optimizer= is given and is used")
         if own_scheduler and self.scheduler_key is not None:
-            lines.append(f"{self.scheduler_key}: no effect, for lr_scheduler= is given and is used")
+            lines.append(f"{self.scheduler_key}: no effect, because lr_scheduler= is given and is used")
         unused = [name for name in self._read.spelled if not _is_used(name)]
         lines += [
             f"{self._read.spelled[name]}: no effect in megatron.compat.initialize(model=...); it is for pretrain_gpt.py"

@@ -1,5 +1,5 @@
-"""Changes that a program makes to weights while they are gathered (ZeRO 2 and 3): values are dropped with what was
-gathered, and so would be requires_grad."""
+"""Detects changes to weights while they are gathered (ZeRO 2 and 3). Resharding would drop new values and changes of
+requires_grad."""
 
 from collections.abc import Container, Iterable, Mapping
 
@@ -10,28 +10,28 @@ from megatron.errors import ConfigError
 
 
 class GatheredWrites:
-    """torch counts the writes to a tensor, and `fully_shard`, which gathers into the same ones again and again, leaves
-    the count as it is."""
+    """Finds writes by torch's version counters. `fully_shard` gathers into the same tensors again without changing
+    them."""
 
     def __init__(self, model: nn.Module, units: Iterable[nn.Module]) -> None:
-        """Before `fully_shard`, whose hooks come later: these see a unit while it is gathered."""
+        """Registers hooks that see a unit while it is gathered. Must run before `fully_shard` adds its hooks."""
         self._path_of = {id(module): path for path, module in model.named_modules()}
         self._counts: dict[str, tuple[nn.Parameter, int]] = {}
         self._trained: dict[str, bool] = {}
         self._hooks: dict[int, RemovableHandle] = {id(unit): unit.register_forward_hook(self._count) for unit in units}
 
     def found(self) -> list[str]:
-        """The parameters that were written while they were gathered."""
+        """Returns the parameters that were written while they were gathered."""
         return [name for name, (parameter, count) in self._counts.items() if parameter._version != count]
 
     @property
     def gathered(self) -> set[int]:
-        """The ids of the gathered parameters that have been seen."""
+        """Ids of the gathered parameters that have been seen."""
         return {id(parameter) for parameter, _ in self._counts.values()}
 
     def follow_freezing(self, shards: Mapping[str, nn.Parameter]) -> None:
-        """Gives a gathered tensor and its shard the same requires_grad: the one that was changed since the last call.
-        (`fully_shard` gathers with that of the shard.)"""
+        """Gives a gathered tensor and its shard the same requires_grad: the one that changed since the last call.
+        (`fully_shard` gathers with the shard's.)"""
         for name, (gathered, _) in self._counts.items():
             shard, before = shards.get(name), self._trained[name]
             if shard is not None and not shard.requires_grad == gathered.requires_grad == before:
@@ -40,13 +40,13 @@ class GatheredWrites:
                 gathered.requires_grad_(not before)
 
     def _count(self, unit: nn.Module, *_: object) -> None:
-        """In the first pass that trains: the tensors stay the same."""
+        """Notes the version counters in the first pass that trains; later passes gather into the same tensors."""
         for module in unit.modules():
             path = self._path_of.get(id(module))
             for own, parameter in module.named_parameters(recurse=False):
-                if parameter.is_inference():  # has no count, and no gradient
+                if parameter.is_inference():  # has no version counter and no gradient
                     return
-                if path is not None and not hasattr(parameter, "device_mesh"):  # a DTensor, which is divided now
+                if path is not None and not hasattr(parameter, "device_mesh"):  # a DTensor is sharded now
                     name = f"{path}.{own}" if path else own
                     self._counts.setdefault(name, (parameter, parameter._version))
                     self._trained.setdefault(name, parameter.requires_grad)
@@ -54,12 +54,12 @@ class GatheredWrites:
 
 
 def refuse_new_parameters(model: nn.Module, known: Container[int]) -> None:
-    """Raises a ConfigError that names a parameter that came after the others were prepared for training. `known`: the
-    ids of those."""
+    """Raises a ConfigError for a parameter that was added after training was prepared. `known`: the ids of the
+    others."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in known and not parameter.is_inference():
             raise ConfigError(
-                f"{name} is a new parameter since megatron.compat.initialize(), which nothing would train; write into "
-                "the one that was there (copy_(), load_state_dict() without assign=True), or initialize() after the "
-                "change"
+                f"{name} was added after megatron.compat.initialize(), so nothing would train it; write into the "
+                "parameter that was there (copy_(), load_state_dict() without assign=True), or call initialize() "
+                "after the change"
             )

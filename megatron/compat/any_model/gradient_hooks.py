@@ -1,4 +1,4 @@
-"""Gradient hooks that a program has set on parameters, called with the gradient that the update uses."""
+"""Calls the gradient hooks that a program has set on parameters, with the gradient that the update uses."""
 
 from collections.abc import Callable, Collection, Iterable, MutableMapping
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ class _Hook:
 
 
 class GradientHooks:
-    """autograd calls a hook in every backward pass, with the gradient of one rank's micro-batch. These are called once
-    in an update, with the mean over micro-batches and ranks."""
+    """Hooks that are called once per update, with the mean gradient over micro-batches and ranks. autograd would call
+    them in every backward pass, with the gradient of one rank's micro-batch."""
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], dp: Axis) -> None:
         """Takes the hooks out of autograd. Must be made before `BucketStore`, whose own hooks stay. A collective."""
@@ -45,7 +45,7 @@ class GradientHooks:
                     )
 
     def refuse_those_after(self, stage: int) -> None:
-        """Raises a ConfigError that names a parameter with a hook that reads `parameter.grad`."""
+        """Raises a ConfigError for a parameter with a hook that reads `parameter.grad`."""
         for name, hooks in self._hooks.items():
             if any(hook.kind == _AFTER for hook in hooks):
                 raise ConfigError(
@@ -55,8 +55,8 @@ class GradientHooks:
 
     @torch.no_grad()
     def call(self, store: TrainingStore, factor: float, absent: Collection[str]) -> None:
-        """Calls the hooks with the reduced gradients, which are the true ones times `factor`. `absent`: the parameters
-        without a gradient. A collective where ranks divide the gradients."""
+        """Calls the hooks with the reduced gradients, which the store holds multiplied by `factor`. `absent`: the
+        parameters without a gradient. A collective where ranks shard the gradients."""
         for name, hooks in self._hooks.items():
             if name in absent:
                 continue

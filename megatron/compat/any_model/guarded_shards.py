@@ -1,4 +1,4 @@
-"""Errors in the engine's words for programs that compute with weights while ranks divide them (ZeRO 2 and 3)."""
+"""Raises the engine's own errors if a program computes with weights while ranks shard them (ZeRO 2 and 3)."""
 
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -13,7 +13,7 @@ _FROM_TORCH = ("mixed torch.Tensor and DTensor", "not supported for tensor subcl
 
 
 def guard(shards: Mapping[str, nn.Parameter], modules: Iterable[nn.Module]) -> None:
-    """Makes an operation of a shard and a plain tensor raise a ConfigError, and a copy of `modules`."""
+    """Makes operations that mix a shard with a plain tensor raise a ConfigError, and copies of `modules` too."""
     for parameter in shards.values():
         parameter.__class__ = _guarded_shard()
     for module in modules:
@@ -25,7 +25,7 @@ def _guarded_shard() -> Any:
     from torch.distributed.tensor import DTensor  # which takes long to import
 
     class GuardedShard(DTensor):
-        """A DTensor that names the way out where torch says that it is not a plain tensor."""
+        """DTensor that names the fix where torch only says that it is not a plain tensor."""
 
         __slots__ = ()
 
@@ -38,13 +38,13 @@ def _guarded_shard() -> Any:
                 if any(text in str(error) for text in _FROM_TORCH):
                     raise divided_now(getattr(func, "__name__", str(func))) from error
                 raise
-            if type(result) is DTensor:  # what is computed from it meets plain tensors later
+            if type(result) is DTensor:  # its results meet plain tensors later
                 result.__class__ = cls
             return result
 
         def full_tensor(self, **named: Any) -> Tensor:
             whole: Tensor = super().full_tensor(**named)
-            if whole.requires_grad:  # the gradient would count once, and not for every rank
+            if whole.requires_grad:  # the gradient would count once, not once per rank
                 whole.register_hook(_refuse_gradient)
             return whole
 
@@ -64,8 +64,8 @@ def _guarded_shard() -> Any:
 
 def divided_now(what: str) -> ConfigError:
     return ConfigError(
-        f"{what}: the ranks divide the model's weights (ZeRO 2 and 3) and gather them for the passes of engine(x) "
-        "alone; compute it within the model's forward(), read values from engine.whole_state_dict(), or use "
+        f"{what}: the ranks divide the model's weights (ZeRO 2 and 3) and gather them only for the passes of "
+        "engine(x); compute it within the model's forward(), read values from engine.whole_state_dict(), or use "
         "zero_optimization.stage 1"
     )
 
@@ -76,7 +76,7 @@ def _refuse_gradient(_: Tensor) -> None:
 
 def _refuse_copy(_: Any) -> None:
     raise ConfigError(
-        "copy.deepcopy(): the ranks divide the model's weights (ZeRO 2 and 3), and a copy would have a part of them; "
+        "copy.deepcopy(): the ranks divide the model's weights (ZeRO 2 and 3), and a copy would have only a part; "
         "copy the model before megatron.compat.initialize(), and fill the copy with "
         "load_state_dict(engine.whole_state_dict())"
     )

@@ -1,4 +1,4 @@
-"""`megatron.compat.initialize(model=...)`: the call of DeepSpeed's users, for any nn.Module; and its flags."""
+"""`megatron.compat.initialize(model=...)`: DeepSpeed's call for any nn.Module, and its flags."""
 
 import argparse
 import itertools
@@ -41,7 +41,7 @@ Client = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds `--deepspeed` and `--deepspeed_config FILE`, which `initialize(args=...)` reads."""
     group = parser.add_argument_group("DeepSpeed")
-    group.add_argument("--deepspeed", action="store_true", help="no effect: calling initialize() says it")
+    group.add_argument("--deepspeed", action="store_true", help="no effect: initialize() needs no switch")
     group.add_argument("--deepspeed_config", metavar="FILE", help="the settings, as DeepSpeed's JSON")
     return parser
 
@@ -61,13 +61,13 @@ def initialize(
     config: Mapping[str, Any] | str | Path | None = None,
     config_params: Mapping[str, Any] | str | Path | None = None,
 ) -> tuple[ModelEngine, torch.optim.Optimizer, EpochLoader | None, Any]:
-    """The engine of `model`, its optimizer, a loader of `training_data` and the scheduler; what was not asked for is
-    None. Every rank of a run calls it: in a process group of yours, under torchrun, or as a single process.
+    """Returns the engine of `model`, its optimizer, a loader of `training_data` and the scheduler; a part that was not
+    asked for is None. Every rank calls it: in your own process group, under torchrun, or as a single process.
 
-    `optimizer` is an instance, or is called with the parameters; without one the config names it. `config` is
-    DeepSpeed's JSON as a dict or as the path of a file; `config_params` is its older name, and `args.deepspeed_config`
-    a path."""
-    del dist_init_required  # a group that is open is used; one that torchrun's ranks need is opened
+    The `optimizer` is an instance or a function of the parameters; without one the config names it. The `config` is
+    DeepSpeed's JSON, a dict or a path; `config_params` is its older name, `args.deepspeed_config` a path.
+    """
+    del dist_init_required  # an open group is used, else one is opened for torchrun's ranks
     for name, value in {"mpu": mpu, "mesh_param": mesh_param}.items():
         if value is not None:
             raise ConfigError(
@@ -87,8 +87,8 @@ def initialize(
     if batch.accumulation > 1:
         log.info(
             f"train_batch_size {batch.whole} = {batch.micro} samples x {batch.accumulation} accumulation steps x "
-            f"{batch.ranks} rank{'s' if batch.ranks > 1 else ''}: every engine.step() number {batch.accumulation} "
-            "updates"
+            f"{batch.ranks} rank{'s' if batch.ranks > 1 else ''}: engine.step() updates once in "
+            f"{batch.accumulation} calls"
         )
     if place.device.type == "cpu":
         if settings.offloads:
@@ -116,31 +116,31 @@ def _checked_model(model: Any) -> nn.Module:
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise ConfigError(f"megatron.compat.initialize(): model is {what}; give an instance of nn.Module")
     if isinstance(model, ModelEngine):
-        raise ConfigError("megatron.compat.initialize(): model is an engine already; go on with that engine")
+        raise ConfigError("megatron.compat.initialize(): model is an engine already; use that engine")
     if any(hasattr(one, "device_mesh") for one in model.parameters()):  # a DTensor, whose import takes long
         raise ConfigError(
-            "megatron.compat.initialize(): the model's parameters are divided already, by an engine that it was given "
-            "to before or by fully_shard; give a model whose parameters are whole"
+            "megatron.compat.initialize(): the model's parameters are sharded already, by an earlier engine or by "
+            "fully_shard; give a model with whole parameters"
         )
     lazy = [name for name, one in model.named_parameters() if isinstance(one, UninitializedParameter) or one.is_meta]
     if lazy:
         raise ConfigError(
-            f"megatron.compat.initialize(): {lazy[0]} has no values yet; call a lazy module once with a batch, and "
-            "model.to_empty(device=...) and its initialisation for one on the meta device"
+            f"megatron.compat.initialize(): {lazy[0]} has no values yet; run a lazy module once on a batch; for one "
+            "on the meta device, call model.to_empty(device=...) and initialise it"
         )
     refuse_complex(model, "megatron.compat.initialize()")
     for (first, (_, end)), (second, (start, _)) in itertools.pairwise(_places(model)):
         if start < end:
             raise ConfigError(
                 f"megatron.compat.initialize(): {first} and {second} are two parameters in the same memory, which "
-                "would go apart here; use one of them in both places (F.linear(x, other.weight.t())), or give "
+                "would separate here; use one of them in both places (F.linear(x, other.weight.t())), or give "
                 f"{second} its own with clone()"
             )
     return model
 
 
 def _places(model: nn.Module) -> list[tuple[str, tuple[int, int]]]:
-    """Of each parameter, from its first byte to behind its last, in the order of memory."""
+    """Returns each parameter's first byte and the end of its last, in the order of memory."""
     places = []
     for name, one in model.named_parameters():
         last = sum((size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True))
@@ -157,12 +157,12 @@ def build_model_engine(
     scheduler: Any,
     log: RankLog,
 ) -> ModelEngine:
-    """`model` is where and in the type that it trains in."""
+    """Builds the engine of `model`, which has its training device and dtype."""
     dp = place.parallel.dp
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
-            "megatron.compat.initialize(): LBFGS computes the loss anew within its step, which an engine that is given "
-            "losses cannot do; use another optimizer"
+            "megatron.compat.initialize(): LBFGS recomputes the loss within its step, but the engine only receives "
+            "losses; use another optimizer"
         )
     held = {id(one) for group in optimizer.param_groups for one in group["params"]}
     trained = [(name, one) for name, one in model.named_parameters() if id(one) in held]
@@ -198,7 +198,7 @@ def build_model_engine(
 
 
 def _check_on_pieces(optimizer: torch.optim.Optimizer, settings: EngineSettings, log: RankLog) -> None:
-    """Tries an optimizer of the user's own on pieces of small tensors, which is what ranks update with ZeRO."""
+    """Tests a user's own optimizer on pieces of small tensors, because ranks update pieces with ZeRO."""
     differs = None if isinstance(optimizer, RuleOptimizer) else differs_on_pieces(optimizer)
     if differs is None:
         return
@@ -206,9 +206,7 @@ def _check_on_pieces(optimizer: torch.optim.Optimizer, settings: EngineSettings,
         f"{type(optimizer).__name__} {differs}, and with zero_optimization.stage 1 and higher each rank updates pieces"
     )
     if not settings.given.get("zero_allow_untested_optimizer"):
-        raise ConfigError(
-            f"{found}; use stage 0, or set zero_allow_untested_optimizer to true to train what that gives instead"
-        )
+        raise ConfigError(f"{found}; use stage 0, or set zero_allow_untested_optimizer to true to accept that")
     log.info(
         f"zero_allow_untested_optimizer true: {found}; training differs from stage 0, and between numbers of ranks"
     )
@@ -217,7 +215,7 @@ def _check_on_pieces(optimizer: torch.optim.Optimizer, settings: EngineSettings,
 def _divide_weights(
     model: nn.Module, settings: EngineSettings, place: RankPlacement, names: Mapping[int, str]
 ) -> GuardedWeights:
-    """In place: the model's parameters are others afterwards."""
+    """Shards the weights in place: the model's parameters are new objects afterwards."""
     apart = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in names]
     if apart:
         raise ConfigError(
@@ -226,9 +224,9 @@ def _divide_weights(
         )
     if not is_called(model):
         raise ConfigError(
-            f"zero_optimization.stage {settings.zero_stage}: the model is a {type(model).__name__} without a forward() "
-            "of its own, before which weights are gathered; put it into a module whose forward() calls its parts, or "
-            "use stage 1"
+            f"zero_optimization.stage {settings.zero_stage}: the model is a {type(model).__name__} without its own "
+            "forward(), before which weights would be gathered; call its parts from a module's forward(), or use "
+            "stage 1"
         )
     scalars = [name for name, one in model.named_parameters() if one.dim() == 0]
     if scalars:
@@ -269,14 +267,14 @@ def _one_config(args: Any, config: Any, config_params: Any) -> Mapping[str, Any]
 
 
 def _prepare_model(model: nn.Module, settings: EngineSettings, place: RankPlacement) -> None:
-    """In place, so that the user's optimizer goes on holding its parameters. All ranks start from the first one's."""
+    """Moves and casts the model in place, so the user's optimizer keeps its parameters. Broadcasts rank 0's values."""
     dtype = getattr(torch, settings.precision.params_dtype)
-    device = torch.device("cpu") if settings.parameters_on_host else place.device  # which has not room for all of it
+    device = torch.device("cpu") if settings.parameters_on_host else place.device  # it may be too small
     if dtype != torch.float32:
         cast_floats(model, dtype)
     model.to(device)
     for one in model.parameters():
-        one.data = one.data.contiguous()  # as gradients and state are: what is fused goes by places in memory
+        one.data = one.data.contiguous()  # like gradients and state: fused kernels go by memory order
     for group in (model.named_parameters(), model.named_buffers()):
         broadcast_parameters(group, place.parallel.dp, through=place.device)
 
@@ -315,7 +313,7 @@ def _make_optimizer(
         return RuleOptimizer(groups, rule, lr=read.lr, weight_decay=settings.weight_decay)
     except (TypeError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"megatron.compat.initialize(): model_parameters is no list of parameters or groups of them ({error}); "
+            f"megatron.compat.initialize(): model_parameters is not a list of parameters or groups of them ({error}); "
             "give model.parameters(), or leave it out"
         ) from None
 
@@ -328,7 +326,7 @@ def _nothing_is_trained() -> ConfigError:
 
 
 def _make_scheduler(given: Any, optimizer: torch.optim.Optimizer, read: EngineConfig) -> Any:
-    """An instance, a function from the optimizer to one, or the config's."""
+    """Returns the scheduler: a given instance, the result of a function of the optimizer, or the config's."""
     if given is None:
         return read.scheduler(optimizer)
     if isinstance(given, type):

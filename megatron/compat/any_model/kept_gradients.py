@@ -1,4 +1,4 @@
-"""Stores of the engine for any model, whose program must not use `parameter.grad` between passes."""
+"""Gradient stores of the engine for any model. The program must not use `parameter.grad` between passes."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -19,13 +19,13 @@ from megatron.errors import ConfigError
 
 
 class KeptGradients(BucketStore):
-    """Gradients in buckets. A stand-in that raises an error is in `parameter.grad`, so that a `zero_grad()` of the
-    program does not drop what has been accumulated."""
+    """Gradients in buckets. `parameter.grad` holds a stand-in that raises, so the program's `zero_grad()` cannot drop
+    accumulated gradients."""
 
     def __init__(
         self, params: Iterable[tuple[str, nn.Parameter]], dp: Axis, *, overlap: bool, divided: bool, withheld: str
     ) -> None:
-        """`withheld`: the line of the error."""
+        """`withheld` is the text of the error."""
         super().__init__(params, dp, overlap=overlap, divided=divided, flat=True, counts_lacking=True)
         self._stand_ins = {name: WithheldGrad(slot.parameter, withheld) for name, slot in self._slots.items()}
         for slot in self._slots.values():
@@ -33,17 +33,17 @@ class KeptGradients(BucketStore):
 
     @property
     def lacking(self) -> list[str]:
-        """The parameters that got no gradient on this rank in this step; `reduce` has given them one of zero."""
+        """Parameters without a gradient on this rank in this step; `reduce` has given them zeros."""
         return self._lacking
 
     @property
     def counts_lacking(self) -> bool:
-        """Whether `reduce` tells all ranks if one of them lacked a gradient. (The message of a divided buffer has no
-        element for the count.)"""
+        """True if `reduce` also reports to all ranks that one of them lacked a gradient. (The message of a divided
+        buffer has no element for the count.)"""
         return all(bucket.count is not None for bucket in self._buckets)
 
     def some_rank_lacked(self) -> bool:
-        """After `reduce`: whether any rank lacked a gradient. The same on all ranks."""
+        """Returns whether any rank lacked a gradient, the same on all ranks. Valid after `reduce`."""
         return any(bucket.lacked for bucket in self._buckets)
 
     def start_reduce(self) -> None:
@@ -55,15 +55,15 @@ class KeptGradients(BucketStore):
         self._finish_reduce()
 
     def check_writes(self) -> None:
-        """A no-op: weights that are whole keep what the program writes."""
+        """No-op: whole weights keep what the program writes."""
 
     def expect(self) -> None:
-        """Called before another backward pass of the step: removes the stand-ins, to which autograd would add."""
+        """Removes the stand-ins before another backward pass of the step, because autograd would add to them."""
         for slot in self._slots.values():
             slot.parameter.grad = None
 
     def withhold(self) -> None:
-        """Called after a backward pass. A no-op: a stand-in replaces every gradient as it arrives."""
+        """No-op after a backward pass: a stand-in replaces every gradient as it arrives."""
 
     def _stand_in(self, slot: GradientSlot) -> Tensor | None:
         return self._stand_ins[slot.name]
@@ -74,14 +74,14 @@ class KeptGradients(BucketStore):
             grad = grad.take_what_came()
         if grad is None:
             raise ConfigError(
-                f"the gradient of {slot.name} was taken by an engine that the model was given to before; go on with "
-                "that engine, or make the model anew"
+                f"the gradient of {slot.name} was taken by an earlier engine of this model; use that engine, or "
+                "create the model again"
             )
         return grad
 
 
 class GuardedWeights(FullySharded):
-    """Divided weights, with errors for a program that would lose what it does to them."""
+    """Sharded weights, with errors for a program whose changes to them would be lost."""
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class GuardedWeights(FullySharded):
         withheld: str,
         compared_over: Axis,
     ) -> None:
-        """`withheld`: a line for who uses `parameter.grad` after `withhold()`. `compared_over`: ranks that check in
-        every step that they use the same parts."""
+        """`withheld` is the text of the error for using `parameter.grad` after `withhold()`. Ranks of `compared_over`
+        check in every step that they use the same parts."""
         model, modules = units[-1].module, [unit.module for unit in units]
         self._same_use = SameUse(model, modules, compared_over, device)
         self._writes = GatheredWrites(model, modules)
@@ -106,36 +106,34 @@ class GuardedWeights(FullySharded):
         model.register_forward_pre_hook(self._before_pass, prepend=True)
         self._withholding = Withholding(model, withheld)
         guard({name: one.parameter for name, one in self._divided.items()}, modules)
-        # Makes the model the root, so that its units may be called before it: torch takes the first that is called.
+        # Makes the model the root even if a unit is called before it: torch takes the first one that is called.
         sharded(model)._get_fsdp_state()._lazy_init()
 
     def whole_state_dict(self) -> dict[str, Tensor]:
         """Returns the model's state dict with whole tensors. A collective."""
-        state = self._units[-1].module.state_dict(keep_vars=True)  # which reshards: from here on weights are shards
+        state = self._units[-1].module.state_dict(keep_vars=True)  # reshards: from here on weights are shards
         name_of = {id(one.parameter): name for name, one in self._divided.items()}
         whole = {name: self.whole_weight(name) for name in self.all_names}
         return {key: whole[name_of[id(one)]] if id(one) in name_of else one.detach() for key, one in state.items()}
 
     def check_writes(self) -> None:
-        """Raises a ConfigError if the program has written weights in a way that weights divided over the ranks do not
-        keep: it has replaced `.data`, of which `fully_shard` does not gather new values, or has written gathered
-        ones."""
+        """Raises a ConfigError if the program has written weights in a way that sharding loses. It has replaced
+        `.data`, whose new values `fully_shard` does not gather, or has written gathered weights."""
         for name, place in self._storages().items():
             if place != self._places[name]:
                 raise ConfigError(
-                    f"{name}.data was replaced, and weights that the ranks divide (ZeRO) have their place in a "
-                    f"buffer; use engine.load_state_dict({{...}}, strict=False), with the whole tensor"
+                    f"{name}.data was replaced, but weights that the ranks divide (ZeRO) live in a buffer; "
+                    f"use engine.load_state_dict({{...}}, strict=False), with the whole tensor"
                 )
         if written := self._writes.found():
             raise ConfigError(
-                f"{written[0]} was written between a forward pass and engine.step(), while it was gathered from "
-                "the ranks that divide it (ZeRO), and would not be kept; write after engine.step(), before the "
-                "next forward pass"
+                f"{written[0]} was written between a forward pass and engine.step(), while it was gathered (ZeRO), "
+                "and would lose its values; write after engine.step(), before the next forward pass"
             )
 
     def absent(self) -> set[str]:
-        """The parameters that have been frozen since construction, and those that no rank has used in this step. They
-        have a gradient of zero."""
+        """Returns the parameters that were frozen after construction, and those that no rank has used in this step.
+        Their gradients are zero."""
         self._follow_freezing()
         frozen = (name for name in self.names if not self._divided[name].parameter.requires_grad)
         return {*frozen, *self._same_use.unused(self.names)}
@@ -153,7 +151,7 @@ class GuardedWeights(FullySharded):
 
     def reduce(self) -> None:
         self.check_writes()
-        shards = ((name, one.parameter) for name, one in self._divided.items())  # whose hooks autograd never calls
+        shards = ((name, one.parameter) for name, one in self._divided.items())  # autograd never calls their hooks
         refuse_hooks(shards, "set it before megatron.compat.initialize()")
         self.expect()
         self._same_use.check()
@@ -171,7 +169,7 @@ class GuardedWeights(FullySharded):
         return {name: one.parameter.untyped_storage()._cdata for name, one in self._divided.items()}
 
     def _divide_loaded(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Whole tensors of a state dict that is being loaded become this rank's rows. (It is torch's own copy.)"""
+        """Replaces whole tensors that are being loaded by this rank's rows. (`state` is torch's own copy.)"""
         for key, name in self._first_name.items():
             shard, whole = self._divided[name].parameter, state.get(prefix + key)
             if whole is not None and type(whole) in (Tensor, nn.Parameter) and whole.shape == shard.shape:
@@ -181,6 +179,6 @@ class GuardedWeights(FullySharded):
 
 
 def _names_of_tied(model: nn.Module) -> dict[str, str]:
-    """Returns the first name of every parameter by each of its names."""
+    """Maps each name of a parameter to its first name."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     return {name: first[id(one)] for name, one in model.named_parameters(remove_duplicate=False)}

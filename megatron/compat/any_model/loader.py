@@ -1,4 +1,4 @@
-"""The loader of `training_data`: each rank gets its share of every epoch, in micro-batches."""
+"""Loader of `training_data`: each rank gets its share of every epoch, in micro-batches."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,8 +11,8 @@ from megatron.errors import ConfigError
 
 
 class EpochLoader:
-    """Each pass over it is an epoch of its own order, the same on all ranks; a last, incomplete micro-batch is left
-    out, so that all ranks make as many steps."""
+    """Iterates over an epoch per pass, in a new order that all ranks share. Drops a last, incomplete micro-batch, so
+    that all ranks make the same number of steps."""
 
     def __init__(
         self, data: Dataset[Any], micro_batch: int, dp: Axis, collate: Callable[..., Any] | None, device: torch.device

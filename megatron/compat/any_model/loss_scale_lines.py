@@ -1,4 +1,4 @@
-"""Lines about a dynamic loss scale that begins too high: how many updates are lost, and the key that starts lower."""
+"""Log lines about a dynamic loss scale that begins too high: the number of lost updates, and the key to begin lower."""
 
 import math
 from collections.abc import Iterator
@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from megatron.config.sections.precision import PrecisionConfig
 
 _FITS = 16
-"""A power of 2 at which the gradients of most models fit in fp16: DeepSpeed's default start. A gradient whose largest
-element is 1, as that of a mean loss rarely exceeds, just overflows there (fp16 ends at 65504)."""
+"""Power of 2 at which most models' gradients fit in fp16: DeepSpeed's default start. A largest element of 1, which
+gradients of a mean loss rarely exceed, just overflows there (fp16 ends at 65504)."""
 SEVERAL = 3
-"""Skipped updates in a row about which a line is printed."""
+"""Number of skipped updates in a row after which a line is printed."""
 
 
 def lines_at_start(precision: PrecisionConfig) -> Iterator[str]:
@@ -24,7 +24,7 @@ def lines_at_start(precision: PrecisionConfig) -> Iterator[str]:
 
 
 def line_after_skips(scale: float, precision: PrecisionConfig) -> str:
-    """`scale`: that of the next update, after `SEVERAL` skipped ones in a row."""
+    """Returns the line after `SEVERAL` skipped updates in a row. `scale` is that of the next update."""
     said = f"{SEVERAL} updates in a row were skipped: the loss scale is {_shown(scale)}"
     more = _more_halvings(scale)
     if more:

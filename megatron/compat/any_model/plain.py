@@ -1,5 +1,5 @@
-"""What users keep in a checkpoint besides tensors, as values that the weights-only loader admits and gives back
-alike."""
+"""Encodes what users keep in a checkpoint besides tensors, as values that the weights-only loader admits and
+restores."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,19 +11,19 @@ from torch import Tensor
 from megatron.errors import ConfigError
 
 _PAIRS, _TUPLE = "pairs of a dict", "items of a tuple"
-# Less than a file may have when it is read (torch_files/pickle_scan.py).
+# Stricter than the limits of reading (torch_files/pickle_scan.py).
 _DEEPEST, _LONGEST, _MOST = 80, 500, 900  # levels, bits of an integer, integers of more than 64 bits
 
 
 def mark_types(value: Any, place: str) -> Any:
-    """`value` with dicts of any keys and tuples marked as such; anything that a file cannot hold is refused by
-    place."""
+    """Encodes `value`, marking tuples and dicts whose keys are not text. Rejects, with its place, what a file cannot
+    hold."""
     try:
         encoded = _encoded(value, place)
         if _depth(encoded) > _DEEPEST:
             raise RecursionError
         if (count := _long_integers(encoded)) > _MOST:
-            raise ConfigError(f"{place}: has {count} integers of more than 64 bits, of {_MOST}; give them as str(...)")
+            raise ConfigError(f"{place}: has {count} integers of over 64 bits, limit {_MOST}; give them as str(...)")
         return encoded
     except RecursionError:
         raise ConfigError(f"{place}: holds itself, or is nested too deeply; a checkpoint holds plain values") from None

@@ -1,4 +1,4 @@
-"""Where this process stands among the ranks: in the user's own process group, in the launcher's, or alone."""
+"""Placement of this process among the ranks: in the user's own process group, in the launcher's, or alone."""
 
 import atexit
 import sys
@@ -20,13 +20,11 @@ from megatron.layout import Layout
 
 TIMEOUT = timedelta(minutes=10)
 _LAST_WAIT = timedelta(seconds=10)
-"""For the other ranks at the end of a program."""
+"""Timeout of the barrier at the end of a program."""
 
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """A rank's axes, its number on this machine, and its device."""
-
     parallel: ParallelState
     local_rank: int
     device: torch.device
@@ -44,15 +42,15 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Opens the process group of the launcher's ranks, or of this process alone, unless one is open. Where they meet
-    is what the launcher said."""
+    """Opens the process group of the launcher's ranks, or of this process alone, unless one is open. The launcher sets
+    where ranks meet."""
     del auto_mpi_discovery, distributed_port, verbose, dist_init_required, config
     if dist.is_initialized():
         return
     launch = LaunchInfo.detect()
     if init_method is not None or rank not in (-1, launch.rank) or world_size not in (-1, launch.world_size):
         raise ConfigError(
-            "init_distributed(): init_method, rank and world_size are what the launcher says; start the program with "
+            "init_distributed(): the launcher sets init_method, rank and world_size; start the program with "
             "torchrun, or call torch.distributed.init_process_group() yourself: an open group is used"
         )
     device = resolve_device("auto", launch.local_rank)
@@ -65,7 +63,7 @@ def init_distributed(
 
 
 def find_place(model: nn.Module) -> RankPlacement:
-    """Opens the process group of a launcher's ranks if nobody has; it is closed when the process ends."""
+    """Finds this rank's place. Opens the launcher's process group, until the process ends, if none is open."""
     if dist.is_initialized():
         rank, size, local_rank = dist.get_rank(), dist.get_world_size(), _own_local_rank()
         device = _device_of(model, local_rank, dist.get_backend_config())
@@ -80,15 +78,15 @@ def find_place(model: nn.Module) -> RankPlacement:
 
 
 def shutdown_at_exit() -> None:
-    """At the end of the program, after its last collective. gloo's threads may still be letting go of that one's
-    tensors, which aborts a process whose interpreter has ended; at the barrier they have done so. A rank that ends with
-    an error does not wait: the others are not at their end."""
+    """Shuts down at the end of the program, after a barrier. Without it, a process can abort: gloo's threads may still
+    hold tensors of the last collective when the interpreter ends. A rank that ends with an error skips the barrier,
+    because the others are not at their end."""
     with suppress(PeerLostError):
         shutdown(barrier=not hasattr(sys, "last_value"), timeout=_LAST_WAIT)
 
 
 def _own_local_rank() -> int:
-    """In a group that the user opened: what the launcher said if there is one; else the ranks are on one machine."""
+    """Returns the local rank in a group that the user opened: the launcher's, or that of ranks on one machine."""
     with suppress(ConfigError):
         launch = LaunchInfo.detect()
         if launch.world_size == dist.get_world_size():
@@ -98,8 +96,8 @@ def _own_local_rank() -> int:
 
 
 def _device_of(model: nn.Module, local_rank: int, backends: str = "") -> torch.device:
-    """Where the user has put the model, if not on the CPU; else this rank's accelerator. A group of the user's that has
-    gloo alone is for the CPU."""
+    """Returns the model's device if it is not the CPU, else this rank's accelerator. A user's group with only gloo
+    selects the CPU."""
     devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
     if len(devices) > 1:
         raise ConfigError(

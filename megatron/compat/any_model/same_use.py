@@ -1,10 +1,10 @@
-"""Whether all ranks use the same parts of a model whose layers are gathered on all of them at once (ZeRO 2 and 3).
+"""Checks that all ranks use the same layers, because they gather a layer together (ZeRO 2 and 3).
 
-Where one rank gathers a layer and another one a second layer of the same size, each gets halves of both, and sums of
-gradients that belong to neither: nothing fails by itself. Each parameter's number says in which passes it was used.
+If ranks gather different layers of the same size, each gets halves of both, and wrong sums of gradients. Nothing fails
+by itself, so each parameter's number records the passes that used it, and ranks compare these once per step.
 
-Where the layers have different sizes, gloo ends the process when the message arrives. So in the first step, where ranks
-that divide a model's layers among them part, they compare before every gather. Later that would cost a message each.
+If the layers have different sizes, gloo ends the process when the message arrives. Ranks that use different layers do
+so from the first step on, so they compare before every gather in that step. Later this would cost a message each.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ from megatron.distributed.parallel_state import Axis
 from megatron.errors import ConfigError
 
 _PASSES = 16
-"""Passes of a step that have a bit of their own in a parameter's number; later passes share these bits."""
+"""Number of passes of a step with their own bit in a parameter's number; later passes share these bits."""
 _WAY_OUT = (
     "at stages 2 and 3 of ZeRO all ranks gather a layer at once; use the same layers on all ranks, or "
     "zero_optimization.stage 1"
@@ -46,7 +46,7 @@ class SameUse:
             unit.register_forward_hook(self._listen)
 
     def compare_gathers(self) -> None:
-        """After `fully_shard`, whose own hooks gather: these run before them, and at the end of the whole model."""
+        """Registers hooks that run before those of `fully_shard`, which gather. Must run after `fully_shard`."""
         for number, (unit, _) in enumerate(self._units):
             unit.register_forward_pre_hook(partial(self._before, number), prepend=True)
         self._units[-1][0].register_forward_hook(self._after)
@@ -59,7 +59,7 @@ class SameUse:
         self._passes += 1
 
     def check(self) -> None:
-        """Once per step; all ranks come to the same result."""
+        """Compares the use of all parameters, once per step. All ranks come to the same result."""
         numbers = list(self._numbers.values())
         both = torch.tensor([numbers, [one * one for one in numbers]], dtype=torch.int64, device=self._device)
         sums, squares = collectives.all_reduce(both, self._axis).tolist()
@@ -70,7 +70,7 @@ class SameUse:
         self._first_step = False
 
     def _before(self, number: int, unit: nn.Module, *_: Any) -> None:
-        """What is gathered already is not gathered again, and a rank may use it alone."""
+        """Compares ranks before a gather. Skips a unit that is gathered already, which one rank may use alone."""
         if self._first_step and any(_divided_now(parameter) for parameter in unit.parameters()):
             self._gathers = True
             if unit is not self._units[-1][0]:
@@ -82,8 +82,8 @@ class SameUse:
             self._compare(len(self._units) - 1)
 
     def _compare(self, number: int) -> None:
-        """Of the unit that this rank comes to next, the last for the end of the pass; all ranks come to the same
-        result."""
+        """All-gathers the index of the unit that each rank gathers next, or of the last one at the end of the pass. All
+        ranks raise if the indices differ."""
         mine = torch.tensor([number], device=self._device)
         first, *others = sorted({int(one) for one in collectives.all_gather(mine, self._axis)})
         if others:
@@ -91,12 +91,12 @@ class SameUse:
             raise ConfigError(f"{path}: is used by some ranks while others use another layer or none, and {_WAY_OUT}")
 
     def unused(self, names: Iterable[str]) -> list[str]:
-        """Those that got no gradient in this step: on all ranks, once that is checked."""
+        """Returns the parameters without a gradient in this step, the same on all ranks after `check`."""
         return [name for name in names if not self._numbers[name]]
 
     def _listen(self, unit: nn.Module, *_: Any) -> None:
-        """Registers hooks on the parameters of a unit while they are gathered: autograd gives the gathered ones their
-        gradients."""
+        """Registers hooks on the parameters of a unit while they are gathered, because autograd gives gradients to
+        these."""
         for module in unit.modules():
             for own, parameter in module.named_parameters(recurse=False):
                 name = self._name_of.get((id(module), own))
@@ -110,4 +110,4 @@ class SameUse:
 
 
 def _divided_now(parameter: nn.Parameter) -> bool:
-    return hasattr(parameter, "device_mesh")  # a DTensor, which is not gathered now
+    return hasattr(parameter, "device_mesh")  # a DTensor is not gathered now

@@ -1,4 +1,4 @@
-"""The scheduler that a configuration names, as an object that steps an optimizer's groups."""
+"""Scheduler that a configuration names, as an object that steps an optimizer's groups."""
 
 import inspect
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ from megatron.optimizer import DeepSpeedCurve
 
 
 def scheduler_arguments(scheduler: Any, lr_kwargs: Mapping[str, Any] | None, dp: Axis) -> dict[str, Any]:
-    """The arguments of the scheduler's next step, such as ReduceLROnPlateau's metrics; the same on all ranks, so that
-    their rates are. All ranks call it, before the update."""
+    """Returns the arguments of the scheduler's next step, such as ReduceLROnPlateau's metrics. Raises if they differ
+    between ranks, whose rates would differ too. All ranks call it before the update."""
     given = dict(lr_kwargs or {})
     if scheduler is None:
         return {}
@@ -33,14 +33,14 @@ def scheduler_arguments(scheduler: Any, lr_kwargs: Mapping[str, Any] | None, dp:
             other = next(rank for rank, one in enumerate(values) if one != values[0])
             raise ConfigError(
                 f"engine.step(): lr_kwargs['{name}'] is {values[0]} on rank 0 and {values[other]} on rank {other}, so "
-                "their learning rates would differ; give all ranks one value, such as the mean that "
-                "torch.distributed.all_reduce makes"
+                "their learning rates would differ; give all ranks one value, such as their mean "
+                "from torch.distributed.all_reduce"
             )
     return given
 
 
 def _required(scheduler: Any) -> list[str]:
-    with suppress(TypeError, ValueError):  # a step() that tells no signature
+    with suppress(TypeError, ValueError):  # a step() without a signature
         parameters = inspect.signature(scheduler.step).parameters.values()
         return [
             one.name
@@ -51,7 +51,7 @@ def _required(scheduler: Any) -> list[str]:
 
 
 class ConfiguredSchedule:
-    """Sets the rate of the next update, when it is made and after every update. A pure function of their number."""
+    """Sets the rate of the next update, at construction and after every update. It depends only on their number."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, settings: DeepSpeedSchedulerConfig) -> None:
         self.optimizer = optimizer
@@ -72,7 +72,7 @@ class ConfiguredSchedule:
         return {"updates": self.updates, "curves": [curve.plain() for curve in self._curves]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The curves are the saved ones."""
+        """Restores the saved curves and number of updates."""
         self._curves = [DeepSpeedCurve.of_plain(dict(curve)) for curve in state["curves"]]
         self.updates = int(state["updates"])
         self._set()

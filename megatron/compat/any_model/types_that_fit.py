@@ -1,4 +1,4 @@
-"""What torch says of types that do not fit names neither the model nor the way out."""
+"""Rewrites torch's dtype errors to name the model's dtype and the fix."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,12 +12,12 @@ from megatron.errors import ConfigError
 
 class TypesThatFit:
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """`dtype`: that of the settings."""
+        """`dtype` is that of the settings."""
         self._model = model
         self._at_first = {dtype, *(one.dtype for one in model.parameters())}
 
     def explain(self, error: RuntimeError, inputs: Any) -> None:
-        """Raises the error that names them, if that is what torch's is about."""
+        """Raises an error that names the dtypes, if torch's error is about them."""
         if "type" not in str(error):
             return
         here = {one.dtype for one in self._model.parameters()}

@@ -1,4 +1,4 @@
-"""Which parameters took part in a step, and the buffers that the model changes itself: what ranks must agree on."""
+"""Makes ranks agree on the parameters that none of them used in a step, and on buffers that the model changes."""
 
 from collections.abc import Callable, Collection
 
@@ -13,11 +13,11 @@ from megatron.distributed.parallel_state import Axis
 
 
 class Usage:
-    """An optimizer of torch leaves a parameter without a gradient alone: no weight decay, no decaying moments. Over
-    several ranks that is one that no rank has used; a parameter may be left out, or frozen, at any time. So they
-    compare notes in every step in which the sums of gradients have told that some rank lacked one; in every step where
-    those are divided (ZeRO 1), while they are under way. Where gradients are divided as they come (ZeRO 2 and 3),
-    all use the same parts, which is checked there.
+    """Finds the parameters that no rank has used in a step. torch's optimizers skip a parameter without a gradient: no
+    weight decay, no decaying moments. A parameter may be left out, or frozen, at any time.
+
+    Ranks compare in every step in which the sums of gradients report that some rank lacked one. At ZeRO 1 they compare
+    in every step, while the sums are in flight. At ZeRO 2 and 3 all ranks use the same parts, which is checked there.
     """
 
     def __init__(self, grads: KeptGradients | GuardedWeights, model: nn.Module, dp: Axis) -> None:
@@ -28,11 +28,11 @@ class Usage:
         self._has_buffers = any(True for _ in model.buffers())
 
     def absent(self) -> Collection[str]:
-        """The parameters that got no gradient on any rank in the step that is being made."""
+        """Returns the parameters without a gradient on any rank in the current step."""
         return self._absent
 
     def reduce(self) -> None:
-        """Sums the gradients over the ranks, and finds what none of them has used. All ranks call it."""
+        """Sums the gradients over the ranks, and finds the parameters that none of them has used. All ranks call it."""
         grads = self._grads
         if isinstance(grads, GuardedWeights):
             grads.reduce()
@@ -48,13 +48,13 @@ class Usage:
         self._absent = absent()
 
     def _start_comparing(self, grads: KeptGradients) -> Callable[[], Collection[str]]:
-        """The result waits for what no rank has used."""
+        """Starts comparing. The returned function waits, and returns the parameters that no rank has used."""
         names, lacking = grads.names, set(grads.lacking)
         used = torch.tensor([name not in lacking for name in names], dtype=torch.int32, device=grads.device)
         users = collectives.start_all_reduce(used, self._dp)
         return lambda: {name for name, number in zip(names, users.wait().tolist(), strict=True) if number == 0}
 
     def share_buffers(self) -> None:
-        """Ranks saw different samples, so buffers such as running means differ; the first rank's are used and saved."""
+        """Broadcasts the first rank's buffers, such as running means, because ranks saw different samples."""
         if self._has_buffers:
             share_buffers(self._model, self._dp)

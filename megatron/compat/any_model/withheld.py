@@ -1,6 +1,6 @@
-"""What a program finds in `parameter.grad` where gradients are kept elsewhere: something that refuses to be used.
+"""Stand-in for `parameter.grad` where gradients are kept elsewhere: raises when it is used.
 
-`None` would say that there is no gradient: torch's `clip_grad_norm_` would clip nothing, and return 0.
+`None` would mean that there is no gradient: torch's `clip_grad_norm_` would clip nothing, and return 0.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ class WithheldGrad(Tensor):
 
     reason: str
     came: Tensor | None = None
-    """The gradient that a backward pass has added to it."""
+    """Gradient that a backward pass has added to it."""
 
     @staticmethod
     def __new__(cls, parameter: nn.Parameter, reason: str) -> "WithheldGrad":
@@ -32,7 +32,7 @@ class WithheldGrad(Tensor):
         return made
 
     def __init__(self, *_: Any) -> None:
-        """A no-op: `__new__` has made the tensor."""
+        """No-op: `__new__` has made the tensor."""
 
     def take_what_came(self) -> Tensor | None:
         came, self.came = self.came, None
@@ -55,7 +55,7 @@ class WithheldGrad(Tensor):
 
 
 class Withholding:
-    """Puts a `WithheldGrad` in the place of every `parameter.grad` between passes, for models whose gradients autograd
+    """Replaces every `parameter.grad` by a `WithheldGrad` between passes, for models whose gradients autograd
     accumulates there."""
 
     def __init__(self, model: nn.Module, reason: str) -> None:
@@ -63,7 +63,7 @@ class Withholding:
         self._kept: list[tuple[nn.Parameter, Tensor | None]] = []
 
     def begin(self) -> None:
-        """Called after a backward pass. (Under ZeRO 2 and 3 the parameter objects change when weights are gathered.)"""
+        """Puts the stand-ins in place after a backward pass. (ZeRO 2 and 3 change the parameter objects in it.)"""
         self.end()
         self._kept = [(one, one.grad) for one in self._model.parameters() if one.requires_grad]
         for parameter, _ in self._kept:

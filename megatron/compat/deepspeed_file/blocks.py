@@ -1,4 +1,4 @@
-"""Keys of DeepSpeed's JSON that are read together: the scheduler, loss scale, what is offloaded, where reports go."""
+"""Keys of DeepSpeed's JSON that are read together: scheduler, loss scale, offload and reports."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,15 +11,15 @@ from megatron.errors import ConfigError
 def decide_scheduler(reading: FileReading) -> None:
     if reading.given.get("scheduler.type") == "OneCycle" and "scheduler.params.cycle_momentum" not in reading.given:
         raise ConfigError(
-            "scheduler.type OneCycle: DeepSpeed cycles the momentum too where the file does not say, which is not "
-            'supported; add "cycle_momentum": false to scheduler.params'
+            "scheduler.type OneCycle: DeepSpeed cycles the momentum by default, which is not supported; "
+            'add "cycle_momentum": false to scheduler.params'
         )
     _rate_of_the_flag(reading)
 
 
 def _rate_of_the_flag(reading: FileReading) -> None:
-    """Where the file leaves WarmupDecayLR's highest rate to the flags, --lr is meant, as with WarmupLR; not the 0.001
-    that DeepSpeed has where the key is missing."""
+    """Uses --lr as WarmupDecayLR's highest rate if the file leaves that to the flags, as WarmupLR does. DeepSpeed's
+    default of 0.001 is for a missing key."""
     key, rate = "scheduler.params.warmup_max_lr", reading.stronger.get("lr", reading.given.get("optimizer.params.lr"))
     kind = reading.stronger.get("lr_schedule", reading.given.get("scheduler.type"))
     if key in reading.left and kind == "WarmupDecayLR" and rate is not None and "warmup_max_lr" not in reading.stronger:
@@ -27,8 +27,8 @@ def _rate_of_the_flag(reading: FileReading) -> None:
 
 
 def decide_precision(reading: FileReading) -> None:
-    """DeepSpeed begins at 2^16 where nothing is said, --fp16 at 2^32. A block that leaves to --fp16 whether it is on is
-    DeepSpeed's all the same."""
+    """Starts the loss scale at DeepSpeed's default of 2^16 instead of --fp16's 2^32, also in a block that leaves
+    `enabled` to --fp16."""
     given, stronger = reading.given, reading.stronger
     left = "fp16.enabled" in reading.left and bool(stronger.get("fp16"))
     static = given.get("fp16.loss_scale") or stronger.get("loss_scale")
@@ -45,14 +45,14 @@ def decide_offload(reading: FileReading) -> None:
             _offload_optimizer(reading, zero + key)
     path = zero + "offload_optimizer.nvme_path"
     if path in reading.given and reading.given.get(zero + "offload_optimizer.device") != "nvme":
-        reading.say(f"{reading.spelled(path)}: no effect, only a device nvme has a path")
+        reading.say(f"{reading.spelled(path)}: no effect without device nvme")
     for key in ("offload_param.device", "cpu_offload_param", "cpu_offload_params"):
         if zero + key in reading.given:
             _offload_parameters(reading, zero + key)
 
 
 def _device(reading: FileReading, key: str) -> str:
-    """cpu, nvme or none."""
+    """Returns cpu, nvme or none."""
     value = reading.given[key]
     if isinstance(value, bool):
         return "cpu" if value else "none"
@@ -73,7 +73,7 @@ def _offload_optimizer(reading: FileReading, key: str) -> None:
 
 def _offload_parameters(reading: FileReading, key: str) -> None:
     device = _device(reading, key)
-    if device != "none":  # that it has no effect below stage 3 is said when all flags are known
+    if device != "none":  # a later check reports that it has no effect below stage 3
         reading.set("remote_device", device, reading.spelled(key))
 
 
@@ -92,6 +92,6 @@ DECISIONS = (decide_optimizer, decide_scheduler, decide_precision, decide_offloa
 
 
 def without_booleans(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`"zero_optimization": true` as the block that it stands for in older files."""
+    """Replaces `"zero_optimization": true` of older files by the block that it stands for."""
     value = content.get("zero_optimization")
     return {**content, "zero_optimization": {"stage": int(value)}} if isinstance(value, bool) else content

@@ -13,7 +13,7 @@ BEGIN, END = "<!-- begin of the generated tables -->", "<!-- end of the generate
 
 
 def here(key: Key) -> str:
-    """What becomes of a key."""
+    """Describes what a key does here."""
     if key.line:
         return f"no effect: {key.line}"
     if key.way_out:
@@ -32,7 +32,7 @@ def here(key: Key) -> str:
 
 
 def _rows(keys: Iterable[Key]) -> Iterator[str]:
-    """One row per outcome: neighbours in a block that have the same share it."""
+    """Yields one row per outcome; neighbours in a block that have the same outcome share it."""
     for (block, outcome), same in groupby(
         (key for key in keys if not key.has_rows), lambda key: (key.path.rpartition(".")[0], here(key))
     ):
@@ -48,7 +48,7 @@ def key_tables() -> str:
 
 
 def with_new_tables(page: str) -> str:
-    """The page with its tables generated anew."""
+    """Returns the page with its tables generated anew."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + key_tables() + after

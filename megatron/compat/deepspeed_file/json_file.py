@@ -1,4 +1,4 @@
-"""Reads DeepSpeed's JSON file strictly: what JSON does not have, and a key that is set twice, is one line."""
+"""Reads DeepSpeed's JSON file strictly: anything but JSON, and a key that is set twice, is a one-line error."""
 
 import json
 import math
@@ -44,7 +44,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _whole(digits: str) -> int | float:
-    """Python refuses to read thousands of digits; no setting is as large as what is infinite here."""
+    """Parses an integer. From 300 digits on it becomes infinity, because Python rejects thousands of digits."""
     return int(digits) if len(digits) < 300 else math.copysign(math.inf, -1 if digits[0] == "-" else 1)
 
 

@@ -1,4 +1,4 @@
-"""How a key of DeepSpeed's JSON is described: the type of its value, and the setting, line or refusal it becomes."""
+"""Descriptions of keys of DeepSpeed's JSON: the type of a value, and the setting, notice or refusal it becomes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,10 +18,9 @@ KINDS: Mapping[Kind, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """One of: it sets a field; it has no effect, which is said; it is refused; it is decided with others of its block.
+    """Row of the table. A key sets a field, has no effect (with a notice), is refused, or is decided with its block.
 
-    A block that is no more than a row of the table (its keys are in members.py) asks for nothing while its `enabled`
-    is false.
+    A block that has only one row (members.py lists its keys) has no effect while its `enabled` is false.
     """
 
     path: str  # with dots; a row that is given to within() or block() may name several keys
@@ -30,12 +29,12 @@ class Key:
     becomes: Callable[[Any], Any] | None = None  # sets: the field's value from the key's; a ValueError refuses it
     line: str = ""  # no effect: why
     way_out: str = ""  # refused: what to do instead
-    neutral: tuple[Any, ...] = ()  # refused: the values that ask for nothing
+    neutral: tuple[Any, ...] = ()  # refused: values that are accepted, as no-ops
     meaning: str = ""  # for the page: what the value means, or what decides about it
 
     @property
     def has_rows(self) -> bool:
-        """A block whose keys have rows of their own."""
+        """True for a block whose keys have rows of their own."""
         return self.kind == "block" and not self.line and not self.way_out
 
 
@@ -45,7 +44,7 @@ def within(path: str, *keys: Key) -> tuple[Key, ...]:
 
 
 def block(path: str, *keys: Key) -> tuple[Key, ...]:
-    """A block, and the rows of its keys."""
+    """Returns the row of a block, and those of its keys."""
     return (Key(path=path, kind="block"), *within(path, *keys))
 
 
@@ -66,7 +65,7 @@ def refused(path: str, kind: Kind, way_out: str, *neutral: Any) -> Key:
 
 
 def wrong_kind(kind: Kind, value: Any) -> str | None:
-    """What is wrong with the type of a value."""
+    """Describes what is wrong with the type of a value; None if nothing is."""
     if kind == "switch":
         right = isinstance(value, bool)
     elif kind in ("whole", "number"):

@@ -1,5 +1,5 @@
-"""The keys of DeepSpeed's blocks that are one row of the table: a key that DeepSpeed lacks is a misspelling, in a block
-that is switched off too."""
+"""Keys of DeepSpeed's blocks that have only one row in the table. Any other key is rejected as a misspelling, even in a
+block that is switched off."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -86,12 +86,12 @@ _MEMBERS: Mapping[str, str] = MappingProxyType(
         "zero_optimization.zeropp_loco_param": "err_beta:number reset_T:whole",
     }
 )
-"""Block -> its keys. A block that is not listed has names of the user's own."""
+"""Block -> its keys. A block that is not listed may have any keys."""
 
 
 @cache
 def members_of(block: str) -> Mapping[str, Kind | None]:
-    """Key -> the type of its value, None for any; nothing of a block that is not listed. Every other block may have
+    """Returns key -> the type of its value, None for any. Empty if the block is not listed; every listed one also has
     `enabled`."""
     if block not in _MEMBERS:
         return {}

@@ -1,4 +1,4 @@
-"""DeepSpeed's `optimizer` block: which of our optimizers a type is, and what its parameters set."""
+"""Maps DeepSpeed's `optimizer` block, its type and parameters, to our settings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ _OTHER_RATES = ("muon_lr", "adam_lr")
 
 @dataclass(frozen=True)
 class Kind:
-    """One type: our name for it, the fields that each parameter sets, and what the class of torch.optim (of DeepSpeed
-    where torch has none) does with a parameter that is left out, if our setting does something else."""
+    """Type of optimizer: our name for it, and the fields that each parameter sets. `left_out` has the defaults of
+    torch.optim's class (DeepSpeed's where torch has none) that differ from ours."""
 
     name: str
     fields: Mapping[str, tuple[str, ...]]
@@ -96,17 +96,17 @@ def _decide_decay(reading: FileReading, name: str, params: Mapping[str, Any]) ->
     if name == "Adam":
         reading.set("decoupled_weight_decay", params["adam_w_mode"], spelled)
     elif not params["adam_w_mode"]:
-        raise ConfigError(f"{spelled}: {name} decouples its decay; leave it out, or use the type Adam")
+        raise ConfigError(f"{spelled}: {name} always decouples decay; leave it out, or use the type Adam")
 
 
 def _decide_rates(reading: FileReading, name: str, params: Mapping[str, Any]) -> None:
-    """Muon's two rates, for matrices and for the rest, are one here."""
+    """Sets the one rate of all parameters. DeepSpeed's Muon has two, for matrices and for the rest."""
     rates = {parameter: params[parameter] for parameter in ("lr", *_OTHER_RATES) if parameter in params}
     others = [parameter for parameter in rates if parameter != "lr"]
     if others and name != "Muon":
         raise ConfigError(f"{reading.spelled(_START + others[0])}: {name} has no such parameter; leave it out")
     if len(set(rates.values())) > 1:
         named = " and ".join(reading.spelled(_START + parameter) for parameter in rates)
-        raise ConfigError(f"{named}: one rate is used for all parameters; give them the same value, or lr alone")
+        raise ConfigError(f"{named}: one rate is used for all parameters; give them the same value, or only lr")
     if others and "lr" not in params:
         reading.set("lr", rates[others[0]], reading.spelled(_START + others[0]))

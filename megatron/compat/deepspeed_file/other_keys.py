@@ -1,4 +1,4 @@
-"""Keys of DeepSpeed's JSON about reports, activations, and what is not part of training here."""
+"""Keys of DeepSpeed's JSON about reports and activations, and keys of features that are configured elsewhere."""
 
 from megatron.compat.deepspeed_file.keys import block, decided, no_effect, refused, sets
 
@@ -11,12 +11,12 @@ REPORTS = (
     *block(
         "tensorboard",
         decided("enabled", "switch", "`--tensorboard-dir` OUTPUT_PATH/JOB_NAME"),
-        decided("output_path", "text", "left out: the folder of the launch, as in DeepSpeed"),
-        decided("job_name", "text", "left out: DeepSpeedJobName"),
+        decided("output_path", "text", "default: the working directory, as in DeepSpeed"),
+        decided("job_name", "text", "default: DeepSpeedJobName"),
     ),
     *block(
         "wandb",
-        decided("enabled", "switch", "turns it on, with the project `deepspeed` if none is named"),
+        decided("enabled", "switch", "turns it on; the default project is `deepspeed`"),
         sets("project", "text", "wandb_project"),
         sets("team", "text", "wandb_entity"),
         no_effect("group", "text", "runs are not grouped"),
@@ -53,7 +53,7 @@ REST = (
         refused("use_node_local_storage", "switch", "all ranks use one folder; leave it out", False),
         no_effect("parallel_write", "block", "each model-parallel rank writes its own file"),
     ),
-    no_effect("vocabulary_size", "whole", "the vocabulary is the tokenizer's, see --vocab-size"),
+    no_effect("vocabulary_size", "whole", "the tokenizer sets it, see --vocab-size"),
     no_effect("graph_harvesting", "switch", "see --cuda-graphs"),
     refused("tensor_parallel", "block", "use --tensor-model-parallel-size"),
     refused("sequence_parallel_size", "whole", "use --context-parallel-size with --cp-comm-type a2a", 1),

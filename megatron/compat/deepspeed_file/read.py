@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON, a file or a dict, as values of our settings, with the lines to print about them."""
+"""Reads DeepSpeed's JSON, a file or a dict, into our settings and the notices to print."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ from megatron.compat.deepspeed_file.reading import DeepSpeedSettings, FileReadin
 from megatron.config.refusals import Refusals
 
 _LEFT_UNKNOWN: Mapping[Callable[[Any], None], tuple[str, ...]] = MappingProxyType({decide_optimizer: ("--lr",)})
-"""The flags that are set, or required, by what a refused block may have said."""
+"""Flags that a rejected block may have set, so that their values count as unknown."""
 
 
 def read_deepspeed(
@@ -22,9 +22,8 @@ def read_deepspeed(
     refusals: Refusals | None = None,
     stronger: Mapping[str, Any] = MappingProxyType({}),
 ) -> DeepSpeedSettings:
-    """`source`: the path of a JSON file, or its content, which is called `name` in messages. All that is wrong with it
-    is raised as one ConfigError, or goes to `refusals`, those of a command line. `stronger`: values that are used in
-    place of the file's, by field."""
+    """Reads `source`: the path of a JSON file, or its content, which messages call `name`. All errors are raised as one
+    ConfigError, or collected in `refusals`. `stronger`: values, by field, that override the file's."""
     found = Refusals() if refusals is None else refusals
     content: Mapping[str, Any] = {}
     if isinstance(source, Mapping):

@@ -1,4 +1,4 @@
-"""A configuration while it is read: each key is checked by its row of the table, and sets a field or becomes a line."""
+"""Reads a configuration: each key is checked by its row of the table, and sets a field or becomes a notice."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,9 +17,9 @@ from megatron.errors import ConfigError
 
 @dataclass
 class DeepSpeedSettings(Assignments):
-    """A DeepSpeed configuration as values of our settings. Keys that it leaves out are in none of the mappings.
+    """Settings from a DeepSpeed configuration. Keys that it leaves out are in none of the mappings.
 
-    `origin` is the file, or what else the configuration is called in messages; each notice begins with it.
+    `origin` is the file, or the configuration's name in messages; each notice begins with it.
     """
 
     named_by_key: bool = True
@@ -29,34 +29,32 @@ class DeepSpeedSettings(Assignments):
 
 @dataclass
 class FileReading:
-    """What has been read so far; functions that read several keys together (blocks.py) look there."""
+    """State of the reading, also for the functions that read several keys together (blocks.py)."""
 
     settings: DeepSpeedSettings
     refusals: Refusals
     stronger: Mapping[str, Any]
-    """What flags and other files say, by field."""
+    """Values from flags and other files, by field, which override this file's."""
     left: set[str] = field(default_factory=set)
-    """The keys that are there and leave their value to the flags: "auto" and null."""
+    """Keys whose value is left to the flags: "auto" and null."""
 
     @property
     def given(self) -> dict[str, Any]:
-        """The value of each key, by its path."""
+        """Values of the keys, by path."""
         return self.settings.content
 
     @contextmanager
     def naming(self, *doubted: str) -> Iterator[None]:
-        """A refusal inside becomes a line that names the file. `doubted`: the flags whose values it leaves unknown."""
+        """Collects an error raised inside, prefixed by the file. `doubted`: flags whose values it leaves unknown."""
         try:
             yield
         except ConfigError as error:
             self.refusals.refuse(ConfigError(f"in {self.settings.origin}: {error}"), *doubted)
 
     def say(self, text: str) -> None:
-        """A line for the user, about a key."""
         self.settings.notices.append(f"{self.settings.origin}: {text}")
 
     def spelled(self, path: str) -> str:
-        """A key with its value."""
         return f"{path} {_brief(self.given[path])}"
 
     def set(self, field: str, value: Any, spelled: str) -> None:
@@ -71,7 +69,7 @@ class FileReading:
                 if not named.startswith((spelled.split()[0], setting.spelling)):
                     reason = text
                 elif spelled.partition(" ")[2].startswith("["):
-                    reason = f"{named.split()[-1]}: {reason}"  # of a list, the wrong value alone
+                    reason = f"{named.split()[-1]}: {reason}"  # names only the wrong item of a list
                 raise ConfigError(f"{spelled}: {reason}") from None
         self.settings.set(setting, value, spelled)
 
@@ -93,7 +91,7 @@ class FileReading:
             self.say(f"{', '.join(idle)}: no effect while {path}.enabled is not true")
 
     def _read(self, parent: str, name: Any, value: Any, *, idle: bool) -> None:
-        """`idle`: the key's block is switched off, so that it is checked and not used."""
+        """Checks and applies a key. `idle`: its block is switched off, so it is checked but not applied."""
         path = f"{parent}.{name}" if parent else str(name)
         key = keys_by_path().get(path) if isinstance(name, str) and "." not in name else None
         if key is None:
@@ -132,7 +130,7 @@ class FileReading:
 
 
 def _fields_of(path: str) -> tuple[str, ...]:
-    """The field that a key sets, if it is one alone; a wrong block of an optimizer leaves its rate unknown."""
+    """Returns the field that a key sets, if it sets only one. A wrong optimizer block leaves the rate unknown."""
     if path in ("optimizer", "optimizer.type", "optimizer.params"):
         return ("lr",)
     key = keys_by_path().get(path)
@@ -141,7 +139,7 @@ def _fields_of(path: str) -> tuple[str, ...]:
 
 
 def _check_members(path: str, block: Mapping[Any, Any]) -> None:
-    """Rejects what DeepSpeed does not know in a block without rows of its own."""
+    """Rejects keys that DeepSpeed does not have, in a block without rows of its own."""
     members = members_of(path)
     for name, value in block.items() if members else ():
         if name not in members:
@@ -156,7 +154,7 @@ def _check_members(path: str, block: Mapping[Any, Any]) -> None:
 
 
 def _unknown(parent: str, name: Any) -> ConfigError:
-    """The nearest key of the same block, or one of this name in another."""
+    """Returns an error that suggests the nearest key of the block, or the block that has a key of this name."""
     word = str(name)
     hint = nearest(word, children(parent))
     elsewhere = [path for path in keys_by_path() if path.rpartition(".")[2] == word]
@@ -167,12 +165,12 @@ def _unknown(parent: str, name: Any) -> ConfigError:
 
 
 def _quoted(value: Any) -> str:
-    """A value of a wrong type: text shows that it is text."""
+    """Formats a value of a wrong type: quotes show that it is text."""
     return f'"{_brief(value)}"' if isinstance(value, str) and value.isprintable() else _brief(value)
 
 
 def _brief(value: Any, depth: int = 0) -> str:
-    """A value, whatever it is, in few characters of one line."""
+    """Formats any value in a few characters on one line."""
     if isinstance(value, Mapping):
         return "{...}"
     if isinstance(value, list | tuple):

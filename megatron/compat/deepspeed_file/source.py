@@ -1,4 +1,4 @@
-"""`--deepspeed --deepspeed_config FILE` beside the other sources of a command line."""
+"""Reads `--deepspeed --deepspeed_config FILE` as a source of settings beside flags and --config."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from megatron.errors import ConfigError
 
 
 def deepspeed_assignments(others: Sequence[Assignments], refusals: Refusals) -> Assignments | None:
-    """The values of the DeepSpeed file that the other sources name: the command line, and a file of --config."""
+    """Returns the settings of the DeepSpeed file that the command line or a --config file names."""
     path = value_of(others, "deepspeed_config")
     if path is None or not value_of(others, "deepspeed"):
         return None
@@ -25,7 +25,7 @@ def deepspeed_assignments(others: Sequence[Assignments], refusals: Refusals) -> 
 
 
 def _complete_schedule(assignments: Assignments, stronger: Mapping[str, Any]) -> None:
-    """A schedule that decays needs its length, which DeepSpeed does not take from the length of the run."""
+    """Sets the length of a decaying schedule to --train-iters if the file lacks it; DeepSpeed requires it."""
     kind, train_iters = assignments.values.get("lr_schedule"), stronger.get("train_iters")
     if kind not in ("WarmupDecayLR", "WarmupCosineLR") or stronger.get("lr_schedule", kind) != kind:
         return
@@ -36,13 +36,13 @@ def _complete_schedule(assignments: Assignments, stronger: Mapping[str, Any]) ->
             settings_by_name()["total_num_steps"], train_iters, f"scheduler.type {kind} without total_num_steps"
         )
         assignments.notices.append(
-            f"{assignments.origin}: scheduler.type {kind}: its total_num_steps is missing (DeepSpeed stops there); "
-            f"--train-iters {train_iters} is taken"
+            f"{assignments.origin}: scheduler.type {kind}: total_num_steps is missing (DeepSpeed requires it); "
+            f"--train-iters {train_iters} is used"
         )
 
 
 def _compare(assignments: Assignments, other: Assignments, refusals: Refusals) -> None:
-    """A flag replaces a value of the file, and a line says so; another file that disagrees is refused."""
+    """Lets flags replace values of the file, with a notice; refuses another file that disagrees."""
     for name in assignments.values.keys() & other.values.keys():
         mine, theirs = assignments.values[name], other.values[name]
         if mine == theirs:

@@ -1,6 +1,6 @@
-"""The keys of DeepSpeed's JSON and what becomes of each: the one table, from which the page is generated.
+"""Table of the keys of DeepSpeed's JSON and what each does here; docs/from_deepspeed.md is generated from it.
 
-Keys that are `decided` are read together with others by blocks.py.
+blocks.py reads the keys that are `decided` together with others.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ def keys_by_path() -> Mapping[str, Key]:
 
 @cache
 def keys_by_field() -> Mapping[str, str]:
-    """The first key of the table that fills a setting, by the setting's name."""
+    """Maps a setting's name to the first key of the table that sets it."""
     found: dict[str, str] = {}
     for path, row in keys_by_path().items():
         if row.field is not None:
@@ -48,16 +48,16 @@ def keys_by_field() -> Mapping[str, str]:
 
 
 def children(path: str) -> list[str]:
-    """The names that the table has under a block."""
+    """Names of the keys under a block."""
     start = f"{path}." if path else ""
     return [key[len(start) :] for key in keys_by_path() if key.startswith(start) and "." not in key[len(start) :]]
 
 
 def is_default(value: Any) -> bool:
-    """A value that says nothing: null, or Hugging Face's "auto", which leaves it to the flags."""
+    """True for null and Hugging Face's "auto", which leave the value to the flags."""
     return value is None or value == "auto"
 
 
 def is_off(enabled: Any) -> bool:
-    """Whether this value of `enabled` leaves a block off, as every block of DeepSpeed's is by default."""
+    """True if this value of `enabled` leaves a block off, which is DeepSpeed's default."""
     return enabled is False or is_default(enabled)

@@ -17,7 +17,7 @@ _SCHEDULER_PARAMETERS: Mapping[Kind, str] = MappingProxyType(
         "switch": "lr_range_test_staircase",
     }
 )
-"""The parameters of DeepSpeed's schedules, which are settings of the same names."""
+"""Parameters of DeepSpeed's schedules; our settings have the same names."""
 
 
 def _loss_scale(value: float) -> float | None:
@@ -47,7 +47,9 @@ OPTIMIZER = (
     *block(
         "optimizer",
         decided(
-            "type", "text", "`--optimizer`: AdamW and Adam are adam, SGD, Lion and Muon themselves; others are refused"
+            "type",
+            "text",
+            "`--optimizer`: AdamW and Adam are adam; SGD, Lion and Muon keep their names; others are refused",
         ),
         no_effect("legacy_fusion", "switch", _ONE_OPTIMIZER),
         *block(
@@ -58,17 +60,17 @@ OPTIMIZER = (
             decided(
                 "weight_decay",
                 "number",
-                "`--weight-decay`; left out it is 0.01 with AdamW and 0 with the others, as in torch.optim",
+                "`--weight-decay`; default 0.01 with AdamW and 0 with the others, as in torch.optim",
             ),
             decided(
                 "momentum",
                 "number",
-                "`--sgd-momentum` (left out 0, as in torch.optim), `--muon-momentum` (left out 0.95)",
+                "`--sgd-momentum` (default 0, as in torch.optim), `--muon-momentum` (default 0.95)",
             ),
-            decided("adam_w_mode", "switch", "of Adam; `false`: `--no-decoupled-weight-decay`"),
-            decided("muon_lr adam_lr", "number", "of Muon; another value than `lr` is refused: one rate is used"),
-            no_effect("ns_method", "text", "the Newton-Schulz steps have one form"),
-            refused("per_head_muon", "switch", "queries, keys and values are matrices each; leave it out", False),
+            decided("adam_w_mode", "switch", "Adam only; `false`: `--no-decoupled-weight-decay`"),
+            decided("muon_lr adam_lr", "number", "Muon only; must equal `lr`, because one rate is used"),
+            no_effect("ns_method", "text", "the Newton-Schulz steps have one implementation"),
+            refused("per_head_muon", "switch", "queries, keys and values are one matrix each; leave it out", False),
             refused("max_grad_norm", "number", "clipping is the key gradient_clipping"),
             refused("bias_correction", "switch", "Adam's moments are always corrected; leave it out", True),
             refused("amsgrad", "switch", "leave it out", False),
@@ -90,14 +92,14 @@ SCHEDULER = (
                 "total_num_steps",
                 "whole",
                 "total_num_steps",
-                "left out (DeepSpeed stops there) it is --train-iters, and a line says so",
+                "default: --train-iters, with a notice (DeepSpeed requires it)",
             ),
             *(sets(f"{name}", kind, name) for kind, names in _SCHEDULER_PARAMETERS.items() for name in names.split()),
-            no_effect("cycle_min_mom cycle_max_mom decay_mom_rate", "number", "the momentum stays as it is set"),
+            no_effect("cycle_min_mom cycle_max_mom decay_mom_rate", "number", "the momentum is constant"),
             refused(
                 "cycle_momentum",
                 "switch",
-                "the momentum stays as it is set; write false, for DeepSpeed takes true where OneCycle does not say",
+                "the momentum is constant; write false, because DeepSpeed's OneCycle cycles it by default",
                 False,
             ),
             refused("last_batch_iteration", "whole", "--load resumes a schedule; leave it out", -1),
@@ -114,15 +116,15 @@ PRECISION = (
             "initial_scale_power",
             "whole",
             "initial_loss_scale",
-            '2 to this power; left out it is 16, as DeepSpeed documents, with `"enabled": "auto"` and `--fp16` too '
-            "(`--fp16` without this block begins at 2^32)",
+            '2 to this power; default 16, as DeepSpeed documents, also with `"enabled": "auto"` and `--fp16` '
+            "(`--fp16` without this block starts at 2^32)",
             _power_of_two,
         ),
         sets("loss_scale_window", "whole", "loss_scale_window"),
         sets("hysteresis", "whole", "hysteresis"),
         sets("consecutive_hysteresis", "switch", "consecutive_hysteresis"),
         sets("min_loss_scale", "number", "min_loss_scale"),
-        no_effect("auto_cast", "switch", "token ids are the input; the engine for other models casts what it is given"),
+        no_effect("auto_cast", "switch", "token ids need no cast; the engine for other models casts its inputs"),
         no_effect("fused_mode", "switch", _ONE_OPTIMIZER),
         refused("fp16_master_weights_and_grads", "switch", "masters are fp32; leave it out", False),
     ),
@@ -143,5 +145,5 @@ PRECISION = (
     *block(
         "data_types", refused("grad_accum_dtype", "text", "gradients are accumulated in fp32; leave it out", "fp32")
     ),
-    sets("gradient_clipping", "number", "clip_grad", "0 is none; left out it is 1.0, as DeepSpeed documents"),
+    sets("gradient_clipping", "number", "clip_grad", "0 disables clipping; default 1.0, as DeepSpeed documents"),
 )

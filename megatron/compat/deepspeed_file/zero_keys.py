@@ -4,7 +4,7 @@ from megatron.compat.deepspeed_file.keys import block, decided, no_effect, refus
 
 _BUCKETS = "weights are gathered in the buckets of reduce_bucket_size, and updated there"
 _STAGE3 = "at stage 3 each layer is gathered before it runs and freed after it, which changes no result"
-_FILES = "optimizer state in files is read and written in one way"
+_FILES = "file access of optimizer state has one implementation"
 _PINNED = "memory is pinned where a device needs it"
 _BY_LAYER = "parameters come to the device layer by layer"
 
@@ -39,12 +39,12 @@ ZERO = (
             "how ranks communicate changes no result",
         ),
         no_effect("contiguous_gradients", "switch", "gradients always live in contiguous buffers"),
-        sets("reduce_bucket_size", "whole", "ddp_bucket_size", "left out, buckets have our own size"),
+        sets("reduce_bucket_size", "whole", "ddp_bucket_size", "default: our own bucket size"),
         no_effect("allgather_bucket_size sub_group_size", "whole", _BUCKETS),
         no_effect("round_robin_gradients", "switch", "each rank copies its own share of the gradients"),
         no_effect("parameter_alignment", "switch", "how buffers are laid out changes no result"),
-        no_effect("compute_grad_norm", "switch", "the norm is computed where it is clipped or logged"),
-        no_effect("ignore_unused_parameters", "switch", "a parameter without a gradient stays as it is"),
+        no_effect("compute_grad_norm", "switch", "the norm is computed when it is clipped or logged"),
+        no_effect("ignore_unused_parameters", "switch", "a parameter without a gradient stays unchanged"),
         no_effect("load_from_fp32_weights", "switch", "a checkpoint holds the fp32 masters"),
         no_effect("elastic_checkpoint", "switch", "a checkpoint loads into any layout"),
         no_effect("legacy_stage1", "switch", "there is one stage 1"),
@@ -57,15 +57,15 @@ ZERO = (
         refused(
             "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
             "switch",
-            "it rounds what is communicated; leave it out",
+            "it rounds communicated values; leave it out",
             False,
         ),
         refused(
             "zero_hpz_partition_size",
             "whole",
-            "weights are gathered from the ranks that divide them, and groups keep no second copy; leave it out, or "
-            "see --num-distributed-optimizer-instances of pretrain_gpt.py, with which each group has all that is "
-            "divided",
+            "no group of ranks keeps a second copy of the weights; leave it out, or use "
+            "--num-distributed-optimizer-instances of pretrain_gpt.py, which gives each group a full copy of what is "
+            "sharded",
             0,
             1,
         ),
@@ -76,13 +76,13 @@ ZERO = (
             "size",
             -1,
         ),
-        refused("zeropp_loco_param", "block", "it rounds what is communicated; leave it out"),
+        refused("zeropp_loco_param", "block", "it rounds communicated values; leave it out"),
         refused("zenflow leaf_module", "block", "leave it out"),
     ),
     no_effect(
         "zero_allow_untested_optimizer",
         "switch",
-        "except for an optimizer of your own in megatron.compat.initialize(), which is tried on pieces of parameters",
+        "used only for your own optimizer in megatron.compat.initialize(), which is tested on pieces of parameters",
     ),
     no_effect("zero_force_ds_cpu_optimizer", "switch", "an offloaded step has one implementation"),
 )
@@ -121,15 +121,15 @@ OFFLOAD = (
             decided(
                 "device",
                 "text",
-                "`--remote-device`; below stage 3 it has no effect, in DeepSpeed too, and a line says so; at stage 3 "
-                "nvme is refused",
+                "`--remote-device`; no effect below stage 3, as in DeepSpeed (a notice says so); nvme is refused at "
+                "stage 3",
             ),
             no_effect("pin_memory", "switch", _PINNED),
             no_effect("nvme_path", "text", "parameters are not kept in files"),
             no_effect("buffer_count buffer_size max_in_cpu", "whole", _BY_LAYER),
         ),
-        decided("cpu_offload", "switch", "as `offload_optimizer` to the cpu"),
-        decided("cpu_offload_param cpu_offload_params", "switch", "as `offload_param` to the cpu"),
+        decided("cpu_offload", "switch", "same as `offload_optimizer` with device cpu"),
+        decided("cpu_offload_param cpu_offload_params", "switch", "same as `offload_param` with device cpu"),
         no_effect("cpu_offload_use_pin_memory", "switch", _PINNED),
     ),
     no_effect("aio", "block", _FILES),

@@ -1,1 +1,1 @@
-"""FairScale's pair of an optimizer that divides its state and a wrapper that reduces gradients to it."""
+"""FairScale's OSS, an optimizer with sharded state, and ShardedDataParallel, which reduces gradients to its owners."""

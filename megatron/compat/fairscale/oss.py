@@ -1,4 +1,4 @@
-"""FairScale's OSS: a torch optimizer whose state is divided over the ranks, whole parameters each.
+"""FairScale's OSS: a torch optimizer whose state is sharded over the ranks by whole parameters.
 
     optimizer = OSS(model.parameters(), optim=torch.optim.AdamW, lr=1e-3)
     model = ShardedDataParallel(model, optimizer)      # or any other data parallelism
@@ -29,8 +29,8 @@ class OSS(torch.optim.Optimizer):
         broadcast_fp16: bool = False,
         **default: Any,
     ) -> None:
-        """`optim` is a class, `default` its options. `broadcast_fp16`: updated parameters are rounded to fp16 on their
-        way, on all ranks alike."""
+        """Creates `optim`, a class, with the options `default`. With `broadcast_fp16`, updated parameters are rounded
+        to fp16 for the broadcast, on all ranks alike."""
         _check_arguments(params, optim, default)
         self.axis = axis_of(group, "OSS")
         self._owners: dict[int, int] = {}
@@ -40,7 +40,7 @@ class OSS(torch.optim.Optimizer):
         self._inner: torch.optim.Optimizer | None = None
         super().__init__(params, default)
         self._inner = optim([self._own(group) for group in self.param_groups], **default)
-        self.defaults = {**self._inner.defaults, **default}  # schedules look there for what they may cycle
+        self.defaults = {**self._inner.defaults, **default}  # schedules look there for options to cycle
         for group_, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             for name, value in inner.items():
                 group_.setdefault(name, value)
@@ -52,16 +52,16 @@ class OSS(torch.optim.Optimizer):
         return self._inner
 
     def owner_of(self, parameter: Tensor) -> int:
-        """The rank, in the group, of the parameter's owner."""
+        """Rank of the parameter's owner within the group."""
         return self._owners[id(parameter)]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All of them, in the order of the groups, on every rank."""
+        """All parameters, in the order of the groups, on every rank."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Deals its parameters, the largest first, each to the rank that has the fewest elements."""
+        """Assigns each parameter, the largest first, to the rank with the fewest elements."""
         super().add_param_group(param_group)
         for parameter in sorted(self.param_groups[-1]["params"], key=lambda one: -one.numel()):
             rank = self._loads.index(min(self._loads))
@@ -71,7 +71,7 @@ class OSS(torch.optim.Optimizer):
             self._inner.add_param_group(self._own(self.param_groups[-1]))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates what this rank owns, with the options of `param_groups`, and gives and takes all the rest."""
+        """Updates this rank's parameters, with the options of `param_groups`, and broadcasts the results."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -101,13 +101,13 @@ class OSS(torch.optim.Optimizer):
         return total.to(mine.dtype)
 
     def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
-        """Brings the state of all parameters to one rank of the group, whose `state_dict()` then has it. All ranks call
-        it; -1 is all of them."""
+        """Gathers the state of all parameters on one rank of the group, or on all with -1. Its `state_dict()` then
+        returns the whole state. All ranks call it."""
         found = gather_state(self.optim.state, self.parameters, self.owner_of, self.axis)
         self._whole = found if recipient_rank in (-1, self.axis.rank) else None
 
     def state_dict(self) -> dict[str, Any]:
-        """As that of `optim` over all parameters in one process, which can load it too."""
+        """Returns the state dict of an `optim` over all parameters in one process, which can also load it."""
         if self._whole is None:
             raise ConfigError(
                 "OSS.state_dict(): the state is divided over the ranks; call "
@@ -122,11 +122,13 @@ class OSS(torch.optim.Optimizer):
         return {"state": self._whole, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes a whole state dict, on every rank; each keeps what belongs to the parameters that it owns."""
+        """Loads a whole state dict, on every rank; each keeps the state of the parameters that it owns."""
         saved = state_dict["param_groups"]
         sizes, here = [len(group["params"]) for group in saved], [len(group["params"]) for group in self.param_groups]
         if sizes != here:
-            raise ConfigError(f"OSS.load_state_dict(): its groups have {sizes} parameters, those here {here}")
+            raise ConfigError(
+                f"OSS.load_state_dict(): its groups have {sizes} parameters, those here {here}; load this model's state"
+            )
         own: dict[int, Any] = {}
         groups, number = [], 0
         for group, into in zip(saved, self.param_groups, strict=True):
@@ -149,7 +151,7 @@ class OSS(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _broadcast(self) -> None:
-        """All owners' messages are under way at once, in the same order on every rank."""
+        """Broadcasts all owners' parameters at once, in the same order on every rank."""
         if self.axis.size == 1:
             return
         waiting = []
@@ -166,7 +168,7 @@ class OSS(torch.optim.Optimizer):
 
 
 def by_type(tensors: Iterable[Any]) -> list[list[Any]]:
-    """Groups tensors by the message that they share: one per type."""
+    """Groups tensors by dtype and device; each group travels as one message."""
     found: dict[tuple[torch.dtype, torch.device], list[Any]] = {}
     for tensor in tensors:
         found.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -189,10 +191,10 @@ def _check_arguments(params: Any, optim: Any, default: Mapping[str, Any]) -> Non
             f"OSS: optim is an instance ({type(optim).__name__}); give the class, and its options by name: {right}"
         )
     if not issubclass(optim, torch.optim.Optimizer):
-        raise ConfigError(f"OSS: optim is the class {optim.__name__}, which is no torch.optim.Optimizer: {right}")
+        raise ConfigError(f"OSS: optim is the class {optim.__name__}, which is not a torch.optim.Optimizer: {right}")
     if issubclass(optim, torch.optim.LBFGS):
         raise ConfigError(
-            f"OSS: optim is {optim.__name__}, which computes the loss anew within its step, over all parameters; give "
+            f"OSS: optim is {optim.__name__}, which recomputes the loss of all parameters within its step; give "
             f"another class: {right}"
         )
     known = inspect.signature(optim.__init__).parameters
@@ -200,6 +202,6 @@ def _check_arguments(params: Any, optim: Any, default: Mapping[str, Any]) -> Non
     unknown = [name for name in default if name not in known and not open_ended]
     if unknown:
         raise ConfigError(
-            f"OSS: {unknown[0]}: {optim.__name__} has no such option, nor has OSS (ranks are those of the process "
+            f"OSS: {unknown[0]}: neither {optim.__name__} nor OSS has this option (ranks are those of the process "
             f"group); leave it out: {right}"
         )

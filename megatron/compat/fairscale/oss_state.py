@@ -1,4 +1,4 @@
-"""Gathers the sharded optimizer's state: every rank receives that of all owners."""
+"""Gathers the sharded optimizer's state on every rank."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from megatron.distributed.parallel_state import Axis
 
 @dataclass(frozen=True)
 class Entry:
-    """One value of one parameter's state: a tensor of that shape and type, or the value itself."""
+    """Value of a parameter's state: a tensor of this shape and dtype, or the value itself."""
 
     number: int
     kind: str
@@ -29,7 +29,7 @@ def gather_state(
     owner_of: Callable[[Tensor], int],
     axis: Axis,
 ) -> dict[int, dict[str, Any]]:
-    """Gathers the whole state on every rank of the axis, by the number of each parameter; tensors come to the CPU."""
+    """Gathers the whole state on every rank of the axis, by parameter number. Tensors are moved to the CPU."""
     mine: list[tuple[Entry, Tensor | None]] = []
     for number, parameter in enumerate(parameters):
         if owner_of(parameter) != axis.rank:

@@ -5,7 +5,7 @@
     loss_of(model(x)).backward()      # the owner's parameter.grad is the mean over the ranks, the others' is None
     optimizer.step()
 
-Gradients are divided over the ranks; parameters stay whole on all of them (what divides these too is ZeRO's stage 3).
+Gradients are sharded over the ranks; parameters stay whole on all of them (ZeRO's stage 3 shards these too).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,8 +47,8 @@ class ShardedDataParallel(AveragingWrapper):
         auto_refresh_trainable: bool = True,
         reduce_fp16: bool = False,
     ) -> None:
-        """`reduce_buffer_size`: elements of a message. `reduce_fp16`: gradients are rounded to fp16 on their way.
-        `auto_refresh_trainable` changes no result: parameters that are frozen later are seen in every pass."""
+        """Limits a message to `reduce_buffer_size` elements; with `reduce_fp16`, it is rounded to fp16.
+        `auto_refresh_trainable` changes no result: every pass sees parameters that were frozen later."""
         del auto_refresh_trainable
         self._optimizers = _checked_optimizers(sharded_optimizer)
         super().__init__(module, process_group)
@@ -86,7 +86,7 @@ class ShardedDataParallel(AveragingWrapper):
         trained = [one for one in self.module.parameters() if one.requires_grad]
         if any(id(one) not in self._hooked for one in trained):
             raise ConfigError(
-                "ShardedDataParallel: a parameter that was frozen is trained now; make OSS and ShardedDataParallel anew"
+                "ShardedDataParallel: a frozen parameter is trained now; create OSS and ShardedDataParallel again"
             )
         self._buckets = list(self._make_buckets(reversed(trained)))
         self._bucket_of = {id(one): bucket for bucket in self._buckets for one in bucket.parameters}
@@ -105,7 +105,7 @@ class ShardedDataParallel(AveragingWrapper):
         return owners
 
     def _make_buckets(self, parameters: Iterable[nn.Parameter]) -> Iterator[_Bucket]:
-        """In an order that is the same on every rank."""
+        """Yields buckets in the same order on every rank."""
         by_owner: dict[int, list[nn.Parameter]] = {}
         for parameter in parameters:
             by_owner.setdefault(self._owner_of[id(parameter)], []).append(parameter)
@@ -121,8 +121,8 @@ class ShardedDataParallel(AveragingWrapper):
 
     @torch.no_grad()
     def _add_to_mean(self, parameter: nn.Parameter, grad: Tensor) -> None:
-        """Before a gradient is added to one that was reduced already and not zeroed: as a mean over the ranks it counts
-        once for each, for the next reduction divides all of it."""
+        """Prepares a reduced gradient that was not zeroed for another addition. It is a mean over the ranks, so it is
+        multiplied by their number: the next reduction divides the whole sum."""
         before = self._reduced.pop(id(parameter), None)
         if before is not None and before is parameter.grad:
             before.mul_(self._dp.size)
@@ -147,7 +147,7 @@ class ShardedDataParallel(AveragingWrapper):
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Within the backward pass, after its last gradient."""
+        """Waits for the reductions and keeps the owned gradients, at the end of the backward pass."""
         for bucket in self._buckets:
             assert bucket.pending is not None
             message = bucket.pending.wait()
@@ -183,7 +183,7 @@ def _checked_optimizers(given: Any) -> list[OSS]:
             continue
         kind = one.__name__ if isinstance(one, type) else type(one).__name__
         raise ConfigError(
-            f"ShardedDataParallel: {kind} is no OSS; make that first, from the plain model: optimizer = "
+            f"ShardedDataParallel: {kind} is not an OSS; make one first, from the plain model: optimizer = "
             "OSS(model.parameters(), optim=torch.optim.AdamW, lr=1e-3), then ShardedDataParallel(model, optimizer)"
         )
     if not optimizers:

@@ -1,7 +1,7 @@
-"""All checks across settings. Each raises a ConfigError that names the settings, their values and the way out.
+"""All checks across settings. Each raises a ConfigError with the settings, their values, the reason and the fix.
 
-`check_settings` needs nothing but the settings, `check_world` the number of ranks and `check_paths` the file system.
-Device and backend are checked where the device is known (`distributed/device.py`).
+`check_settings` needs only the settings, `check_world` the number of ranks and `check_paths` the file system.
+`distributed/device.py` checks device and backend.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,10 +20,10 @@ from megatron.errors import ConfigError
 def check_settings(
     config: RunConfig, *, needs_data: bool = True, complete: bool = True, refusals: Refusals | None = None
 ) -> None:
-    """All checks that need nothing but the settings.
+    """Runs all checks that need only the settings.
 
-    `complete=False`: --use-checkpoint-args has yet to fill in shape, tokenizer and sequence length. `refusals`: those
-    of the command line, which get what is found here; without them it is raised.
+    `complete=False`: --use-checkpoint-args has yet to fill in shape, tokenizer and sequence length. `refusals`
+    collects the errors; without it they are raised.
     """
     found = Refusals() if refusals is None else refusals
     if complete:
@@ -46,14 +46,14 @@ def check_settings(
 
 
 def _unmet(config: RunConfig) -> Iterator[str]:
-    """A line for each setting that insists on something which is not there."""
+    """Yields an error for each setting whose need is unmet and mandatory."""
     for setting, need in without_effect(config):
         if setting.flag.insists:
             yield f"{spelled(config, setting.name)}: has no effect without {need.text}; add that, or leave it out"
 
 
 def exclusions(config: RunConfig, counts: Callable[[str], bool] = lambda name: True) -> Iterator[str]:
-    """A line for each pair of settings that exclude each other. `counts`: whether a setting has an effect."""
+    """Yields an error for each pair of settings that exclude each other. `counts`: does a setting have an effect?"""
     for setting in all_settings():
         for exclude in setting.flag.excludes:
             if not counts(setting.name) or not (isinstance(exclude.other, Need) or counts(exclude.other)):
@@ -65,7 +65,7 @@ def exclusions(config: RunConfig, counts: Callable[[str], bool] = lambda name: T
 
 
 def _excluded(config: RunConfig, exclude: Exclude) -> str | None:
-    """What a run has of that which is excluded, as messages call it."""
+    """Returns the excluded setting or condition of this run, worded for a message; None if the run has none."""
     if isinstance(exclude.other, Need):
         return exclude.other.text if exclude.other.met(config) else None
     chosen = config.given(exclude.other) if exclude.given else _chosen(config, settings_by_name()[exclude.other])

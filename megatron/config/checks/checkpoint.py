@@ -14,13 +14,13 @@ def check_retention(config: RunConfig) -> None:
         return
     if interval is None:
         raise ConfigError(
-            f"{spelled(config, 'save_retain_interval')}: without --save-interval there is one checkpoint, at the end; "
-            "add --save-interval STEPS, or leave it out"
+            f"{spelled(config, 'save_retain_interval')}: without --save-interval only the last step is saved; add "
+            "--save-interval STEPS, or leave it out"
         )
     if retain % interval:
         raise ConfigError(
-            f"{spelled(config, 'save_retain_interval')} is no multiple of {spelled(config, 'save_interval')}; "
-            "checkpoints to keep must be checkpoints that are saved"
+            f"{spelled(config, 'save_retain_interval')} is not a multiple of {spelled(config, 'save_interval')}; "
+            "only saved checkpoints can be kept"
         )
 
 
@@ -31,7 +31,7 @@ def check_non_persistent(config: RunConfig) -> None:
     kind, local = checkpoint.non_persistent_ckpt_type, checkpoint.non_persistent_local_ckpt_dir
     if checkpoint.non_persistent_save_interval is not None and kind is None:
         raise ConfigError(
-            f"{spelled(config, 'non_persistent_save_interval')}: where to is not said; add --non-persistent-ckpt-type "
+            f"{spelled(config, 'non_persistent_save_interval')}: the place is missing; add --non-persistent-ckpt-type "
             "global, or local with --non-persistent-local-ckpt-dir"
         )
     if kind == "local" and local is None:
@@ -41,8 +41,8 @@ def check_non_persistent(config: RunConfig) -> None:
     other, of = (local, "local") if kind == "local" else (checkpoint.non_persistent_global_ckpt_dir, "global")
     if kind is not None and other is not None and Path(other).resolve() == Path(checkpoint.save).resolve():
         raise ConfigError(
-            f"--non-persistent-{of}-ckpt-dir {other}: is that of --save too, and old steps are removed from it; give "
-            "another"
+            f"--non-persistent-{of}-ckpt-dir {other}: is the same as --save, and its old steps would be deleted; give "
+            "another directory"
         )
 
 

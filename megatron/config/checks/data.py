@@ -18,7 +18,7 @@ def _given(config: RunConfig, names: tuple[str, ...]) -> list[str]:
 
 
 def check_paths_and_split(config: RunConfig) -> None:
-    """The syntax of data paths and --split, and which of them exclude each other. `check_paths` looks at the files."""
+    """Checks the syntax of data paths and --split. `check_paths` checks the files."""
     data = config.data
     shares = parse_split(data.split)
     for name in ("data_path", *_SEPARATE):
@@ -26,7 +26,7 @@ def check_paths_and_split(config: RunConfig) -> None:
         if words is not None:
             parse_blend("--" + name.replace("_", "-"), words)
     if not shares[0] and (data.mock_data or _given(config, _SHARED)) and not config.training.skip_train:
-        raise ConfigError(f"{spelled(config, 'split')}: leaves nothing to train on; give training a share")
+        raise ConfigError(f"{spelled(config, 'split')}: leaves nothing to train on; give training a share above 0")
 
 
 def check_validation_sets(config: RunConfig) -> None:
@@ -36,8 +36,8 @@ def check_validation_sets(config: RunConfig) -> None:
     samples = asked_samples(config)
     if samples is not None and evaluation.full_validation and len(samples) == len(set_names(config)):
         raise ConfigError(
-            f"{spelled(config, 'validation_samples')} and --full-validation exclude each other: a part of each set, or "
-            "all of it; keep one"
+            f"{spelled(config, 'validation_samples')} and --full-validation exclude each other: the former reads part "
+            "of every set, the latter all of it; keep one"
         )
 
 
@@ -46,20 +46,20 @@ def _check_sets(config: RunConfig) -> None:
     sources = data_sources(data)
     blend = None if sources.cut or data.mock_data else sources.blends[1]
     if blend is None:
-        raise ConfigError("--multiple-validation-sets: the sets are those of --valid-data-path; give their prefixes")
+        raise ConfigError("--multiple-validation-sets: needs --valid-data-path; give the prefixes of the sets")
     if blend.weights is not None:
-        raise ConfigError(f"--multiple-validation-sets: {blend.flag} has weights, and nothing is mixed; leave them out")
+        raise ConfigError(f"--multiple-validation-sets: {blend.flag} has weights, but nothing is mixed; remove them")
     names = data.validation_set_names
     if names is None:
         return
     flag = spelled(config, "validation_set_names")
     if len(names) != len(blend.prefixes):
-        raise ConfigError(f"{flag}: {len(names)} names, and {blend.flag} has {len(blend.prefixes)} sets; name each")
+        raise ConfigError(f"{flag}: {len(names)} names, but {blend.flag} has {len(blend.prefixes)} sets; name each")
     for number, name in enumerate(names):
         if name in names[:number]:
-            raise ConfigError(f"{flag}: two sets are called {name}; give each a name of its own")
+            raise ConfigError(f"{flag}: two sets are called {name}; give each a different name")
         if "=" in name:
-            raise ConfigError(f"{flag}: {name} has an = in it, which --validation-samples could not read; rename it")
+            raise ConfigError(f"{flag}: {name} contains =, which --validation-samples could not parse; rename it")
 
 
 def check_fill_in_the_middle(config: RunConfig) -> None:
@@ -68,13 +68,13 @@ def check_fill_in_the_middle(config: RunConfig) -> None:
         return
     if (data.fim_split_sample is None) != (data.fim_fragment_rate is None):
         raise ConfigError(
-            "--fim-split-sample TOKEN and --fim-fragment-rate RATE go together: the fragments and how many of them "
-            "are rearranged; give both or neither"
+            "--fim-split-sample TOKEN and --fim-fragment-rate RATE need each other: the token makes the fragments of "
+            "which a share is rearranged; give both or neither"
         )
     if config.tokenizer.tokenizer_type == "NullTokenizer" or (
         data.mock_data and config.tokenizer.tokenizer_type is None and config.tokenizer.vocab_file is None
     ):
-        raise ConfigError("--fim-data: cuts text, and this run has no tokenizer of text; give one, or leave it out")
+        raise ConfigError("--fim-data: cuts text, but this run has no text tokenizer; give one, or leave it out")
 
 
 def check_sources(config: RunConfig) -> None:

@@ -1,4 +1,4 @@
-"""Checks of the model's shape, its number formats, its recomputation and its kernels."""
+"""Checks of the model's shape, number formats, recomputation and kernels."""
 
 from megatron.config.notices import spelled
 from megatron.config.run import RunConfig, all_settings
@@ -7,12 +7,12 @@ from megatron.utils.numerals import WIDTH
 
 
 def missing(config: RunConfig) -> list[str]:
-    """The flags that every model needs and that were not given."""
+    """Returns the required flags that were not given."""
     flags = [setting.spelling for setting in all_settings() if setting.flag.required and not config.value(setting)]
     training = config.training
     divided = training.gradient_accumulation_steps is not None or config.runtime.deepspeed_config is not None
     if training.global_batch_size is not None and divided:
-        flags = [flag for flag in flags if flag != "--micro-batch-size"]  # follows from the two
+        flags = [flag for flag in flags if flag != "--micro-batch-size"]  # follows from the other two
     if config.model.positions == "learned" and not config.model.max_position_embeddings:
         flags.append("--max-position-embeddings")
     return flags
@@ -46,8 +46,8 @@ def check_heads(config: RunConfig) -> None:
 def check_width(config: RunConfig) -> None:
     if config.model.hidden_size and not config.model.ffn_size:
         raise ConfigError(
-            f"{spelled(config, 'hidden_size')} --swiglu: the width of the MLP, two thirds of four times that in whole "
-            "64s, is 0; give --ffn-hidden-size"
+            f"{spelled(config, 'hidden_size')} --swiglu: the MLP's width, 8/3 x hidden size rounded down to a multiple "
+            "of 64, is 0; give --ffn-hidden-size"
         )
 
 
@@ -76,13 +76,13 @@ def check_rope(config: RunConfig) -> None:
     rotated = int(model.head_dim * model.rotary_percent)
     if rotated < 2 or rotated % 2:
         raise ConfigError(
-            f"{spelled(config, 'rotary_percent')} of a head of {model.head_dim} rotates {rotated} channels; "
-            "choose a head width and a percentage that give an even number"
+            f"{spelled(config, 'rotary_percent')} of a head of {model.head_dim} rotates {rotated} channels, which is "
+            "not a positive even number; change the head width or the percentage"
         )
     if model.use_rope_scaling and model.rope_low_freq_factor >= model.rope_high_freq_factor:
         raise ConfigError(
             f"{spelled(config, 'rope_low_freq_factor')} is not below {spelled(config, 'rope_high_freq_factor')}; "
-            "exchange them"
+            "swap them"
         )
 
 
@@ -110,7 +110,7 @@ def check_precision(config: RunConfig) -> None:
 
 
 def check_recomputed_parts(config: RunConfig) -> None:
-    """The model has the parts of layers that are recomputed."""
+    """Checks that the model has the parts of layers that are to be recomputed."""
     parts, layers = config.recompute.recompute_modules or (), config.model.num_layers
     with_experts = len(config.moe.expert_layers(layers))
     for part, other, there in (("moe", "mlp", with_experts), ("mlp", "moe", layers - with_experts)):
@@ -139,8 +139,8 @@ def check_kernels(config: RunConfig) -> None:
     mode, *excluded = kernels.kernels.split(",")
     if mode not in ("auto", "native", "ref") or any(not word.startswith("-") or len(word) == 1 for word in excluded):
         raise ConfigError(
-            f"{spelled(config, 'kernels')}: begins with auto, native or ref, followed by operations to leave out; "
-            "as in --kernels auto,-rope"
+            f"{spelled(config, 'kernels')}: must be auto, native or ref, followed by operations to leave out; use for "
+            "example --kernels auto,-rope"
         )
 
 

@@ -8,16 +8,14 @@ from megatron.layout import nearest_divisors
 
 
 def check_layers(config: RunConfig) -> None:
-    """--moe-layer-freq can be parsed and selects at least one layer."""
+    """Checks that --moe-layer-freq can be parsed and selects at least one layer, and that layers have no biases."""
     moe, layers = config.moe, config.model.num_layers
     if not layers or not moe.is_on:
         return
     if not moe.expert_layers(layers):
         raise ConfigError(f"{spelled(config, 'moe_layer_freq')}: no layer has experts; leave --num-experts out")
     if config.model.add_bias_linear:
-        raise ConfigError(
-            f"{spelled(config, 'num_experts')}: experts have no biases, and --disable-bias-linear is not given; add it"
-        )
+        raise ConfigError(f"{spelled(config, 'num_experts')}: experts have no biases; add --disable-bias-linear")
 
 
 def check_router(config: RunConfig) -> None:
@@ -32,23 +30,23 @@ def check_router(config: RunConfig) -> None:
         )
     if moe.weight_is_always_one and config.origins.get("moe_router_topk") != "checkpoint":
         raise ConfigError(
-            "--moe-router-topk 1: a softmax over the one chosen expert is 1, and the router would learn nothing from "
-            "the loss; add --moe-router-pre-softmax, or --use-checkpoint-args to continue a checkpoint of such a model"
+            "--moe-router-topk 1: the softmax over one expert is 1, so the loss gives the router no gradient; add "
+            "--moe-router-pre-softmax, or --use-checkpoint-args for a checkpoint of such a model"
         )
     if softmax and moe.moe_router_enable_expert_bias:
         raise ConfigError(
-            f"{spelled(config, 'moe_router_enable_expert_bias')}: is for sigmoid scores; "
+            f"{spelled(config, 'moe_router_enable_expert_bias')}: needs sigmoid scores; "
             "add --moe-router-score-function sigmoid"
         )
     if softmax and moe.moe_router_topk_scaling_factor and not moe.moe_router_pre_softmax:
         raise ConfigError(
-            f"{spelled(config, 'moe_router_topk_scaling_factor')}: is for weights that are no softmax over the chosen "
-            "experts; add --moe-router-pre-softmax or --moe-router-score-function sigmoid"
+            f"{spelled(config, 'moe_router_topk_scaling_factor')}: cannot scale a softmax over the chosen experts; add "
+            "--moe-router-pre-softmax or --moe-router-score-function sigmoid"
         )
 
 
 def check_groups(config: RunConfig) -> None:
-    """Groups have equal sizes, and the chosen groups hold enough experts for every token."""
+    """Checks that groups have equal sizes and that the chosen groups hold enough experts for a token."""
     moe = config.moe
     groups, chosen, experts = moe.moe_router_num_groups, moe.moe_router_group_topk, moe.num_experts
     if experts is None:
@@ -56,7 +54,7 @@ def check_groups(config: RunConfig) -> None:
     if (groups is None) != (chosen is None):
         alone, other = ("num_groups", "group_topk") if chosen is None else ("group_topk", "num_groups")
         raise ConfigError(
-            f"{spelled(config, f'moe_router_{alone}')}: says nothing without --moe-router-{other.replace('_', '-')}; "
+            f"{spelled(config, f'moe_router_{alone}')}: has no effect without --moe-router-{other.replace('_', '-')}; "
             "give both or neither"
         )
     if groups is None or chosen is None:
@@ -71,19 +69,19 @@ def check_groups(config: RunConfig) -> None:
     if chosen > groups or topk % chosen or topk // chosen > each:
         fitting = " or ".join(str(n) for n in range(1, groups + 1) if topk % n == 0 and topk // n <= each) or "none"
         raise ConfigError(
-            f"{spelled(config, 'moe_router_group_topk')}: {spelled(config, 'moe_router_topk')} must be as many of each "
-            f"chosen group, out of {groups} groups of {each}; use --moe-router-group-topk {fitting}, or another "
-            "--moe-router-topk"
+            f"{spelled(config, 'moe_router_group_topk')}: {spelled(config, 'moe_router_topk')} must take equally many "
+            f"experts of each chosen group, out of {groups} groups of {each}; use --moe-router-group-topk {fitting}, "
+            "or another --moe-router-topk"
         )
 
 
 def check_experts(config: RunConfig) -> None:
-    """The experts divide over the expert-parallel ranks, and their widths over the tensor-parallel ranks."""
+    """Checks that experts divide over the expert-parallel ranks, and their widths over the tensor-parallel ranks."""
     experts, ep = config.moe.num_experts, config.parallel.expert_model_parallel_size
     if ep > 1 and experts is None:
         raise ConfigError(
-            f"{spelled(config, 'expert_model_parallel_size')}: the model is dense, there are no experts to share; "
-            "add --num-experts N, or use --expert-model-parallel-size 1"
+            f"{spelled(config, 'expert_model_parallel_size')}: the model is dense and has no experts to divide; add "
+            "--num-experts N, or use --expert-model-parallel-size 1"
         )
     if experts is not None and experts % ep:
         fitting = " or ".join(map(str, nearest_divisors(experts, ep)))
@@ -103,7 +101,7 @@ def check_experts(config: RunConfig) -> None:
             )
     if experts is not None and config.parallel.expert_tensor_parallel_size not in (None, tp):
         raise ConfigError(
-            f"{spelled(config, 'expert_tensor_parallel_size')}: experts are split as all layers are, over "
+            f"{spelled(config, 'expert_tensor_parallel_size')}: experts are split like all layers, over "
             f"{spelled(config, 'tensor_model_parallel_size')}; leave it out, or make the two equal"
         )
 

@@ -11,13 +11,12 @@ from megatron.pipeline_schedules import SCHEDULES
 
 
 def check_context(config: RunConfig) -> None:
-    """Context parallelism: every rank holds two chunks of the sequence."""
+    """Checks context parallelism, where every rank holds two chunks of the sequence."""
     parallel = config.parallel
     kinds, cp = parallel.cp_comm_type, parallel.context_parallel_size
     if len(kinds) > 1:
         raise ConfigError(
-            f"{spelled(config, 'cp_comm_type')}: all layers exchange in the same way here; give one value, such as "
-            f"{kinds[0]}"
+            f"{spelled(config, 'cp_comm_type')}: all layers use one method here; give one value, such as {kinds[0]}"
         )
     if cp == 1:
         return
@@ -57,8 +56,8 @@ def _check_heads(config: RunConfig) -> None:
 
 
 def check_tensor(config: RunConfig) -> None:
-    """Tensor parallelism: every rank holds whole heads, whole KV heads (or a copy of one), and equal parts of the
-    MLP."""
+    """Checks that every tensor-parallel rank gets whole heads, whole KV heads (or a copy of one), and an equal part of
+    the MLP."""
     parallel, model, tp = config.parallel, config.model, config.parallel.tensor_model_parallel_size
     if tp == 1 or not model.num_attention_heads:
         return
@@ -82,7 +81,7 @@ def check_tensor(config: RunConfig) -> None:
 def _check_divides(config: RunConfig, setting: str, size: int) -> None:
     tp, named = config.parallel.tensor_model_parallel_size, f"--{setting.replace('_', '-')} {size}"
     if size % tp:
-        unset = " (not given: from --hidden-size)" if getattr(config.model, setting) is None else ""
+        unset = " (computed from --hidden-size)" if getattr(config.model, setting) is None else ""
         raise ConfigError(
             f"{named}{unset} does not divide by {spelled(config, 'tensor_model_parallel_size')}; "
             f"use --tensor-model-parallel-size {nearest_tensor_sizes(config)}"
@@ -90,7 +89,7 @@ def _check_divides(config: RunConfig, setting: str, size: int) -> None:
 
 
 def nearest_tensor_sizes(config: RunConfig) -> str:
-    """The valid tensor-parallel sizes next below and above the given one, for messages."""
+    """Returns the next valid tensor-parallel sizes below and above the given one, for messages."""
     model, moe, tp = config.model, config.moe, config.parallel.tensor_model_parallel_size
     heads, groups = model.num_attention_heads, model.query_groups
     of_experts = (moe.moe_ffn_hidden_size, moe.moe_shared_expert_intermediate_size) if moe.is_on else ()
@@ -105,7 +104,7 @@ def nearest_tensor_sizes(config: RunConfig) -> str:
 
 
 def check_pipeline(config: RunConfig) -> None:
-    """Pipeline parallelism: the layers divide over the stages, and the schedule fits the (virtual) stages."""
+    """Checks that the layers divide over the pipeline stages and that the schedule fits the virtual stages."""
     parallel = config.parallel
     if config.model.num_layers:
         stage_layers(config.model.num_layers, parallel)
@@ -116,20 +115,19 @@ def check_pipeline(config: RunConfig) -> None:
             else "give --num-layers-per-virtual-pipeline-stage"
         )
         raise ConfigError(
-            f"{spelled(config, 'pipeline_schedule')}: the interleaved schedule and virtual stages come together; {way}"
+            f"{spelled(config, 'pipeline_schedule')}: interleaved needs virtual stages, and they need it; {way}"
         )
     group, pp = parallel.micro_batch_group, parallel.pipeline_model_parallel_size
     if group is not None and group < pp:
         raise ConfigError(
-            f"{spelled(config, 'microbatch_group_size_per_virtual_pipeline_stage')}: the stages would wait for each "
-            f"other, because there are more of them ({spelled(config, 'pipeline_model_parallel_size')}); use at least "
-            f"{pp}, or leave it out"
+            f"{spelled(config, 'microbatch_group_size_per_virtual_pipeline_stage')}: fewer micro-batches than stages "
+            f"({spelled(config, 'pipeline_model_parallel_size')}) would make stages wait; use at least {pp}, or leave "
+            "it out"
         )
 
 
 def check_zero(config: RunConfig) -> None:
-    """All settings that name a stage of ZeRO name the same one. (--use-distributed-optimizer is part of stages 1 to
-    3.)"""
+    """Checks that all settings select the same stage of ZeRO. --use-distributed-optimizer agrees with 1 to 3."""
     asked = config.parallel.zero_asked
     (deepest, stage), *_ = sorted(asked.items(), key=lambda item: -item[1]) or [("zero_stage", 0)]
     for name, other in asked.items():

@@ -1,4 +1,4 @@
-"""Checks that the files which the settings name exist, before any work is done."""
+"""Checks that the files of the settings exist, before any work starts."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,16 +6,18 @@ from pathlib import Path
 from megatron.config.blend import data_sources, fetch_first, prefix_meant
 from megatron.config.refusals import Refusals
 from megatron.config.run import RunConfig, all_settings
+from megatron.config.text_as_data import fix_of_prefix
 from megatron.errors import ConfigError
+from megatron.utils.foreign import tokenizer_on_hub
 
 
 def check_paths(config: RunConfig, refusals: Refusals | None = None) -> None:
-    """Data, tokenizer and configuration files exist. (Checkpoints are checked by the code that loads them.)
+    """Checks that data, tokenizer and configuration files exist. The code that loads checkpoints checks those.
 
-    `refusals`: those of the command line, which get what is found here; without them it is raised.
+    `refusals` collects the errors; without it they are raised.
     """
     found = Refusals() if refusals is None else refusals
-    with found.of_checking():  # what a file names may be wrong too
+    with found.of_checking():  # paths inside a file may be wrong too
         for error in _wrong_paths(config):
             with found.of_checking():
                 raise error
@@ -24,7 +26,7 @@ def check_paths(config: RunConfig, refusals: Refusals | None = None) -> None:
 
 
 def _unusable_paths(config: RunConfig) -> Iterator[ConfigError]:
-    """Paths that no file can have, or that this user may not look at."""
+    """Yields an error for each path that is invalid or that this user may not access."""
     for setting in (setting for setting in all_settings() if setting.flag.path):
         value = config.value(setting)
         for path in (value,) if isinstance(value, str) else value or ():
@@ -41,8 +43,8 @@ def _wrong_paths(config: RunConfig) -> Iterator[ConfigError]:
     unusable = list(_unusable_paths(config))
     yield from unusable
     if unusable:
-        return  # the checks below would meet the same
-    told: set[tuple[Path, str]] = set()  # of the two files of one prefix, one is enough
+        return  # the checks below would fail for the same reason
+    told: set[tuple[Path, str]] = set()  # a prefix has two files; reporting one is enough
     for flag, path, hint in _named_files(config):
         line = _wrong_file(f"{flag} {path}", path, hint)
         if line is not None and (path.parent, path.stem) not in told:
@@ -50,11 +52,15 @@ def _wrong_paths(config: RunConfig) -> Iterator[ConfigError]:
             yield ConfigError(line)
     for blend in filter(None, dict.fromkeys(data_sources(config.data).blends)):
         yield from (ConfigError(fetch_first(blend.flag, prefix)) for prefix in blend.prefixes if "://" in prefix)
+        fixes = (
+            {} if config.data.sft else {prefix: fix_of_prefix(config, blend.flag, prefix) for prefix in blend.prefixes}
+        )
+        yield from (ConfigError(f"{blend.flag} {prefix}: {fix}") for prefix, fix in fixes.items() if fix is not None)
     model = config.tokenizer.tokenizer_model
     if model is not None and not Path(model).exists():
         yield ConfigError(
-            f"--tokenizer-model {model}: no such file or directory; give a tokenizer.json or its directory "
-            "(nothing is downloaded)"
+            f"--tokenizer-model {model}: no such file or directory; give a tokenizer.json or its directory (nothing is "
+            f"downloaded){tokenizer_on_hub(model)}"
         )
     for flag, directory in (
         ("--save", config.checkpoint.save),
@@ -77,7 +83,7 @@ def _wrong_paths(config: RunConfig) -> Iterator[ConfigError]:
         if Path(name).is_dir():
             yield ConfigError(f"{flag} {name}: is a directory; name a file in it")
         if (file := _file_on_the_way(str(Path(name).parent))) is not None:
-            yield ConfigError(f"{flag} {name}: {file} is a file, not a directory; name another place")
+            yield ConfigError(f"{flag} {name}: {file} is a file, not a directory; give another path")
 
 
 def _wrong_file(named: str, path: Path, hint: str) -> str | None:
@@ -115,6 +121,6 @@ def _named_files(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
             if data.sft:
                 yield blend.flag, Path(prefix), "give a JSONL file of conversations"
                 continue
-            for suffix in (".idx", ".bin"):
+            for suffix in () if fix_of_prefix(config, blend.flag, prefix) else (".idx", ".bin"):
                 file = Path(prefix + suffix)
                 yield blend.flag, file, "" if file.exists() else prefix_meant(prefix)

@@ -8,7 +8,7 @@ from megatron.errors import ConfigError
 from megatron.layout import nearest_divisors, nearest_multiples
 
 _MOST_RAMP_STEPS = 1_000_000
-"""Steps of a growing batch are counted one by one."""
+"""Limit on the steps of a ramp-up, which are counted one by one."""
 
 
 def check_length(config: RunConfig) -> None:
@@ -26,8 +26,8 @@ def check_batch(config: RunConfig) -> None:
         raise ConfigError(
             f"{spelled(config, 'global_batch_size')} does not divide by {spelled(config, 'micro_batch_size')}; "
             f"use --global-batch-size {' or '.join(map(str, nearest_multiples(final, micro)))}, or --micro-batch-size "
-            f"{' or '.join(map(str, nearest_divisors(final, micro)))}; with several data-parallel ranks, a multiple of "
-            "both together"
+            f"{' or '.join(map(str, nearest_divisors(final, micro)))}; the global batch size must be a multiple of "
+            "--micro-batch-size x data-parallel ranks"
         )
     if training.step_batch_size_schedule is not None:
         parse_schedule(training.step_batch_size_schedule)
@@ -43,8 +43,8 @@ def check_batch(config: RunConfig) -> None:
         raise ConfigError(f"{ramp}: needs the batch size to reach; add --global-batch-size")
     if final < start or (final - start) % increment:
         raise ConfigError(
-            f"{ramp}: steps of {increment} from {start} do not arrive at {spelled(config, 'global_batch_size')}; "
-            "choose an increment that divides the difference"
+            f"{ramp}: steps of {increment} from {start} do not reach {spelled(config, 'global_batch_size')}; choose an "
+            "increment that divides the difference"
         )
 
 
@@ -97,7 +97,7 @@ def _check_wsd(config: RunConfig, unit: str, decay: int, warmup: float) -> None:
 
 
 def check_deepspeed_scheduler(config: RunConfig) -> None:
-    """DeepSpeed's schedules take the place of Megatron's as a whole, and count steps of one batch size."""
+    """Checks that the parameters that DeepSpeed's schedule requires are given."""
     scheduler = config.deepspeed_scheduler
     if scheduler.lr_schedule is None:
         return
@@ -111,7 +111,7 @@ def check_memory_log(config: RunConfig) -> None:
     every, log = config.logging.log_memory_interval, config.logging.log_interval
     if every is not None and every % log:
         raise ConfigError(
-            f"{spelled(config, 'log_memory_interval')} is no multiple of {spelled(config, 'log_interval')}; use "
+            f"{spelled(config, 'log_memory_interval')} is not a multiple of {spelled(config, 'log_interval')}; use "
             f"--log-memory-interval {' or '.join(map(str, nearest_multiples(every, log)))}"
         )
 
@@ -126,7 +126,8 @@ def check_weight_decay(config: RunConfig) -> None:
         raise ConfigError(f"{style}: needs both ends; add --start-weight-decay and --end-weight-decay")
     if end < start:
         raise ConfigError(
-            f"{spelled(config, 'end_weight_decay')} is below {spelled(config, 'start_weight_decay')}; it can only grow"
+            f"{spelled(config, 'end_weight_decay')} is below {spelled(config, 'start_weight_decay')}: weight decay can "
+            "only grow; raise the former"
         )
 
 
@@ -134,8 +135,8 @@ def check_profile(config: RunConfig) -> None:
     profile = config.profile
     if profile.profile and profile.profile_step_end <= profile.profile_step_start:
         raise ConfigError(
-            f"{spelled(config, 'profile_step_end')} is not after {spelled(config, 'profile_step_start')}; the "
-            "iterations after the start are traced, up to and including the end"
+            f"{spelled(config, 'profile_step_end')} is not after {spelled(config, 'profile_step_start')}; raise it: "
+            "the trace covers the iterations after the start, up to and including the end"
         )
     iterations = config.training.train_iters
     if profile.profile and iterations is not None and profile.profile_step_start >= iterations:
@@ -148,12 +149,11 @@ def check_profile(config: RunConfig) -> None:
 def check_remainders(config: RunConfig) -> None:
     if config.optimizer.store_param_remainders and not config.precision.bf16:
         raise ConfigError(
-            "--store-param-remainders: only bf16 weights lack 16 bits of their masters; add --bf16 or leave it out"
+            "--store-param-remainders: only bf16 weights lack 16 bits of their fp32 masters; add --bf16 or leave it out"
         )
 
 
 def check_rule(config: RunConfig) -> None:
-    """What update rules ask of other settings."""
     optimizer = config.optimizer
     if optimizer.uses_muon:
         _check_newton_schulz(config)
@@ -163,11 +163,11 @@ def _check_newton_schulz(config: RunConfig) -> None:
     kind, steps = config.optimizer.muon_coefficient_type, config.optimizer.muon_num_ns_steps
     chosen = f"{spelled(config, 'muon_num_ns_steps')} with --muon-coefficient-type {kind}"
     if kind == "polar_express" and steps < 8:
-        raise ConfigError(f"{chosen}: its 8 steps belong together; use --muon-num-ns-steps 8 or more")
+        raise ConfigError(f"{chosen}: its 8 coefficients need 8 steps; use --muon-num-ns-steps 8 or more")
     length = {"quintic": 5, "aol": 4}.get(kind, 1)
     if steps % length:
         numbers = " or ".join(map(str, nearest_multiples(steps, length)))
-        raise ConfigError(f"{chosen}: its {length} steps belong together; use --muon-num-ns-steps {numbers}")
+        raise ConfigError(f"{chosen}: its coefficients repeat every {length} steps; use --muon-num-ns-steps {numbers}")
 
 
 def check_offload(config: RunConfig) -> None:
@@ -177,8 +177,8 @@ def check_offload(config: RunConfig) -> None:
     name = "optimizer_cpu_offload" if optimizer.optimizer_cpu_offload else "optimizer_offload_directory"
     if not optimizer.is_plain_adamw:
         raise ConfigError(
-            f"{spelled(config, name)}: only the state of AdamW with fp32 moments is offloaded; use --optimizer adam "
-            "with decoupled weight decay, or leave it out"
+            f"{spelled(config, name)}: only the state of AdamW with fp32 moments can be offloaded; use --optimizer "
+            "adam with decoupled weight decay, or leave it out"
         )
 
 

@@ -13,8 +13,8 @@ from megatron.utils.numerals import LARGEST_WORLD
 
 
 def check_world(config: RunConfig, world_size: int, refusals: Refusals | None = None) -> None:
-    """The layout and the batch sizes fit the number of ranks. `refusals`: those of this launch, which get what is found
-    here; without them it is raised."""
+    """Checks that the layout and the batch sizes fit the number of ranks. `refusals` collects the errors; without it
+    they are raised."""
     found = Refusals() if refusals is None else refusals
     with found.of_checking():
         if world_size > LARGEST_WORLD:
@@ -23,7 +23,7 @@ def check_world(config: RunConfig, world_size: int, refusals: Refusals | None = 
         plan = BatchPlan.on(config, world_size)
         with found.of_checking():
             _check_profiled_ranks(config, world_size)
-        check_accumulation(plan)  # the sizes of a step are known from here on
+        check_accumulation(plan)  # the checks below use the sizes of a step
         for check_one in (_check_batch, _check_interleaved, _check_evaluation, _check_changing_batch, _check_start):
             with found.of_checking():
                 check_one(plan)
@@ -67,8 +67,7 @@ def _check_changing_batch(plan: BatchPlan) -> None:
 
 
 def check_accumulation(plan: BatchPlan) -> None:
-    """A step is micro-batch x accumulation x data-parallel ranks: of three sizes that are given two decide, and the
-    third agrees."""
+    """Checks that the global batch size equals micro-batch size x accumulation steps x data-parallel ranks."""
     config, dp = plan.config, plan.dp
     training, steps = config.training, config.training.gradient_accumulation_steps
     parts = f"{dp} data-parallel ranks"
@@ -90,7 +89,7 @@ def check_accumulation(plan: BatchPlan) -> None:
 
 
 def _check_start(plan: BatchPlan) -> None:
-    """--override-ckpt-iteration leaves something to train."""
+    """Checks that --override-ckpt-iteration leaves something to train."""
     config, start = plan.config, plan.config.checkpoint.override_ckpt_iteration
     if start is None or config.training.skip_train or not plan.is_finished(start, plan.samples_after(start)):
         return
@@ -121,7 +120,7 @@ def _either(sizes: Sequence[int]) -> str:
 
 
 def _check_interleaved(plan: BatchPlan) -> None:
-    """The interleaved schedule takes micro-batches in groups, none of which is smaller than the pipeline."""
+    """Checks that micro-batches form groups, none smaller than the pipeline, as the interleaved schedule requires."""
     config, dp = plan.config, plan.dp
     pp, group = config.parallel.pipeline_model_parallel_size, config.parallel.micro_batch_group
     if group is None:

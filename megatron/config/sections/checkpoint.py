@@ -18,11 +18,11 @@ _load_flag = partial(flag, needs=(_LOAD,))
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     save: str | None = flag(
-        None, "Directory to save checkpoints in: at the end of the run, and every --save-interval.", path=True
+        None, "Directory for checkpoints, written every --save-interval steps and at the end of the run.", path=True
     )
     load: str | None = flag(
         None,
-        "Directory to resume from; the same as --save starts afresh while it is empty. With --finetune also a "
+        "Directory to resume from. An empty one that is also --save starts a new run. With --finetune it may be a "
         "Hugging Face model.",
         path=True,
     )
@@ -39,7 +39,7 @@ class CheckpointConfig:
     )
     save_tokenizer_assets: bool = _save_flag(
         True,
-        "Leave the tokenizer out of checkpoints: an export and tools/generate.py need it.",
+        "Leave the tokenizer out of checkpoints. Exports and tools/generate.py need it.",
         off="--no-save-tokenizer-assets",
         aliases=("--disable-save-tokenizer-assets",),
     )
@@ -50,11 +50,11 @@ class CheckpointConfig:
         note="a --load without a checkpoint always stops the run, unless it is also --save",
     )
     strict_load: bool = _load_flag(
-        False, "Refuse a damaged checkpoint or a lost tracker instead of falling back to the newest valid step."
+        False, "Reject a damaged checkpoint or a lost tracker instead of falling back to the newest valid step."
     )
     skip_hash: bool = _load_flag(
         False,
-        "Do not verify checksums before loading, which reads every file once more; sizes are always compared.",
+        "Skip the checksum test before loading, which reads every file once more. File sizes are always compared.",
         cli_only=True,
     )
     perform_initialization: bool = _load_flag(
@@ -62,7 +62,7 @@ class CheckpointConfig:
     )
     ckpt_format: str = flag(
         "torch",
-        "Format of the checkpoints; there is one.",
+        "Format of the checkpoints. Only torch is written.",
         choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor", "zarr"),
         status="no-op",
         note="checkpoints are written in the format torch, which loads into any layout",
@@ -70,41 +70,40 @@ class CheckpointConfig:
     ckpt_step: int | None = _load_flag(None, "Load this iteration instead of the newest.", at_least=0, insists=True)
     override_ckpt_iteration: int | None = flag(
         None,
-        "Go on from the loaded state as iteration N: with the samples and the learning rate that follow on N "
-        "iterations of this run's batch sizes.",
+        "Relabel the loaded state as iteration N. The data position and the learning rate become those of iteration N.",
         at_least=0,
         needs=(RESUME,),
         insists=True,
     )
     async_save: bool = _save_flag(
-        False, "Write checkpoints in the background: training waits for a copy in host memory alone."
+        False, "Write checkpoints in the background. Training waits only for the copy to host memory."
     )
     save_retain_interval: int | None = _save_flag(
-        None, "Of the older checkpoints keep only those at multiples of this; the newest is always kept.", at_least=1
+        None, "Delete older checkpoints except those at multiples of this. The newest is always kept.", at_least=1
     )
     save_retain_last: int | None = _save_flag(
         None,
-        "Of the older checkpoints keep only so many of the newest, and those that --save-retain-interval keeps.",
+        "Number of newest checkpoints to keep. Older ones are deleted unless --save-retain-interval keeps them.",
         at_least=2,
     )
     non_persistent_save_interval: int | None = _save_flag(
         None,
-        "Steps between non-persistent checkpoints, of which the newest alone is kept: for a restart that loses little.",
+        "Steps between non-persistent checkpoints, written for restarts. Only the newest is kept.",
         at_least=1,
     )
     non_persistent_ckpt_type: str | None = _save_flag(
         None,
-        "Where non-persistent checkpoints are: global, in one directory that all ranks see; local, each rank's share "
-        "on a disk, or in a file system in memory, of its machine.",
+        "Place of non-persistent checkpoints. global: one directory that all ranks share; local: each rank's share on "
+        "a disk or memory file system of its machine.",
         choices=("global", "local", "in_memory"),
         refused={
-            "in_memory": "the memory of a process ends with it; use local, with --non-persistent-local-ckpt-dir in a "
-            "file system in memory, such as /dev/shm/NAME"
+            "in_memory": "process memory is lost when the process ends; use local, with "
+            "--non-persistent-local-ckpt-dir in a memory file system such as /dev/shm/NAME"
         },
     )
     non_persistent_global_ckpt_dir: str | None = flag(
         None,
-        "Directory of global non-persistent checkpoints. Unset: non_persistent in that of --save.",
+        "Directory of global non-persistent checkpoints. Unset: the folder non_persistent in --save.",
         path=True,
         needs=(_GLOBAL,),
     )
@@ -113,7 +112,7 @@ class CheckpointConfig:
     )
     non_persistent_local_ckpt_algo: str = flag(
         "fully_parallel",
-        "How local non-persistent checkpoints are divided; there is one way.",
+        "Algorithm that divides local non-persistent checkpoints. There is one.",
         choices=("fully_parallel", "atomic"),
         status="no-op",
         note="every rank writes its own share, and --replication copies it to another machine",
@@ -123,19 +122,19 @@ class CheckpointConfig:
     )
     replication_jump: int | None = flag(
         None,
-        "The copies of rank N are with ranks N+J, N+2J, ... of the same J x factor ranks. Unset: the ranks of a "
-        "machine.",
+        "Rank stride J of the copies: ranks N, N+J, N+2J, ... of a block of J x factor ranks store each other's "
+        "shares. Unset: the ranks per machine.",
         at_least=1,
         needs=(_REPLICATION,),
     )
     replication_factor: int = flag(
-        2, "How many machines have each share, its own included.", at_least=2, needs=(_REPLICATION,)
+        2, "Number of copies of each share, the rank's own included.", at_least=2, needs=(_REPLICATION,)
     )
     ckpt_convert_format: str | None = flag(
-        None, "Convert on the way.", status="never", note="use tools/convert_checkpoint.py"
+        None, "Convert the checkpoint to this format.", status="never", note="use tools/convert_checkpoint.py"
     )
 
     @property
     def resumes(self) -> bool:
-        """Whether the state of a run is loaded, and not its weights alone."""
+        """True if --load restores the state of a run, not only its weights."""
         return self.load is not None and not self.finetune

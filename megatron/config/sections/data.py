@@ -1,4 +1,4 @@
-"""Which tokens are trained on, and how text becomes tokens."""
+"""The training data and the tokenizer."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ _FILES = Need("data files", lambda run: not run.data.mock_data)
 _PAIRS = Need(".bin/.idx files", lambda run: not run.data.mock_data and not run.data.sft)
 _SFT = Need("--sft", lambda run: run.data.sft)
 _FILES_OR_NONE = Need(
-    "data files, or a share of 0", lambda run: not run.data.mock_data or not all(parse_split(run.data.split))
+    "data files or a share of 0", lambda run: not run.data.mock_data or not all(parse_split(run.data.split))
 )
 _POSITIONS = Need("positions", lambda run: run.model.positions != "none")
 _MODEL_FILE = Need(
@@ -41,53 +41,54 @@ def _read_by_types(name: str) -> Need:
 class DataConfig:
     data_path: tuple[str, ...] | None = flag(
         None,
-        "PREFIX of .bin/.idx files, or WEIGHT PREFIX WEIGHT PREFIX ...",
+        "Training data: PREFIX of .bin/.idx files, or WEIGHT PREFIX WEIGHT PREFIX ...",
         nargs="+",
         path=True,
         excludes=excludes("data_args_path", *_SEPARATE),
     )
     train_data_path: tuple[str, ...] | None = flag(
-        None, "As --data-path, for training only.", nargs="+", path=True, excludes=_NOT_SPLIT
+        None, "Training data, written like --data-path.", nargs="+", path=True, excludes=_NOT_SPLIT
     )
     valid_data_path: tuple[str, ...] | None = flag(
-        None, "As --data-path, for validation only.", nargs="+", path=True, excludes=_NOT_SPLIT
+        None, "Validation data, written like --data-path.", nargs="+", path=True, excludes=_NOT_SPLIT
     )
     test_data_path: tuple[str, ...] | None = flag(
-        None, "As --data-path, for the test only.", nargs="+", path=True, excludes=_NOT_SPLIT
+        None, "Test data, written like --data-path.", nargs="+", path=True, excludes=_NOT_SPLIT
     )
     data_args_path: str | None = flag(
-        None, "File with the words of --data-path, for long blends.", path=True, excludes=excludes(*_SEPARATE)
+        None, "File with the value of --data-path, for long blends.", path=True, excludes=excludes(*_SEPARATE)
     )
     per_split_data_args_path: str | None = flag(
         None,
-        'JSON file {"train": [...], "valid": [...], "test": [...]}, each the words of --data-path.',
+        'JSON file {"train": [...], "valid": [...], "test": [...]}. Each list is a value of --data-path.',
         path=True,
         excludes=(*excludes("train_data_path", "valid_data_path", "test_data_path"), *_NOT_SPLIT),
     )
     multiple_validation_sets: bool = flag(
         False,
-        "Evaluate each source of --valid-data-path (or of the valid list of --per-split-data-args-path), which has no "
-        "weights then, apart: a loss for each.",
+        "Report a separate validation loss for each source of --valid-data-path, or of the valid list of "
+        "--per-split-data-args-path. The sources have no weights.",
     )
     validation_set_names: tuple[str, ...] | None = flag(
-        None, "What these sets are called. Unset: 0, 1, ...", nargs="+", needs=(_SETS,)
+        None, "Names of the validation sets. Unset: 0, 1, ...", nargs="+", needs=(_SETS,)
     )
     split: str = flag(
         "969, 30, 1",
-        "Proportions of documents for training, validation and test; 0 is no such set, with --mock-data too.",
+        "Proportions of documents for training, validation and test. 0 omits the set, also with --mock-data.",
         needs=(_FILES_OR_NONE,),
     )
     split_rule: str = flag(
-        "23.06", "Rounding of --split, as in Megatron-LM 23.06 or on main.", choices=("23.06", "main"), needs=(_FILES,)
+        "23.06", "Rounding of --split, as in Megatron-LM 23.06 or main.", choices=("23.06", "main"), needs=(_FILES,)
     )
     max_epochs: float | None = flag(
         None,
-        "Most epochs of any one source; more are refused. Unset: more than 4 print a warning.",
+        "Largest number of epochs of any source. A run that needs more is rejected. Unset: more than 4 print a "
+        "warning.",
         above=0,
         needs=(_FILES,),
     )
     data_table_path: str | None = flag(
-        None, "File for the whole table of sources; a long one is abbreviated in the log.", path=True
+        None, "File for the full table of data sources. The log abbreviates a long table.", path=True
     )
     data_cache_path: str | None = flag(
         None, "Directory of the cached sample indices. Unset: beside the data.", needs=(_FILES,), path=True
@@ -96,33 +97,33 @@ class DataConfig:
         0, "Tokens per sample.", at_least=1, at_most=INT32, required=True, aliases=("--encoder-seq-length",)
     )
     num_workers: int = flag(
-        2, "Processes that load data; 0 loads in the training process.", at_least=0, at_most=MOST_PROCESSES
+        2, "Number of data-loading processes. 0 loads in the training process.", at_least=0, at_most=MOST_PROCESSES
     )
     dataloader_type: str = flag(
         "single",
-        "single: Megatron's own order; cyclic: reshuffled every epoch by the sampler.",
+        "Order of the samples. single: Megatron's own order; cyclic: the sampler reshuffles every epoch.",
         choices=("single", "cyclic"),
-        refused={"external": "a loader of your own is handed to megatron.pretrain(), not named here; use single"},
+        refused={"external": "pass your own loader to megatron.pretrain(); use single here"},
     )
     data_sharding: bool = flag(
         True,
-        "cyclic: one permutation for all ranks, so that the order does not depend on their number.",
+        "Shuffle with one permutation for all ranks, so the order does not depend on the number of ranks.",
         off="--no-data-sharding",
         needs=(_CYCLIC,),
     )
-    reset_position_ids: bool = flag(False, "Positions start again after each end of document.", needs=(_POSITIONS,))
-    reset_attention_mask: bool = flag(False, "No attention across documents.")
+    reset_position_ids: bool = flag(False, "Restart positions after each end of document.", needs=(_POSITIONS,))
+    reset_attention_mask: bool = flag(False, "Block attention across documents.")
     dataloader_inter_document_masking: bool = flag(
-        False, "No attention across documents: the same as --reset-attention-mask."
+        False, "Block attention across documents. Same as --reset-attention-mask."
     )
-    eod_mask_loss: bool = flag(False, "No loss on the prediction that follows an end of document.")
+    eod_mask_loss: bool = flag(False, "Exclude the prediction that follows an end of document from the loss.")
     mmap_bin_files: bool = flag(
-        True, "Read .bin files instead of mapping them.", off="--no-mmap-bin-files", needs=(_PAIRS,)
+        True, "Read .bin files instead of memory-mapping them.", off="--no-mmap-bin-files", needs=(_PAIRS,)
     )
     sft: bool = flag(
         False,
-        "Fine-tune on conversations: data paths name JSONL files of messages, which are packed, each attends to itself "
-        "alone, and the assistant's answers alone are in the loss.",
+        "Fine-tune on conversations: data paths name JSONL files of messages. Samples pack several conversations, "
+        "which do not attend to each other; only the assistant's answers count in the loss.",
         needs=(_FILES,),
         insists=True,
         excludes=excludes(
@@ -131,41 +132,41 @@ class DataConfig:
             "dataloader_inter_document_masking",
             "eod_mask_loss",
             "fim_data",
-            why="conversations have borders and a loss of their own",
+            why="--sft sets the boundaries and the loss mask itself",
         ),
     )
     mock_data: bool = flag(
         False,
-        "Synthetic tokens instead of data files.",
+        "Train on synthetic tokens instead of data files.",
         excludes=(
             *excludes("data_path", "data_args_path", *_SEPARATE),
-            *excludes("full_validation", "validation_samples", why="synthetic data has no end"),
+            *excludes("full_validation", "validation_samples", why="synthetic data is endless"),
         ),
     )
     accept_changed_data: bool = flag(
         False,
-        "Resume although the data, its weights or its order differ from the checkpoint's; the differences are printed.",
+        "Resume even if the data, its weights or its order differ from the checkpoint's. The differences are printed.",
         cli_only=True,
         needs=(RESUME,),
     )
-    fim_data: bool = flag(False, "Fill-in-the-middle: documents are split in three, the middle part last.")
+    fim_data: bool = flag(False, "Train fill-in-the-middle: split documents in three and move the middle to the end.")
     fim_rate: float = flag(0.5, "Share of documents that are rearranged.", at_least=0, at_most=1, needs=(_FIM,))
     fim_spm_rate: float = flag(
-        0.5, "Share of these with the suffix before the prefix.", at_least=0, at_most=1, needs=(_FIM,)
+        0.5, "Share of rearranged documents with the suffix first.", at_least=0, at_most=1, needs=(_FIM,)
     )
     fim_split_sample: str | None = flag(
-        None, "Token that splits a document into fragments, each rearranged alone.", needs=(_FIM,)
+        None, "Token that splits a document into fragments, which are rearranged separately.", needs=(_FIM,)
     )
     fim_fragment_rate: float | None = flag(
         None, "Share of fragments that are rearranged, with --fim-split-sample.", at_least=0, at_most=1, needs=(_FIM,)
     )
-    fim_no_prefix: str | None = flag(None, "Text that begins like this is not rearranged.", needs=(_FIM,))
+    fim_no_prefix: str | None = flag(None, "Prefix of texts that are not rearranged.", needs=(_FIM,))
     fim_prefix_token: str = flag("<fim_prefix>", "Token before the prefix.", needs=(_FIM,))
     fim_middle_token: str = flag("<fim_middle>", "Token before the middle.", needs=(_FIM,))
     fim_suffix_token: str = flag("<fim_suffix>", "Token before the suffix.", needs=(_FIM,))
     fim_pad_token: str = flag(
         "<fim_pad>",
-        "Token that fills a sample up.",
+        "Token that pads a sample.",
         status="no-op",
         note="rearranging only adds tokens here, so no sample is ever too short",
     )
@@ -176,7 +177,7 @@ class DataConfig:
 
     @property
     def may_validate(self) -> bool:
-        """Not known where a file lists the sources, or a script brings its own."""
+        """False if there is certainly no validation data. True if a file or a script decides."""
         if self.train_data_path is not None:
             return self.valid_data_path is not None
         splits = self.mock_data or (self.data_path or self.data_args_path) is not None
@@ -199,7 +200,7 @@ class DataConfig:
 class TokenizerConfig:
     tokenizer_type: str | None = flag(
         None,
-        "Kind of tokenizer; pretrain_gpt.py takes GPT2BPETokenizer when none is given.",
+        "Kind of tokenizer. Unset: pretrain_gpt.py uses GPT2BPETokenizer.",
         choices=tuple(name for name, made in TOKENIZERS.items() if made.pretrains),
         refused=_REFUSED,
     )
@@ -228,32 +229,33 @@ class TokenizerConfig:
     )
     vocab_size: int | None = flag(
         None,
-        "Vocabulary of NullTokenizer and --mock-data; else the tokenizer's own, or that of --load if larger.",
+        "Vocabulary size of NullTokenizer and --mock-data. Otherwise the tokenizer's, or that of --load if larger.",
         at_least=1,
         at_most=INT32,
     )
     tiktoken_pattern: str | None = flag(
         None,
-        "Word pattern of TikTokenizer; unset: v2.",
+        "Pre-tokenization pattern of TikTokenizer. Unset: v2.",
         choices=("v1", "v2"),
         needs=(_read_by_types("tiktoken_pattern"),),
     )
     tiktoken_num_special_tokens: int = flag(
         1000,
-        "Ids of TikTokenizer before its ranks.",
+        "Number of special ids of TikTokenizer, before those of its ranks.",
         at_least=3,
         at_most=INT32,
         needs=(_read_by_types("tiktoken_num_special_tokens"),),
     )
     tiktoken_special_tokens: tuple[str, ...] | None = flag(
         None,
-        "TikTokenizer: the first of its ids by name, <unk> <s> </s> and others. Elsewhere: tokens that it must have.",
+        "TikTokenizer: names of its first ids, <unk> <s> </s> and others. Other tokenizers: tokens that they must "
+        "contain.",
         nargs="+",
         aliases=("--tokenizer-special-tokens",),
     )
     null_tokenizer_eod_id: int | None = flag(
         None,
-        "End-of-document id of NullTokenizer, one of its --vocab-size. Unset: one more, after them.",
+        "End-of-document id of NullTokenizer, below --vocab-size. Unset: an extra id after the vocabulary.",
         at_least=0,
         at_most=INT32,
         needs=(_read_by_types("null_tokenizer_eod_id"),),
@@ -262,7 +264,7 @@ class TokenizerConfig:
 
     sft_tokenizer_prompt_format: str | None = flag(
         None,
-        "How conversations become text. default: the tokenizer's chat template. Unset: nemotron-h-aligned with "
+        "Format of conversations as text. default: the tokenizer's chat template. Unset: nemotron-h-aligned with "
         "--tokenizer-type SFTTokenizer, as in Megatron-LM, else default.",
         choices=PROMPT_FORMATS,
         needs=(_SFT,),
@@ -275,5 +277,5 @@ class TokenizerConfig:
 
     @property
     def kind(self) -> str:
-        """The tokenizer type in force: GPT pretraining takes GPT2BPETokenizer when none is named, as Megatron does."""
+        """The tokenizer type in force: GPT2BPETokenizer if none is given, as in Megatron."""
         return self.tokenizer_type or GPT2

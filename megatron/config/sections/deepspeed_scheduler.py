@@ -1,4 +1,4 @@
-"""DeepSpeed's schedules of the learning rate, with the names that its JSON file and its command line give them."""
+"""DeepSpeed's learning-rate schedules, with the names of its JSON file and command line."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -31,7 +31,7 @@ REQUIRED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
     }
 )
-"""Schedule -> those without a default."""
+"""Schedule -> its parameters without a default."""
 
 
 _OF_EVERY_SCHEDULE = ("lr", "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
@@ -44,7 +44,7 @@ class DeepSpeedSchedulerConfig:
 
     lr_schedule: str | None = flag(
         None,
-        "One of DeepSpeed's schedules of the learning rate, number for number, in place of --lr-decay-style.",
+        "Use this learning-rate schedule of DeepSpeed, with the same numbers, instead of --lr-decay-style.",
         choices=tuple(PARAMETERS),
         excludes=(
             *excludes(*_OF_MEGATRON, why="they are two schedules", given=True),
@@ -54,38 +54,38 @@ class DeepSpeedSchedulerConfig:
     warmup_min_lr: float = flag(0.0, "Learning rate at the start of the warm-up.", at_least=0.0)
     warmup_max_lr: float | None = flag(
         None,
-        "Learning rate at the end of the warm-up. Unset: --lr with WarmupLR, 0.001 with WarmupDecayLR (DeepSpeed's).",
+        "Learning rate at the end of the warm-up. Unset: --lr with WarmupLR, else DeepSpeed's 0.001.",
         at_least=0.0,
     )
     warmup_num_steps: int = flag(1000, "Length of the warm-up.", at_least=1)
     warmup_type: str = flag("log", "Shape of the warm-up.", choices=("log", "linear"))
-    total_num_steps: int | None = flag(None, "Where the decay ends, counted from the first step.", at_least=1)
+    total_num_steps: int | None = flag(None, "Step at which the decay ends, counted from the first step.", at_least=1)
     warmup_min_ratio: float = flag(0.0, "Learning rate at the start of the warm-up, as a share of --lr.", at_least=0.0)
     cos_min_ratio: float = flag(0.0001, "Learning rate at the end of the decay, as a share of --lr.", at_least=0.0)
     cycle_min_lr: float | None = flag(None, "Learning rate at both ends of the cycle.", at_least=0.0)
     cycle_max_lr: float | None = flag(None, "Learning rate in the middle of the cycle.", at_least=0.0)
     decay_lr_rate: float = flag(
-        0.0, "After the cycle the rate is --cycle-min-lr / (1 + this x steps / --decay-step-size).", at_least=0.0
+        0.0, "Decay after the cycle: the rate is --cycle-min-lr / (1 + this x steps / --decay-step-size).", at_least=0.0
     )
     cycle_first_step_size: int = flag(2000, "Length of the cycle's rise.", at_least=1)
-    cycle_second_step_size: int | None = flag(None, "Length of the cycle's fall. Unset: that of its rise.", at_least=1)
-    cycle_first_stair_count: int = flag(0, "Stairs of the rise; 0 is continuous.", at_least=0)
+    cycle_second_step_size: int | None = flag(None, "Length of the cycle's fall. Unset: that of the rise.", at_least=1)
+    cycle_first_stair_count: int = flag(0, "Stairs of the rise. 0: continuous.", at_least=0)
     cycle_second_stair_count: int | None = flag(None, "Stairs of the fall. Unset: those of the rise.", at_least=0)
-    decay_step_size: int = flag(0, "Unit of the decay after the cycle; 0 is no decay.", at_least=0)
+    decay_step_size: int = flag(0, "Unit of the decay after the cycle, in steps. 0: no decay.", at_least=0)
     cycle_momentum: bool = flag(
         False,
-        "Cycle the momentum against the learning rate. DeepSpeed's files mean True where they do not say.",
+        "Cycle the momentum against the learning rate. The default in a DeepSpeed file is true.",
         status="later",
-        note='leave it out (in a file: "cycle_momentum": false), and the momentum stays as it is set',
+        note='leave it out (in a file: "cycle_momentum": false) to keep the momentum constant',
     )
     lr_range_test_min_lr: float = flag(1e-3, "Learning rate at the start of the test.", at_least=0.0)
     lr_range_test_step_size: int = flag(2000, "Steps in which the rate grows by one unit.", at_least=1)
-    lr_range_test_step_rate: float = flag(1.0, "The unit, as a share of --lr-range-test-min-lr.", at_least=0.0)
-    lr_range_test_staircase: bool = flag(False, "Grow once per --lr-range-test-step-size steps.")
+    lr_range_test_step_rate: float = flag(1.0, "Unit of growth, as a share of --lr-range-test-min-lr.", at_least=0.0)
+    lr_range_test_staircase: bool = flag(False, "Grow once per --lr-range-test-step-size steps, not continuously.")
 
     @staticmethod
     def needs_of(name: str) -> tuple[Need, ...]:
-        """One of the schedules that have this parameter."""
+        """The requirement of a schedule that has this parameter."""
         kinds = [kind for kind, names in PARAMETERS.items() if name in names]
         need = Need(f"--lr-schedule {' or '.join(kinds)}", lambda run: run.deepspeed_scheduler.lr_schedule in kinds)
         return (need,) if kinds else ()
@@ -97,7 +97,7 @@ class DeepSpeedSchedulerConfig:
 
     @property
     def takes_lr(self) -> bool:
-        """Whether --lr has an effect; the other schedules have rates of their own."""
+        """True if --lr has an effect. The other schedules define their own rates."""
         if self.lr_schedule == "WarmupLR":
             return self.warmup_max_lr is None
         return self.lr_schedule in (None, "WarmupCosineLR")

@@ -1,4 +1,4 @@
-"""Which implementation of each operation runs. No value changes the function that is computed."""
+"""The implementation of each operation. No value changes the function that is computed."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,10 @@ _LAYER_NORM = Need("--normalization LayerNorm", lambda run: run.model.normalizat
 
 @dataclass(frozen=True, kw_only=True)
 class KernelsConfig:
-    kernels: str = flag("auto", "auto, native or ref, and operations to leave out: auto,-rope,-layer_norm.")
+    kernels: str = flag("auto", "Kernels: auto, native or ref, and operations to leave out, as in auto,-rope.")
     compile: bool = flag(
         False,
-        "Compile every transformer layer with torch.compile: elementwise operations are fused, and starting takes a "
+        "Compile every transformer layer with torch.compile. This fuses elementwise operations; starting takes a "
         "minute longer.",
         excludes=excludes(
             "tensor_model_parallel_size",
@@ -26,7 +26,7 @@ class KernelsConfig:
             "cpu_offloading_num_layers",
             "overlap_param_gather",
             "num_experts",
-            why="only layers that one rank computes alone and once are compiled",
+            why="only layers that a single rank computes, once per pass, are compiled",
             way_out="leave --compile out",
         ),
     )
@@ -45,15 +45,15 @@ class KernelsConfig:
     use_flash_attn: bool = flag(False, "Short for --attention-backend flash.")
     attention_backend: str = flag(
         "auto",
-        "Which core attention runs.",
+        "Implementation of the core attention.",
         choices=("auto", "flash", "fused", "unfused", "local"),
         excludes=excludes("use_flash_attn", own=lambda run: run.kernels.attention_backend not in ("auto", "flash")),
     )
 
     cuda_graphs: bool = flag(
         False,
-        "Capture forward and backward of a micro-batch as CUDA graphs and replay them (one rank per model, no "
-        "experts).",
+        "Capture forward and backward of a micro-batch as CUDA graphs and replay them. Requires one rank per model "
+        "and no experts.",
         excludes=(
             *excludes(
                 "tensor_model_parallel_size",
@@ -61,10 +61,10 @@ class KernelsConfig:
                 "context_parallel_size",
                 why="ranks communicate within a pass, which is not recorded",
             ),
-            *excludes("num_experts", why="the host cuts the tokens by what each expert got"),
-            *excludes("overlap_grad_reduce", why="reductions are started from within a pass"),
-            *excludes("overlap_param_gather", why="weights are waited for within a pass"),
-            *excludes("compile", why="the two have not been tried together"),
+            *excludes("num_experts", why="the host splits the tokens by expert within a pass"),
+            *excludes("overlap_grad_reduce", why="reductions start within a pass"),
+            *excludes("overlap_param_gather", why="a pass waits for weights"),
+            *excludes("compile", why="the combination is untested"),
             *excludes("cpu_offloading_num_layers", why="activations leave the device within a pass"),
             *excludes(RECOMPUTES, why="it reads the random state within a pass"),
         ),

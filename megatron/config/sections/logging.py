@@ -22,7 +22,7 @@ _validation_flag = partial(flag, needs=(_EVALUATION, _VALIDATION))
 class LoggingConfig:
     log_interval: int = flag(100, "Steps between log lines.", at_least=1)
     log_format: str = flag(
-        "classic", "classic: Megatron-LM's lines, which its parsers read; compact: short lines with the time of day.",
+        "classic", "Format of log lines. classic: as Megatron-LM's, for its parsers; compact: short, with the time.",
         choices=("classic", "compact"),
     )  # fmt: skip
     log_kernels: bool = flag(False, "Print which implementation of each operation runs, and why.")
@@ -30,9 +30,9 @@ class LoggingConfig:
     tensorboard_log_interval: int = _tensorboard_flag(1, "Steps between TensorBoard entries.", at_least=1)
     tensorboard_queue_size: int = _tensorboard_flag(1000, "Pending TensorBoard entries before a flush.", at_least=1)
     log_memory_interval: int | None = flag(
-        None, "Steps between lines with the memory of the fullest rank; a multiple of --log-interval.", at_least=1
+        None, "Steps between log lines with the memory of the fullest rank, a multiple of --log-interval.", at_least=1
     )
-    metrics_jsonl: str | None = flag(None, "File that gets one JSON object per logged iteration.", path=True)
+    metrics_jsonl: str | None = flag(None, "File for metrics, one JSON object per logged iteration.", path=True)
     log_timers_to_tensorboard: bool = _tensorboard_flag(False, "Write the timers to TensorBoard.")
     log_memory_to_tensorboard: bool = _tensorboard_flag(False, "Write memory use to TensorBoard.")
     log_validation_ppl_to_tensorboard: bool = _tensorboard_flag(
@@ -51,11 +51,11 @@ class LoggingConfig:
     log_throughput: bool = flag(
         False, "Report TFLOP/s per device.", status="no-op", note="throughput is always reported"
     )
-    timing_log_level: int = flag(0, "0: the iteration; 1: its parts; 2: every timer.", choices=(0, 1, 2))
+    timing_log_level: int = flag(0, "Timers to log. 0: the iteration; 1: its parts; 2: all.", choices=(0, 1, 2))
     timing_log_option: str = flag(
-        "minmax", "Which ranks' timers are reported.", choices=("max", "minmax", "all"), needs=(_TIMERS,)
+        "minmax", "Ranks whose timers are reported.", choices=("max", "minmax", "all"), needs=(_TIMERS,)
     )
-    wandb_project: str | None = flag(None, "Weights & Biases project; turns it on.")
+    wandb_project: str | None = flag(None, "Weights & Biases project. Turns Weights & Biases on.")
     wandb_exp_name: str | None = flag(None, "Weights & Biases run name.", needs=(_WANDB,))
     wandb_save_dir: str | None = flag(None, "Directory for Weights & Biases files.", needs=(_WANDB,), path=True)
     wandb_entity: str | None = flag(None, "Weights & Biases entity.", needs=(_WANDB,))
@@ -65,10 +65,10 @@ class LoggingConfig:
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     eval_interval: int = _validation_flag(1000, "Steps between evaluations.", at_least=1)
-    start_eval_at_iter: int = _validation_flag(0, "No evaluation before this iteration.", at_least=0)
+    start_eval_at_iter: int = _validation_flag(0, "First iteration that may evaluate.", at_least=0)
     eval_global_batch_size: int | None = flag(
         None,
-        "Samples per evaluation step over all ranks. Unset: the (last) global batch size of training.",
+        "Samples per evaluation step over all ranks. Unset: the final global batch size of training.",
         at_least=1,
         at_most=INT32,
         needs=(_EVALUATION,),
@@ -80,36 +80,34 @@ class EvaluationConfig:
         at_most=INT32,
         needs=(_EVALUATION,),
     )
-    eval_iters: int = flag(100, "Global batches per evaluation; 0 is none.", at_least=0)
+    eval_iters: int = flag(100, "Global batches per evaluation. 0 turns evaluation off.", at_least=0)
     full_validation: bool = _validation_flag(False, "Evaluate on the whole validation set each time.")
     validation_samples: tuple[str, ...] | None = _validation_flag(
         None,
-        "Evaluate on the first N samples of the validation set each time: N, or NAME=N for each of several sets (under "
-        "--full-validation the others are read whole).",
+        "Evaluate on the first N samples each time: N, or NAME=N for each of several sets. With --full-validation, "
+        "sets without N are read whole.",
         nargs="+",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """Which steps and ranks are traced, and where the traces go."""
-
-    profile: bool = flag(False, "Trace a window of steps with PyTorch's profiler and print where the time went.")
-    profile_step_start: int = _trace_flag(10, "The trace begins after this iteration.", at_least=0)
-    profile_step_end: int = _trace_flag(12, "The last iteration that is traced.", at_least=1)
-    profile_ranks: tuple[int, ...] = _trace_flag((0,), "The ranks that are traced.", nargs="+")
-    profile_dir: str = _trace_flag("profile", "Folder of the traces; tools/profile_summary.py reads them.", path=True)
+    profile: bool = flag(False, "Trace a window of steps with PyTorch's profiler and print a summary of the time.")
+    profile_step_start: int = _trace_flag(10, "Iteration after which the trace begins.", at_least=0)
+    profile_step_end: int = _trace_flag(12, "Last iteration that is traced.", at_least=1)
+    profile_ranks: tuple[int, ...] = _trace_flag((0,), "Ranks that are traced.", nargs="+")
+    profile_dir: str = _trace_flag("profile", "Folder of the traces, for tools/profile_summary.py.", path=True)
     use_pytorch_profiler: bool = flag(
         False, "Trace with PyTorch's profiler.", status="no-op", note="--profile always does"
     )
     pytorch_profiler_collect_shapes: bool = _trace_flag(False, "Record the input shapes of every operation.")
     pytorch_profiler_collect_callstack: bool = _trace_flag(False, "Record the Python call stack of every operation.")
     record_memory_history: bool = _trace_flag(
-        False, "Record every allocation of the window: in the trace, and on CUDA as a memory snapshot too."
+        False, "Record every allocation of the window in the trace, and on CUDA also in a memory snapshot."
     )
     memory_snapshot_path: str | None = flag(
         None,
-        "The memory snapshot of the window (CUDA); .rankN is put before its ending.",
+        "File of the memory snapshot (CUDA). .rankN is inserted before its suffix.",
         needs=(_MEMORY,),
         insists=True,
         path=True,

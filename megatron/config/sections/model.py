@@ -17,7 +17,7 @@ _LEARNED = Need(
 _NO_POSITIONS = Need("--position-embedding-type none", lambda run: run.model.position_embedding_type == "none")
 _ACTIVATION = {
     "why": "each chooses the activation",
-    "way_out": "keep one (a preset's is turned off with --swiglu=false)",
+    "way_out": "keep one (--swiglu=false turns a preset's off)",
 }
 _WIRINGS = "they are different wirings of a layer"
 _GELU = Need(
@@ -30,8 +30,8 @@ _DENSE_LAYER = Need("a dense layer", lambda run: not run.moe.only_own_width(run.
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    model: str | None = flag(None, "Named preset (gpt2-124m, llama3-8b, ...); any other flag overrides it.")
-    num_layers: int = flag(0, "Transformer layers.", at_least=1, at_most=LAYERS, required=True)
+    model: str | None = flag(None, "Preset of model settings (gpt2-124m, llama3-8b, ...). Any flag overrides it.")
+    num_layers: int = flag(0, "Number of transformer layers.", at_least=1, at_most=LAYERS, required=True)
     hidden_size: int = flag(0, "Width of the residual stream.", at_least=1, at_most=WIDTH, required=True)
     ffn_hidden_size: int | None = flag(
         None,
@@ -40,25 +40,25 @@ class ModelConfig:
         at_most=WIDTH,
         needs=(_DENSE_LAYER,),
     )
-    num_attention_heads: int = flag(0, "Query heads.", at_least=1, at_most=WIDTH, required=True)
+    num_attention_heads: int = flag(0, "Number of query heads.", at_least=1, at_most=WIDTH, required=True)
     kv_channels: int | None = flag(None, "Width of one head. Unset: hidden size / heads.", at_least=1, at_most=WIDTH)
-    group_query_attention: bool = flag(False, "Grouped-query attention; needs --num-query-groups.")
+    group_query_attention: bool = flag(False, "Use grouped-query attention. Needs --num-query-groups.")
     num_query_groups: int | None = flag(
         None,
-        "Key/value heads; 1 is multi-query attention. Given alone it turns GQA on.",
+        "Number of key/value heads. Turns grouped-query attention on; 1 is multi-query attention.",
         at_least=1,
         at_most=WIDTH,
         aliases=("--num-key-value-heads",),
     )
     max_position_embeddings: int = flag(
         0,
-        "Rows of the learned position table, at least --seq-length. Only recorded with RoPE.",
+        "Rows of the learned position table, at least --seq-length. RoPE only records it.",
         at_least=1,
         at_most=INT32,
     )
     position_embedding_type: str = flag(
         "learned_absolute",
-        "How positions enter the model.",
+        "Kind of position encoding.",
         choices=("learned_absolute", "rope", "yarn", "none"),
         refused={
             "relative": "T5's relative positions are not supported; use learned_absolute or rope",
@@ -66,24 +66,24 @@ class ModelConfig:
         },
     )
     add_position_embedding: bool = flag(
-        True, "No learned position table.", off="--no-position-embedding", excludes=excludes(_LEARNED)
+        True, "Omit the learned position table.", off="--no-position-embedding", excludes=excludes(_LEARNED)
     )
     use_rotary_position_embeddings: bool = flag(
         False,
-        "23.06's spelling of --position-embedding-type rope (there is then no learned table).",
+        "Megatron-LM 23.06's spelling of --position-embedding-type rope, without a learned table.",
         excludes=excludes(_LEARNED, _NO_POSITIONS),
     )
     rotary_percent: float = flag(1.0, "Share of the head width that rotates.", above=0.0, at_most=1.0, needs=(ROPE,))
-    rotary_base: float = flag(10000.0, "RoPE's theta.", above=0.0, needs=(ROPE,))
+    rotary_base: float = flag(10000.0, "Base (theta) of the RoPE frequencies.", above=0.0, needs=(ROPE,))
     rotary_seq_len_interpolation_factor: float | None = flag(
         None,
-        "Linear position interpolation: positions are divided by this.",
+        "Divisor of the positions, for linear position interpolation.",
         above=0.0,
         excludes=excludes(_YARN, "use_rope_scaling", why="they are different scalings of RoPE"),
     )
     use_rope_scaling: bool = flag(
         False,
-        "Llama-3.x scaling of the RoPE frequencies.",
+        "Scale the RoPE frequencies as Llama 3.x does.",
         excludes=excludes(_YARN, why="they are different scalings of RoPE"),
     )
     rope_scaling_factor: float = flag(8.0, "Factor of --use-rope-scaling.", at_least=1.0, needs=(_LLAMA3,))
@@ -94,7 +94,7 @@ class ModelConfig:
     )
     yarn_factor: float = flag(
         1.0,
-        "YaRN: how many times longer the context is.",
+        "YaRN: ratio of the context to that of the original training.",
         aliases=("--yarn-rotary-scaling-factor",),
         at_least=1.0,
         needs=(_YARN,),
@@ -111,7 +111,7 @@ class ModelConfig:
     )
     make_vocab_size_divisible_by: int = flag(
         128,
-        "The vocabulary is padded in memory to a multiple of this times TP; padding has no meaning.",
+        "Factor that, times the tensor-parallel size, divides the padded vocabulary. Padding changes no result.",
         at_least=1,
         at_most=WIDTH,
     )
@@ -126,58 +126,59 @@ class ModelConfig:
     qk_layernorm: bool = flag(False, "Normalise Q and K before RoPE.")
     qk_layernorm_scope: str = flag(
         "head",
-        "What a norm of --qk-layernorm spans: each head, or all heads together (OLMo-2).",
+        "Span of a --qk-layernorm norm: each head separately, or all heads together (OLMo-2).",
         choices=("head", "all"),
         needs=(_QK_NORM,),
     )
     norm_placement: str = flag(
         "before",
-        "Where the norms of a layer stand: before attention and MLP, or after them, on what is added to the residual "
-        "stream (OLMo-2).",
+        "Position of a layer's norms: before attention and MLP, or after them, on the output that is added to the "
+        "residual stream (OLMo-2).",
         choices=("before", "after"),
     )
     use_parallel_residual: bool = flag(
         False,
-        "Attention and MLP both read the layer's input, each through its own norm, and are added to it together "
-        "(GPT-NeoX).",
+        "Run attention and MLP in parallel: both read the layer's input, each through its own norm, and both outputs "
+        "are added to it (GPT-NeoX).",
         aliases=("--gpt-j-residual",),
         excludes=excludes("norm_placement", "apply_residual_connection_post_layernorm", why=_WIRINGS),
     )
     window_size: tuple[int, ...] | None = flag(
         None,
-        "Sliding-window attention: LEFT RIGHT tokens besides the own one (Mistral with window w: w-1 0).",
+        "Window of sliding-window attention: LEFT RIGHT, the tokens besides the query's own. Mistral's window w is "
+        "w-1 0.",
         nargs="+",
     )
-    swiglu: bool = flag(False, "Gated SiLU MLP.", excludes=excludes("squared_relu", "openai_gelu", **_ACTIVATION))
-    squared_relu: bool = flag(False, "ReLU squared MLP.", excludes=excludes("openai_gelu", **_ACTIVATION))
-    openai_gelu: bool = flag(False, "The tanh form of GELU, which is also the default here.")
+    swiglu: bool = flag(False, "Use a gated SiLU MLP.", excludes=excludes("squared_relu", "openai_gelu", **_ACTIVATION))
+    squared_relu: bool = flag(False, "Use a squared-ReLU MLP.", excludes=excludes("openai_gelu", **_ACTIVATION))
+    openai_gelu: bool = flag(False, "Use the tanh form of GELU, the default except under --disable-bias-linear.")
     bias_gelu_fusion: bool = flag(
         True,
-        "Use the erf form of GELU (what the unfused path of Megatron computes).",
+        "Use the erf form of GELU, as Megatron's unfused path does.",
         off="--no-bias-gelu-fusion",
         needs=(_GELU,),
     )
-    add_bias_linear: bool = flag(True, "No bias in the linear layers.", off="--disable-bias-linear")
+    add_bias_linear: bool = flag(True, "Remove the biases of the linear layers.", off="--disable-bias-linear")
     add_qkv_bias: bool = flag(
-        False, "A bias in the QKV projection even under --disable-bias-linear (Qwen2).", needs=(_NO_BIAS,)
+        False, "Keep the bias of the QKV projection under --disable-bias-linear (Qwen2).", needs=(_NO_BIAS,)
     )
-    untie_embeddings_and_output_weights: bool = flag(False, "A separate output head.")
+    untie_embeddings_and_output_weights: bool = flag(False, "Use an output head separate from the token embedding.")
     attention_dropout: float = flag(0.1, "Dropout on the attention probabilities.", at_least=0.0, below=1.0)
     hidden_dropout: float = flag(0.1, "Dropout on embeddings and residual branches.", at_least=0.0, below=1.0)
     init_method_std: float = flag(
         0.02,
-        "Standard deviation of the initial weights; output projections use it / sqrt(2 x layers).",
+        "Standard deviation of the initial weights, divided by sqrt(2 x layers) for output projections.",
         at_least=0.0,
         needs=(_NORMAL,),
     )
-    init_method_xavier_uniform: bool = flag(False, "Xavier-uniform initial weights instead.")
+    init_method_xavier_uniform: bool = flag(False, "Draw Xavier-uniform instead of normal initial weights.")
     apply_residual_connection_post_layernorm: bool = flag(
         False,
-        "Residual taken after the norm instead of before (BERT style).",
+        "Take the residual after the norm instead of before it (BERT).",
         excludes=excludes("norm_placement", why=_WIRINGS),
     )
     apply_query_key_layer_scaling: bool = flag(
-        False, "Divide QK by the layer number and multiply back in fp32 inside the softmax (off here, unlike 23.06)."
+        False, "Divide QK by the layer number and multiply back in the fp32 softmax. Off by default, unlike in 23.06."
     )
     fp32_residual_connection: bool = flag(False, "Keep the residual stream in fp32.")
     attention_softmax_in_fp32: bool = flag(
@@ -193,7 +194,7 @@ class ModelConfig:
 
     @property
     def query_groups(self) -> int:
-        """Key/value heads."""
+        """Number of key/value heads."""
         return self.num_query_groups if self.num_query_groups is not None else self.num_attention_heads
 
     @property
@@ -214,8 +215,8 @@ class ModelConfig:
             return "swiglu"
         if self.squared_relu:
             return "squared_relu"
-        # Megatron's fused bias+GELU is the tanh form and its unfused path the erf form; without a bias there is
-        # nothing to fuse, so --disable-bias-linear takes the unfused path as well. --openai-gelu is always tanh.
+        # Megatron's fused bias+GELU is the tanh form, its unfused path the erf form. Without a bias there is nothing
+        # to fuse, so --disable-bias-linear implies the unfused path. --openai-gelu is always tanh.
         fused = self.bias_gelu_fusion and self.add_bias_linear
         return "gelu_tanh" if fused or self.openai_gelu else "gelu_erf"
 
@@ -237,7 +238,7 @@ class ModelConfig:
 
     @property
     def window(self) -> tuple[int, int] | None:
-        """(left, right) tokens that a query sees besides its own position; None = no window."""
+        """(left, right) numbers of tokens that a query sees besides its own; None without a window."""
         return None if self.window_size is None else (self.window_size[0], self.window_size[1])
 
     @property

@@ -1,4 +1,4 @@
-"""Mixture of experts: routers, experts and load balancing; and architectures that are known but not built yet."""
+"""Mixture of experts: routers, experts and load balancing. Also architectures that are not implemented yet."""
 
 import re
 from dataclasses import dataclass
@@ -30,42 +30,42 @@ _expert_flag = partial(flag, needs=(_EXPERTS,))
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     num_experts: int | None = flag(
-        None, "Experts of each MoE layer; unset is a dense model.", at_least=1, at_most=EXPERTS
+        None, "Number of experts of each MoE layer. Unset: a dense model.", at_least=1, at_most=EXPERTS
     )
     moe_layer_freq: str = _expert_flag(
-        "1", "Which layers have experts: every N-th, beginning with the first, or a list such as ([0]*3+[1]*9)."
+        "1", "Layers with experts: every N-th, beginning with the first, or a 0/1 list such as ([0]*3+[1]*9)."
     )
     moe_ffn_hidden_size: int | None = _expert_flag(
         None, "Width of an expert. Unset: --ffn-hidden-size.", at_least=1, at_most=WIDTH
     )
-    moe_router_topk: int = _expert_flag(2, "Experts that each token goes to.", at_least=1)
+    moe_router_topk: int = _expert_flag(2, "Number of experts per token.", at_least=1)
     moe_router_pre_softmax: bool = flag(
         False,
-        "Softmax over all experts before the choice; the weights of a token then do not add up to 1.",
+        "Apply the softmax to all experts, before the choice. The weights of a token then do not add up to 1.",
         needs=(_EXPERTS, _SOFTMAX),
     )
     moe_router_score_function: str = _expert_flag(
-        "softmax", "How a router's logits become scores.", choices=("softmax", "sigmoid")
+        "softmax", "Function from a router's logits to scores.", choices=("softmax", "sigmoid")
     )
     moe_router_num_groups: int | None = _expert_flag(
-        None, "Groups of experts; a token goes to experts of --moe-router-group-topk of them only.", at_least=1
+        None, "Number of expert groups. A token uses experts of only --moe-router-group-topk groups.", at_least=1
     )
     moe_router_group_topk: int | None = _expert_flag(
         None,
-        "Groups that a token's experts may be in: those whose best experts (--moe-router-topk over this many of each) "
-        "score highest together.",
+        "Number N of expert groups per token. The router chooses the groups whose best --moe-router-topk / N scores "
+        "have the largest sum.",
         at_least=1,
     )
     moe_router_topk_scaling_factor: float | None = _expert_flag(
-        None, "Factor on a token's weights; with sigmoid scores, or softmax before the choice.", above=0.0
+        None, "Factor on a token's weights. Needs sigmoid scores or --moe-router-pre-softmax.", above=0.0
     )
     moe_router_dtype: str | None = _expert_flag(
-        None, "What routers compute in. Unset: logits as the model, scores in fp32.", choices=("fp32", "fp64")
+        None, "Data type of routers. Unset: logits in the model's type, scores in fp32.", choices=("fp32", "fp64")
     )
     moe_router_load_balancing_type: str = flag(
         "aux_loss",
-        "What the load-balance loss looks at: every sequence (seq_aux_loss), or all of a micro-batch together "
-        "(aux_loss, which therefore depends on --micro-batch-size).",
+        "Scope of the load-balance loss. seq_aux_loss: each sequence; aux_loss: the whole micro-batch, so training "
+        "depends on --micro-batch-size.",
         choices=("aux_loss", "seq_aux_loss", "none"),
         refused={
             "sinkhorn": "Sinkhorn routing is not supported; use seq_aux_loss",
@@ -76,30 +76,30 @@ class MoEConfig:
     moe_aux_loss_coeff: float = flag(0.0, "Weight of the load-balance loss.", at_least=0.0, needs=(_EXPERTS, _BALANCED))
     moe_z_loss_coeff: float | None = _expert_flag(None, "Weight of the router z-loss.", at_least=0.0)
     moe_router_enable_expert_bias: bool = _expert_flag(
-        False, "Balance by a bias on the scores that the choice is made by; needs sigmoid scores."
+        False, "Balance experts by a bias on the scores that select them. Needs sigmoid scores."
     )
-    moe_router_bias_update_rate: float = flag(1e-3, "Step of that bias.", at_least=0.0, needs=(_EXPERT_BIAS,))
+    moe_router_bias_update_rate: float = flag(1e-3, "Step of the expert bias.", at_least=0.0, needs=(_EXPERT_BIAS,))
     moe_expert_capacity_factor: float | None = _expert_flag(
         None,
-        "An expert takes at most this times its even share of each sequence's tokens and drops the rest. "
+        "Capacity of an expert as a multiple of its even share of each sequence's tokens; it drops the rest. "
         "Unset: dropless.",
         above=0.0,
         excludes=excludes(
             "context_parallel_size",
             Need("--sequence-parallel", lambda run: run.parallel.splits_sequence),
-            why="what is dropped is decided over whole sequences, which the latter cuts",
+            why="dropping is decided over whole sequences, which the latter splits",
             own=lambda run: run.moe.is_on and run.moe.moe_expert_capacity_factor is not None,
         ),
     )
     moe_token_drop_policy: str = flag(
         "probs",
-        "What is dropped: the lowest weights, or the latest positions.",
+        "Tokens that an expert drops. probs: the lowest weights; position: the latest positions.",
         choices=("probs", "position"),
         needs=(_CAPACITY,),
     )
     moe_token_dispatcher_type: str = flag(
         "alltoall",
-        "How tokens are sent to experts on other ranks.",
+        "Communication of tokens to experts on other ranks.",
         choices=("alltoall", "allgather", "flex"),
         status="no-op",
         note="tokens are always sent by all-to-all, each to the ranks of its experts only; an all-gather computes the "
@@ -107,16 +107,16 @@ class MoEConfig:
     )
     moe_grouped_gemm: bool = flag(
         False,
-        "One grouped product for all experts of a rank. The results are equal with and without.",
+        "Multiply all experts of a rank in one grouped product. It changes no result.",
         status="no-op",
-        note="taken wherever the device has one (grouped_linear in the table of kernels); "
+        note="a grouped product is used wherever the device has one (grouped_linear in the table of kernels); "
         "--kernels auto,-grouped_linear multiplies expert after expert",
     )
     moe_shared_expert_intermediate_size: int | None = _expert_flag(
         None, "Width of the shared expert, which every token goes to.", at_least=1, at_most=WIDTH
     )
     multi_latent_attention: bool = flag(
-        False, "Multi-latent attention.", status="later", note="use --num-query-groups for a small KV cache"
+        False, "Use multi-latent attention.", status="later", note="use --num-query-groups for a small KV cache"
     )
     q_lora_rank: int | None = flag(None, "Rank of MLA's query projection.", status="later", note="leave it out")
     kv_lora_rank: int = flag(32, "Rank of MLA's key/value projection.", status="later", note="leave it out")
@@ -139,7 +139,7 @@ class MoEConfig:
 
     @property
     def balances(self) -> bool:
-        """Whether a load-balance loss has a gradient."""
+        """True if a load-balance loss has a gradient."""
         return self.is_on and self.moe_aux_loss_coeff > 0.0 and self.moe_router_load_balancing_type != "none"
 
     @property
@@ -147,17 +147,17 @@ class MoEConfig:
         return "sequence" if self.moe_router_load_balancing_type == "seq_aux_loss" else "micro-batch"
 
     def only_own_width(self, num_layers: int) -> bool:
-        """Whether every layer has experts, of a width of their own."""
+        """True if every layer has experts, whose width is set separately."""
         own = self.is_on and self.moe_ffn_hidden_size is not None
         return own and len(self.expert_layers(num_layers)) == num_layers
 
     def expert_layers(self, num_layers: int) -> tuple[int, ...]:
-        """The layers, of `num_layers`, that have experts."""
+        """Indices of the layers that have experts."""
         return tuple(n for n, on in enumerate(_pattern(self.moe_layer_freq, num_layers)) if on) if self.is_on else ()
 
 
 def _pattern(text: str, num_layers: int) -> list[bool]:
-    """Per layer whether it has experts."""
+    """True for each layer that has experts."""
     written = text.replace(" ", "")
     if re.fullmatch(r"0*[1-9][0-9]{0,8}", written):
         return [layer % int(written) == 0 for layer in range(num_layers)]
@@ -165,7 +165,7 @@ def _pattern(text: str, num_layers: int) -> list[bool]:
     repeated = [(term[1].split(","), int(term[2] or 1)) for term in terms if term]
     entries = sum(len(digits) * times for digits, times in repeated)  # counted before they are written out
     if not all(terms) or entries != num_layers:
-        found = f"has {entries} entries for --num-layers {num_layers}" if all(terms) else "is no such list"
+        found = f"has {entries} entries for --num-layers {num_layers}" if all(terms) else "is not such a list"
         raise ConfigError(
             f"--moe-layer-freq {text[:200]}: {found}; give a number (every N-th layer has experts), or one 0 or 1 per "
             "layer such as ([0]*3+[1]*9)"

@@ -15,8 +15,7 @@ def _is(*names: str) -> tuple[Need, ...]:
 
 
 def _updates_with(*names: str) -> tuple[Need, ...]:
-    """The condition that one of these update rules is in use, also as --muon-scalar-optimizer, which updates what is no
-    matrix under Muon."""
+    """The condition that one of these update rules is in use, as --optimizer or as --muon-scalar-optimizer."""
     return (
         Need(
             f"--optimizer {' or '.join(names)}",
@@ -39,7 +38,7 @@ _GROWING = Need(
 )
 _QK_NORMS = Need("--qk-layernorm", lambda run: run.model.qk_layernorm)
 _TAKES_LR = Need(
-    "a schedule that starts from it (this --lr-schedule has rates of its own)",
+    "a schedule that uses it (this --lr-schedule defines its own rates)",
     lambda run: run.deepspeed_scheduler.takes_lr or run.deepspeed_scheduler.warmup_max_lr == run.schedule.lr,
 )
 _DECOUPLED = Need("--decoupled-lr", lambda run: run.schedule.decoupled_lr is not None)
@@ -60,23 +59,22 @@ _adafactor_flag = partial(flag, needs=_ADAFACTOR)
 class OptimizerConfig:
     optimizer: str = flag(
         "adam",
-        "adam is AdamW (decoupled decay), adam8bit the same with moments of 8 bits. muon orthogonalises the updates of "
-        "matrices, each whole in every layout; dist_muon is the same here. adafactor keeps of a matrix's second moment "
-        "the means of its rows and columns alone.",
+        "Update rule. adam: AdamW; adam8bit: AdamW with 8-bit moments; muon: orthogonalised updates of matrices "
+        "(dist_muon is the same); adafactor: a second moment of row and column means.",
         choices=("adam", "sgd", "lion", "adam8bit", "adafactor", *_MUONS),
         refused=dict.fromkeys(("adaptive_muon", "soap"), "not supported yet; use muon or adam"),
     )
     weight_decay: float = flag(
         0.01,
-        "Weight decay (decoupled, but added to the gradient in SGD); biases and 1-D parameters have none.",
+        "Weight decay, decoupled except in SGD. Biases and 1-D parameters have none.",
         at_least=0.0,
     )
     apply_wd_to_qk_layernorm: bool = flag(
-        False, "Weight decay of the norms of queries and keys too (--qk-layernorm).", needs=(_QK_NORMS,)
+        False, "Apply weight decay to the query and key norms too (--qk-layernorm).", needs=(_QK_NORMS,)
     )
     weight_decay_incr_style: str = flag(
         "constant",
-        "How weight decay moves from start to end.",
+        "Shape of the weight decay's ramp from start to end.",
         choices=("constant", "linear", "cosine"),
         excludes=excludes("weight_decay", given=True, way_out="remove --weight-decay"),
     )
@@ -86,125 +84,125 @@ class OptimizerConfig:
     end_weight_decay: float | None = flag(
         None, "Weight decay at the end of its ramp.", at_least=0.0, needs=(_GROWING,), insists=True
     )
-    clip_grad: float = flag(1.0, "Largest global L2 norm of the gradient; 0 is no clipping.", at_least=0.0)
+    clip_grad: float = flag(1.0, "Largest global L2 norm of the gradient. 0 turns clipping off.", at_least=0.0)
     adam_beta1: float = flag(0.9, "Adam's first beta.", at_least=0.0, below=1.0, needs=_updates_with(*_ADAMS))
     adam_beta2: float = flag(0.999, "Adam's second beta.", at_least=0.0, below=1.0, needs=_updates_with(*_ADAMS))
     adam_eps: float = flag(1e-8, "Adam's epsilon.", above=0.0, needs=_updates_with(*_ADAMS))
     store_param_remainders: bool = flag(
         False,
-        "Store the low 16 bits of the fp32 master weights beside the bf16 weights, instead of whole fp32 copies. "
-        "Training is the same, except that a weight halfway between two bf16 numbers is rounded away from zero. Needs "
-        "the native adamw of --kernels.",
+        "Store only the low 16 bits of the fp32 master weights beside the bf16 weights. Needs the native adamw of "
+        "--kernels. Only weights halfway between two bf16 numbers round differently, away from zero.",
         excludes=excludes("optimizer_cpu_offload", "optimizer_offload_directory", why="masters on the host are whole"),
     )
     sgd_momentum: float = flag(0.9, "Momentum of SGD.", at_least=0.0, below=1.0, needs=_is("sgd"))
     optimizer_cpu_offload: bool = flag(
         False,
-        "Keep moments and fp32 masters of Adam in host memory, and update there: gradients come to the host, and "
-        "weights go back, while the device is at other work.",
+        "Keep Adam's moments and fp32 masters in host memory and update them there. Gradient and weight copies overlap "
+        "with other work of the device.",
         excludes=excludes("optimizer_offload_directory", why="the optimizer's state is in memory or in a file"),
     )
     optimizer_offload_directory: str | None = flag(
         None,
-        "Keep them in a file of this directory instead (a fast local disk), read ahead and written behind the update. "
-        "The file has no name and is gone with the process.",
+        "Directory on a fast local disk for Adam's moments and fp32 masters, which are prefetched and written behind "
+        "the update. The file has no name and disappears with the process.",
         path=True,
     )
     optimizer_offload_fraction: float = flag(
         1.0,
-        "Share of the optimizer's state that is offloaded, in whole gradient buckets; above 0 at least one.",
+        "Share of the optimizer's state that is offloaded, in whole gradient buckets. Above 0, at least one.",
         at_least=0.0,
         at_most=1.0,
         needs=(_OFFLOAD,),
     )
     decoupled_weight_decay: bool = flag(
         True,
-        "Adam's weight decay is added to the gradient, and so to the moments (L2), as in the first Adam.",
+        "Add Adam's weight decay to the gradient (L2), as the original Adam does.",
         off="--no-decoupled-weight-decay",
         needs=_updates_with("adam"),
     )
     lion_beta1: float = flag(
         0.95,
-        "Lion's first beta: the share of the momentum in the direction.",
+        "Lion's first beta: weight of the momentum in the update.",
         at_least=0.0,
         below=1.0,
         needs=_updates_with("lion"),
     )
     lion_beta2: float = flag(
-        0.98, "Lion's second beta: of the momentum.", at_least=0.0, below=1.0, needs=_updates_with("lion")
+        0.98, "Lion's second beta: decay of the momentum.", at_least=0.0, below=1.0, needs=_updates_with("lion")
     )
     muon_momentum: float = _muon_flag(0.9, "Momentum of Muon.", at_least=0.0, below=1.0)
-    muon_nesterov: bool = _muon_flag(False, "Nesterov's form of Muon's momentum.", aliases=("--muon-use-nesterov",))
+    muon_nesterov: bool = _muon_flag(False, "Use Nesterov momentum in Muon.", aliases=("--muon-use-nesterov",))
     muon_split_qkv: bool = _muon_flag(
         True,
-        "Orthogonalise fused queries, keys and values as one matrix. Default: each apart.",
+        "Orthogonalise fused queries, keys and values as one matrix, not separately.",
         off="--muon-no-split-qkv",
     )
-    muon_num_ns_steps: int = _muon_flag(5, "Newton-Schulz steps of Muon.", at_least=1, at_most=99)
+    muon_num_ns_steps: int = _muon_flag(5, "Number of Newton-Schulz steps of Muon.", at_least=1, at_most=99)
     muon_coefficient_type: str = _muon_flag(
         "quintic",
-        "Coefficients of the Newton-Schulz steps; simple are those of torch.optim.Muon.",
+        "Coefficients of the Newton-Schulz steps. simple: those of torch.optim.Muon.",
         choices=("simple", "quintic", "polar_express", "aol"),
     )
     muon_scale_mode: str = _muon_flag(
         "spectral",
-        "Factor on Muon's update of a matrix of m rows and n columns: spectral sqrt(max(m, n)), unit_rms_norm "
-        "sqrt(m / n), shape_scaling sqrt(max(1, m / n)).",
+        "Factor on Muon's update of an m x n matrix. spectral: sqrt(max(m, n)); unit_rms_norm: sqrt(m / n); "
+        "shape_scaling: sqrt(max(1, m / n)).",
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
     )
-    muon_extra_scale_factor: float = _muon_flag(1.0, "A further factor on Muon's updates.", above=0.0)
+    muon_extra_scale_factor: float = _muon_flag(1.0, "Additional factor on Muon's updates.", above=0.0)
     muon_fp32_matmul_prec: str = _muon_flag(
         "medium",
-        "Type of the Newton-Schulz products of fp32 momenta: medium is bf16, highest fp32.",
+        "Precision of the Newton-Schulz products of fp32 momenta. medium: bf16; highest: fp32.",
         choices=("medium", "highest"),
         refused={"low": "there is no such precision; use medium", "high": "use medium, or highest with --allow-tf32"},
     )
     muon_tp_mode: str = flag(
         "distributed",
-        "How a matrix that tensor parallelism splits is orthogonalised: always whole, by one rank.",
+        "Orthogonalisation of matrices that tensor parallelism splits. They are always orthogonalised whole, by one "
+        "rank.",
         choices=("distributed", "duplicated"),
-        refused={"blockwise": "each rank's part alone is another update in every layout; leave it out"},
+        refused={"blockwise": "updates of each rank's part would depend on the layout; leave it out"},
         status="no-op",
         note="each matrix is orthogonalised whole, by one of the ranks that hold it",
     )
     muon_scalar_optimizer: str = _muon_flag(
         "adam",
-        "With Muon, what updates the parameters that are no matrices, and the tables of words and positions.",
+        "Update rule, under Muon, of the embeddings, the output head and all parameters that are not matrices.",
         choices=("adam", "lion"),
     )
     adafactor_beta1: float = _adafactor_flag(
         0.0,
-        "Adafactor's first moment, of updates; 0 keeps none, which saves 4 bytes per parameter.",
+        "Beta of Adafactor's first moment, which averages updates. 0 keeps none and saves 4 bytes per parameter.",
         at_least=0.0,
         below=1.0,
     )
     adafactor_decay_rate: float = _adafactor_flag(
         -0.8,
-        "Exponent of Adafactor's second moment: at update t, t to this power is the share of the new squares.",
+        "Exponent of Adafactor's second moment. The squares of update t get the weight t to this power.",
         at_most=0.0,
     )
     adafactor_clip_threshold: float = _adafactor_flag(
-        1.0, "Largest root mean square of an update of Adafactor, before its rate.", above=0.0
+        1.0, "Largest root mean square of an Adafactor update, before the learning rate.", above=0.0
     )
-    adafactor_eps1: float = _adafactor_flag(1e-30, "Added to Adafactor's squared gradients.", above=0.0)
+    adafactor_eps1: float = _adafactor_flag(1e-30, "Constant added to Adafactor's squared gradients.", above=0.0)
     adafactor_eps2: float = flag(
         1e-3,
-        "Smallest root mean square that Adafactor takes a parameter to have.",
+        "Lower bound on a parameter's root mean square in Adafactor's rate.",
         at_least=0.0,
         needs=(*_ADAFACTOR, _SCALED),
     )
     adafactor_scale_parameter: bool = _adafactor_flag(
         True,
-        "Adafactor's rate is --lr. Default: --lr times the root mean square of the parameter.",
+        "Use --lr as Adafactor's rate, not --lr times the root mean square of the parameter.",
         off="--adafactor-no-scale-parameter",
     )
     adafactor_relative_step: bool = _adafactor_flag(
         False,
-        "Adafactor's rate at update t is at most 1 / sqrt(t), as in torch.optim; with a constant --lr of 0.01 it is "
-        "the paper's.",
+        "Limit Adafactor's rate at update t to 1 / sqrt(t), as torch.optim does. A constant --lr of 0.01 then gives "
+        "the paper's rate.",
     )
     use_precision_aware_optimizer: bool = flag(
-        False, "Adam's moments in the types of --exp-avg-dtype and --exp-avg-sq-dtype.", needs=(*_is("adam"), _A_TYPE)
+        False, "Store Adam's moments as --exp-avg-dtype and --exp-avg-sq-dtype.", needs=(*_is("adam"), _A_TYPE)
     )
     exp_avg_dtype: str = flag(
         "fp32", "Type of Adam's first moment.", choices=("fp32", "bf16"), refused=_NARROW, needs=(_PRECISION_AWARE,)
@@ -219,7 +217,7 @@ class OptimizerConfig:
 
     @property
     def scalar_optimizer(self) -> str | None:
-        """The rule beside Muon."""
+        """The rule of parameters that Muon does not update."""
         return self.muon_scalar_optimizer if self.uses_muon else None
 
     @property
@@ -228,12 +226,12 @@ class OptimizerConfig:
 
     @property
     def moment_dtypes(self) -> tuple[str, str]:
-        """As --use-precision-aware-optimizer has them."""
+        """Types of the first and second moment under --use-precision-aware-optimizer."""
         return self.exp_avg_dtype, self.exp_avg_sq_dtype
 
     @property
     def is_plain_adamw(self) -> bool:
-        """Whether the native kernel computes it."""
+        """True for the update that the native kernel computes."""
         return self.optimizer == "adam" and self.decoupled_weight_decay and not self.has_narrow_moments
 
     @property
@@ -246,11 +244,11 @@ class ScheduleConfig:
     lr: float | None = flag(None, "Peak learning rate.", at_least=0.0, needs=(_TAKES_LR,))
     min_lr: float = flag(0.0, "Smallest learning rate.", at_least=0.0, needs=(_DECAY,))
     decoupled_lr: float | None = flag(
-        None, "Peak learning rate of the word table and the output layer, in place of --lr.", at_least=0.0
+        None, "Peak learning rate of the token embedding and the output layer, in place of --lr.", at_least=0.0
     )
     decoupled_min_lr: float | None = flag(
         None,
-        "Smallest learning rate of the word table and the output layer. Unset: --min-lr.",
+        "Smallest learning rate of the token embedding and the output layer. Unset: --min-lr.",
         at_least=0.0,
         needs=(_DECOUPLED, _DECAY),
     )
@@ -265,13 +263,13 @@ class ScheduleConfig:
     )
     lr_warmup_fraction: float | None = flag(
         None,
-        "Linear warm-up as a share of the decay length.",
+        "Length of the linear warm-up as a share of the decay length.",
         at_least=0.0,
         at_most=1.0,
         excludes=excludes("lr_warmup_iters", "lr_warmup_samples"),
     )
-    lr_warmup_iters: int = flag(0, "Steps of the linear warm-up.", at_least=0)
-    lr_warmup_samples: int = flag(0, "Samples of the linear warm-up.", at_least=0)
+    lr_warmup_iters: int = flag(0, "Length of the linear warm-up in steps.", at_least=0)
+    lr_warmup_samples: int = flag(0, "Length of the linear warm-up in samples.", at_least=0)
     lr_warmup_init: float = flag(0.0, "Learning rate at the start of the warm-up.", at_least=0.0, needs=(_WARMUP,))
     lr_wsd_decay_style: str = flag(
         "exponential",
@@ -283,14 +281,14 @@ class ScheduleConfig:
     lr_wsd_decay_samples: int | None = flag(None, "Length of WSD's last part in samples.", at_least=1, needs=(_WSD,))
     override_opt_param_scheduler: bool = flag(
         False,
-        "On resume take the schedule from the command line.",
+        "Use the command line's learning-rate schedule on resume.",
         spelling="--override-opt_param-scheduler",
         needs=(RESUME,),
         excludes=excludes("use_checkpoint_opt_param_scheduler"),
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
         False,
-        "On resume take the schedule from the checkpoint.",
+        "Use the checkpoint's learning-rate schedule on resume.",
         spelling="--use-checkpoint-opt_param-scheduler",
         needs=(RESUME,),
     )

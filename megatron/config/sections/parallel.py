@@ -1,4 +1,4 @@
-"""How the work is divided over ranks."""
+"""Parallel layouts: the division of the work over ranks."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _BUCKETS = Need("stage 0 or 1 of ZeRO (--zero-stage)", lambda run: run.parallel.
 _ZERO_1 = Need("--zero-stage 1 (--use-distributed-optimizer)", lambda run: run.parallel.zero == 1)
 _ZERO_3 = Need("stage 3 of ZeRO (--zero-stage 3)", lambda run: run.parallel.zero == 3)
 _FSDP2 = Need("--use-torch-fsdp2", lambda run: run.parallel.use_torch_fsdp2)
-_FP32_GRADIENTS = "gradients are added up and reduced in fp32, unless --grad-reduce-in-bf16 is given"
+_FP32_GRADIENTS = "gradients are accumulated and reduced in fp32, unless --grad-reduce-in-bf16 is given"
 _STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _ON_HOST = Need("--remote-device cpu", lambda run: run.parallel.parameters_on_host)
 _DEFERS = Need(
@@ -33,13 +33,13 @@ _DEFERS = Need(
 
 
 def _gathering(asking: str) -> Iterator[Exclude]:
-    """What ZeRO's stages 2 and 3 exclude, which gather weights for every pass, where this setting asks for them."""
+    """Yields the exclusions of ZeRO stages 2 and 3, if the setting `asking` selects one of them."""
     for other, why in (
-        (_DEFERS, "it computes weight gradients after those of the layer were reduced"),
-        ("cuda_graphs", "a graph has fixed addresses, and gathered weights have none"),
-        ("compile", "the two have not been tried together"),
-        ("store_param_remainders", "the masters are the weights that the ranks keep"),
-        ("optimizer_offload_fraction", "where weights are divided, all of the optimizer's state is offloaded or none"),
+        (_DEFERS, "it computes weight gradients after the layer's gradients were reduced"),
+        ("cuda_graphs", "a graph needs fixed addresses, and gathered weights have none"),
+        ("compile", "the combination is untested"),
+        ("store_param_remainders", "the sharded weights are the fp32 masters"),
+        ("optimizer_offload_fraction", "with sharded weights all of the optimizer's state is offloaded, or none"),
     ):
         yield Exclude(other=other, why=why, own=lambda run: run.parallel.zero_asked.get(asking, 0) >= 2)
 
@@ -47,9 +47,9 @@ def _gathering(asking: str) -> Iterator[Exclude]:
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     tensor_model_parallel_size: int = flag(
-        1, "Ranks that share each layer.", aliases=("--model-parallel-size",), at_least=1, at_most=LARGEST_WORLD
+        1, "Number of ranks per layer.", aliases=("--model-parallel-size",), at_least=1, at_most=LARGEST_WORLD
     )
-    pipeline_model_parallel_size: int = flag(1, "Pipeline stages.", at_least=1, at_most=LARGEST_WORLD)
+    pipeline_model_parallel_size: int = flag(1, "Number of pipeline stages.", at_least=1, at_most=LARGEST_WORLD)
     pipeline_schedule: str | None = flag(
         None,
         "Order of the forward and backward passes. Unset: 1f1b, or interleaved with virtual stages.",
@@ -58,55 +58,55 @@ class ParallelConfig:
         insists=True,
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, "Layers per virtual stage: each rank has several, and the interleaved schedule.", at_least=1
+        None, "Layers per virtual stage. Each rank gets several stages and runs the interleaved schedule.", at_least=1
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
-        None, "Virtual stages of each rank, instead of their number of layers; 1 is none.", at_least=1
+        None, "Virtual stages per rank, instead of layers per virtual stage. 1: no virtual stages.", at_least=1
     )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
         None,
-        "Micro-batches that a virtual stage runs before the next one begins, in the interleaved schedule; the last "
-        "group may be smaller. Unset: --pipeline-model-parallel-size, which is also the least.",
+        "Micro-batches that a virtual stage runs before the next one begins (interleaved schedule); the last group may "
+        "be smaller. Unset: --pipeline-model-parallel-size, which is also the minimum.",
         at_least=1,
         needs=(_VIRTUAL_STAGES,),
     )
     account_for_embedding_in_pipeline_split: bool = flag(
-        False, "Count the embedding as a layer when the layers are divided over the stages."
+        False, "Count the embedding as a layer when dividing the layers over the stages."
     )
     account_for_loss_in_pipeline_split: bool = flag(
-        False, "Count the output layer and the loss as a layer when the layers are divided over the stages."
+        False, "Count the output layer and the loss as a layer when dividing the layers over the stages."
     )
     decoder_first_pipeline_num_layers: int | None = flag(
-        None, "Layers of the first stage.", at_least=1, needs=(_STAGES,), insists=True
+        None, "Number of layers of the first stage.", at_least=1, needs=(_STAGES,), insists=True
     )
     decoder_last_pipeline_num_layers: int | None = flag(
-        None, "Layers of the last stage.", at_least=1, needs=(_STAGES,), insists=True
+        None, "Number of layers of the last stage.", at_least=1, needs=(_STAGES,), insists=True
     )
     pipeline_trace: str | None = flag(
         None,
-        "Directory where each rank records when the passes of its last steps ran, for tools/draw_pipeline.py.",
+        "Directory for the start and end times of each rank's last passes, drawn by tools/draw_pipeline.py.",
         needs=(_STAGES,),
         insists=True,
         path=True,
     )
     sequence_parallel: bool = flag(
         False,
-        "Split norms and dropout over the tensor-parallel ranks, if there are several.",
+        "Split norms and dropout along the sequence over the tensor-parallel ranks.",
         needs=(_SEVERAL_TENSOR_RANKS,),
     )
-    context_parallel_size: int = flag(1, "Ranks that share each sequence.", at_least=1, at_most=LARGEST_WORLD)
+    context_parallel_size: int = flag(1, "Number of ranks per sequence.", at_least=1, at_most=LARGEST_WORLD)
     cp_comm_type: tuple[str, ...] = flag(
         ("p2p",),
-        "How context-parallel ranks share attention: p2p (ring attention), a2a (all-to-all: each rank attends with "
-        "some of the heads), allgather (each rank gathers all keys and values). a2a+p2p is taken as p2p.",
+        "Method of context-parallel attention. p2p, a2a+p2p: ring attention; a2a: each rank computes some of the "
+        "heads; allgather: each rank gathers all keys and values.",
         nargs="+",
         choices=("p2p", "a2a", "allgather", "all_gather", "a2a+p2p"),
         needs=(_CONTEXT_RANKS,),
     )
-    expert_model_parallel_size: int = flag(1, "Ranks that share the experts.", at_least=1, at_most=LARGEST_WORLD)
+    expert_model_parallel_size: int = flag(1, "Ranks that divide the experts.", at_least=1, at_most=LARGEST_WORLD)
     expert_tensor_parallel_size: int | None = flag(
         None,
-        "Ranks that each expert is split over.",
+        "Number of ranks that each expert is split over.",
         at_least=1,
         status="no-op",
         note="experts are split over the tensor-parallel ranks, as all layers are",
@@ -114,24 +114,24 @@ class ParallelConfig:
     )
     check_replicas_every: int | None = flag(
         None,
-        "Steps between bitwise comparisons of replicated parameters and optimizer state; a difference stops the run "
-        "and names the parameter and the ranks.",
+        "Steps between bitwise comparisons of replicated parameters and optimizer state. A difference stops the run; "
+        "the error names the parameter and the ranks.",
         at_least=1,
     )
     zero_stage: int | None = flag(
         None,
-        "ZeRO: what the data-parallel ranks divide among them instead of holding a copy each. 1: the optimizer's state "
-        "(masters, moments); 2: gradients too; 3: parameters too. Unset: nothing, unless another flag asks for it.",
+        "Stage of ZeRO: state sharded over the data-parallel ranks. 1: optimizer state (masters, moments); 2: "
+        "gradients too; 3: parameters too. Unset: 0, unless another flag sets a stage.",
         choices=(0, 1, 2, 3),
         excludes=(*_gathering("zero_stage"),),
     )
     use_distributed_optimizer: bool = flag(
-        False, "Divide the optimizer's state over the data-parallel ranks, as --zero-stage 1."
+        False, "Shard the optimizer's state over the data-parallel ranks, as --zero-stage 1."
     )
     num_distributed_optimizer_instances: int = flag(
         1,
-        "Equal groups of neighbouring data-parallel ranks, each of which divides all that ZeRO divides: gradients are "
-        "summed within each and then between them (HSDP). 1: all ranks divide it.",
+        "Number of equal groups of neighbouring data-parallel ranks. ZeRO shards within each group, and gradients are "
+        "also summed between groups (HSDP).",
         at_least=1,
         at_most=LARGEST_WORLD,
         excludes=excludes(_ON_HOST, why="gradients in host memory are not summed between instances"),
@@ -139,49 +139,49 @@ class ParallelConfig:
     overlap_grad_reduce: bool = flag(False, "Reduce gradients during the backward pass.", needs=(_BUCKETS,))
     grad_reduce_in_bf16: bool = flag(
         False,
-        "Add up and reduce the gradients of bf16 parameters in bf16: half the memory and half the traffic, and three "
-        "digits only.",
+        "Accumulate and reduce the gradients of bf16 parameters in bf16. This halves memory and traffic, but keeps "
+        "only three digits.",
         needs=(_BF16, _BUCKETS),
         insists=True,
         excludes=excludes(
             "ddp_reduce_scatter_with_fp32_accumulation",
             "ddp_param_name_patterns_for_fp32_local_accumulation",
-            why="the former adds up and reduces all gradients in bf16, the latter asks for sums in fp32",
+            why="the former accumulates and reduces all gradients in bf16, the latter asks for fp32",
         ),
     )
     ddp_reduce_scatter_with_fp32_accumulation: bool = flag(
         False, "Sum reduced gradients in fp32.", status="no-op", note=_FP32_GRADIENTS
     )
     ddp_param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] | None = flag(
-        None, "Parameters whose gradients are added up in fp32.", nargs="+", status="no-op", note=_FP32_GRADIENTS
+        None, "Parameters whose gradients are accumulated in fp32.", nargs="+", status="no-op", note=_FP32_GRADIENTS
     )
     ddp_bucket_size: int | None = flag(
-        None, "Gradients in a message between data-parallel ranks. Unset: 40 million.", at_least=1, needs=(_BUCKETS,)
+        None, "Number of gradients per bucket. Unset: 40 million.", at_least=1, needs=(_BUCKETS,)
     )
     overlap_param_gather: bool = flag(
-        False, "Gather the updated weights while the next forward pass runs.", needs=(_ZERO_1,)
+        False, "Gather the updated weights during the next forward pass.", needs=(_ZERO_1,)
     )
     use_torch_fsdp2: bool = flag(
         False,
-        "Divide everything over the data-parallel ranks, as --zero-stage 3.",
+        "Shard everything over the data-parallel ranks, as --zero-stage 3.",
         excludes=(*_gathering("use_torch_fsdp2"),),
     )
     torch_fsdp2_reshard_after_forward: bool = flag(
         True,
-        "With --use-torch-fsdp2, keep weights gathered until they are updated, as --zero-stage 2.",
+        "Keep weights gathered until they are updated, as --zero-stage 2.",
         off="--torch-fsdp2-no-reshard-after-forward",
         needs=(_FSDP2,),
     )
     data_parallel_sharding_strategy: str | None = flag(
         None,
-        "Megatron's names of --zero-stage 0 to 3.",
+        "Megatron's names for --zero-stage 0 to 3.",
         choices=tuple(_STRATEGIES),
         excludes=(*_gathering("data_parallel_sharding_strategy"),),
     )
     remote_device: str = flag(
         "none",
-        "Where each rank's share of the parameters is between passes, with --zero-stage 3. cpu: in host memory, with "
-        "gradients, masters and moments, and the update is made there; a layer comes to the device when it runs.",
+        "Place of each rank's parameter shard between passes, with --zero-stage 3. cpu: host memory, which then also "
+        "holds gradients, masters and moments, and computes the update.",
         choices=("none", "cpu", "nvme"),
         needs=(_ZERO_3,),
     )
@@ -198,7 +198,7 @@ class ParallelConfig:
 
     @property
     def zero_asked(self) -> Mapping[str, int]:
-        """The stage of ZeRO that each setting asks for, of those that do."""
+        """Setting -> the stage of ZeRO that it selects, for all settings that select one."""
         asked = {
             "zero_stage": self.zero_stage,
             "use_distributed_optimizer": 1 if self.use_distributed_optimizer else None,
@@ -209,22 +209,21 @@ class ParallelConfig:
 
     @property
     def zero(self) -> int:
-        """The stage of ZeRO."""
         return max(self.zero_asked.values(), default=0)
 
     @property
     def parameters_on_host(self) -> bool:
-        """Whether an accelerator's ranks keep their shares in host memory."""
+        """True if ranks on an accelerator keep their parameter shards in host memory."""
         return self.zero == 3 and self.remote_device == "cpu"
 
     @property
     def splits_sequence(self) -> bool:
-        """--sequence-parallel where it has an effect."""
+        """True if --sequence-parallel is given and has an effect."""
         return self.sequence_parallel and self.tensor_model_parallel_size > 1
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that together hold and compute one replica; expert parallelism takes none of its own."""
+        """Number of ranks per model replica. Expert parallelism adds none: it reuses data-parallel ranks."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property
@@ -235,7 +234,7 @@ class ParallelConfig:
         return lcm(model, model // cp * self.expert_model_parallel_size * self.num_distributed_optimizer_instances)
 
     def layout(self, world_size: int) -> Layout:
-        """Which rank belongs to which group; sizes that do not fit are refused."""
+        """The groups of every rank. Raises a ConfigError if the sizes do not fit the world size."""
         return Layout(
             world_size,
             tp=self.tensor_model_parallel_size,
@@ -247,7 +246,7 @@ class ParallelConfig:
 
     @property
     def cp_attention(self) -> str:
-        """The one value of --cp-comm-type, in our spelling."""
+        """The value of --cp-comm-type, with its synonyms resolved."""
         return {"all_gather": "allgather", "a2a+p2p": "p2p"}.get(self.cp_comm_type[0], self.cp_comm_type[0])
 
     @property
@@ -257,7 +256,7 @@ class ParallelConfig:
 
     @property
     def micro_batch_group(self) -> int | None:
-        """The size of a group of the interleaved schedule; None for the others, which have none."""
+        """Micro-batches per group of the interleaved schedule; None for other schedules."""
         given = self.microbatch_group_size_per_virtual_pipeline_stage or self.pipeline_model_parallel_size
         return given if SCHEDULES[self.schedule].interleaves else None
 

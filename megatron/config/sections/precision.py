@@ -13,24 +13,23 @@ _SELECTIVE = Need("--recompute-granularity selective", lambda run: run.recompute
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    fp16: bool = flag(False, "fp16 weights with fp32 masters and a loss scale.", excludes=excludes("bf16"))
-    bf16: bool = flag(False, "bf16 weights with fp32 masters.")
+    fp16: bool = flag(False, "Train fp16 weights with fp32 masters and a loss scale.", excludes=excludes("bf16"))
+    bf16: bool = flag(False, "Train bf16 weights with fp32 masters.")
     loss_scale: float | None = flag(None, "Constant loss scale. Unset: dynamic with --fp16, else 1.", above=0.0)
-    initial_loss_scale: float = flag(2.0**32, "First dynamic loss scale.", above=0.0, needs=(_DYNAMIC,))
+    initial_loss_scale: float = flag(2.0**32, "Initial dynamic loss scale.", above=0.0, needs=(_DYNAMIC,))
     min_loss_scale: float = flag(1.0, "Smallest dynamic loss scale.", above=0.0, needs=(_DYNAMIC,))
     loss_scale_window: int = flag(1000, "Good steps before the scale doubles.", at_least=1, needs=(_DYNAMIC,))
     hysteresis: int = flag(2, "Overflows before the scale halves.", at_least=1, needs=(_DYNAMIC,))
     consecutive_hysteresis: bool = flag(
-        False, "Only overflows in a row use up the hysteresis: every good step refills it.", needs=(_DYNAMIC,)
+        False, "Refill the hysteresis at every good step, so only consecutive overflows count.", needs=(_DYNAMIC,)
     )
     allow_tf32: bool = flag(
         False,
-        "On a GPU, round the factors of fp32 products to TF32, which has the mantissa of fp16: faster, and exact to "
-        "three digits only.",
+        "Allow TF32 in fp32 products on a GPU. This is faster, but exact to only three digits.",
     )
     transformer_impl: str = flag(
         "local",
-        "Which layers are used; there is one implementation, and --kernels picks its operations.",
+        "Implementation of the layers. There is one; --kernels chooses its operations.",
         choices=("local", "transformer_engine", "inference_optimized"),
         status="no-op",
         note="there is one implementation; --kernels chooses its operations",
@@ -38,11 +37,11 @@ class PrecisionConfig:
     fp8_format: str | None = flag(
         None, "fp8 format of the linear layers.", choices=("e4m3", "hybrid"), status="later", note="use --bf16"
     )
-    fp8_recipe: str = flag("delayed", "How fp8 scales are found.", status="later", note="leave it out")
+    fp8_recipe: str = flag("delayed", "Method to compute fp8 scales.", status="later", note="leave it out")
     fp8_margin: int = flag(0, "Margin of delayed scaling.", status="later", note="leave it at 0")
     fp8_amax_history_len: int = flag(1, "History of delayed scaling.", status="later", note="leave it at 1")
     fp8_amax_compute_algo: str = flag(
-        "most_recent", "Which maximum of the history is used.", status="later", note="leave it at most_recent"
+        "most_recent", "Choice of the maximum from the history.", status="later", note="leave it at most_recent"
     )
 
     @property
@@ -56,21 +55,21 @@ class PrecisionConfig:
 class RecomputeConfig:
     recompute_activations: bool = flag(False, "Short for --recompute-granularity selective.", excludes=excludes(_FULL))
     recompute_granularity: str | None = flag(
-        None, "full: whole layers; selective: the core attention.", choices=("full", "selective")
+        None, "Parts to recompute. full: whole layers; selective: the core attention.", choices=("full", "selective")
     )
     recompute_method: str | None = flag(
         None,
-        "With full: uniform chunks of layers, or the first layers (block).",
+        "Layers to recompute under full. uniform: chunks of layers; block: the first layers of each stage.",
         choices=("uniform", "block"),
         needs=(_FULL,),
         insists=True,
     )
     recompute_num_layers: int = flag(
-        1, "Layers per chunk (uniform) or recomputed layers (block).", at_least=1, needs=(_FULL,)
+        1, "Layers per chunk (uniform) or number of recomputed layers (block).", at_least=1, needs=(_FULL,)
     )
     recompute_modules: tuple[str, ...] | None = flag(
         None,
-        "With selective: the parts to recompute (mlp: the MLP of layers without experts; moe: router and experts). "
+        "Parts to recompute under selective. mlp: the MLP of layers without experts; moe: router and experts. "
         "Unset: core_attn.",
         nargs="+",
         choices=("core_attn", "mlp", "moe"),
@@ -88,15 +87,15 @@ class RecomputeConfig:
     )
     cpu_offloading_num_layers: int = flag(
         0,
-        "Layers, the first of each stage, whose activations wait in host memory for the backward pass.",
+        "Number of layers, the first of each stage, whose activations are offloaded to host memory.",
         at_least=0,
-        excludes=excludes(_FULL, why="a layer keeps its input alone, and computes the rest anew"),
+        excludes=excludes(_FULL, why="a recomputed layer keeps only its input"),
     )
     distribute_saved_activations: bool = flag(
         False,
         "Shard saved activations over tensor-parallel ranks.",
         status="later",
-        note="use --sequence-parallel, which divides them over these ranks too",
+        note="use --sequence-parallel, which also shards them over these ranks",
     )
 
     @property

@@ -1,4 +1,4 @@
-"""Devices, processes, CPUs, and what the command itself does. No value changes what is computed."""
+"""Devices, processes, CPUs, and the actions of the command itself. No value changes the function that is computed."""
 
 from dataclasses import dataclass
 
@@ -7,58 +7,80 @@ from megatron.errors import ConfigError
 from megatron.utils.numerals import LARGEST_WORLD, MOST_PROCESSES, size_in_bytes
 
 _DEEPSPEED = Need("--deepspeed", lambda run: run.runtime.deepspeed)
+_PRINT_CONFIG = Need("--print-config", lambda run: run.runtime.print_config)
 _DEEPSPEED_CONFIG = Need("--deepspeed_config FILE", lambda run: run.runtime.deepspeed_config is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
-    device: str = flag("auto", "auto (the accelerator if there is one, else the CPU), or a device name.")
+    device: str = flag("auto", "Device name, or auto: the accelerator if there is one, else the CPU.")
     distributed_backend: str | None = flag(
-        None, "Backend of the collectives. Unset: from the device.", choices=("nccl", "gloo", "hccl", "xccl")
+        None, "Backend of the collectives. Unset: depends on the device.", choices=("nccl", "gloo", "hccl", "xccl")
     )
     distributed_timeout_minutes: float = flag(10, "Timeout of a collective.", above=0.0, at_most=525_600)
     heartbeat_timeout_seconds: float = flag(
         20,
-        "End the run, naming the rank, when a rank has sent no heartbeat for this long; 0 turns heartbeats off.",
+        "Longest time without a heartbeat of a rank. Then the run ends and names the rank. 0 turns heartbeats off.",
         at_least=0.0,
         at_most=86_400,
     )
     local_rank: int | None = flag(
-        None, "Set by torch.distributed.launch; must agree with LOCAL_RANK.", at_least=0, cli_only=True
+        None, "Local rank, set by torch.distributed.launch. Must agree with LOCAL_RANK.", at_least=0, cli_only=True
     )
-    config: str | None = flag(None, "YAML file of settings; flags override it.", cli_only=True)
+    config: str | None = flag(None, "YAML file of settings. Flags override it.", cli_only=True)
     deepspeed: bool = flag(
         False,
-        "Take the settings of a DeepSpeed configuration.",
+        "Read settings from --deepspeed_config.",
         needs=(_DEEPSPEED_CONFIG,),
         insists=True,
         cli_only=True,
     )
     deepspeed_config: str | None = flag(
         None,
-        "DeepSpeed's JSON file, whose keys become these settings (docs/from_deepspeed.md); flags override it.",
+        "DeepSpeed configuration file, translated to these settings (docs/from_deepspeed.md). Flags override it.",
         spelling="--deepspeed_config",
         needs=(_DEEPSPEED,),
         insists=True,
         cli_only=True,
     )
-    print_config: bool = flag(False, "Check everything, print every value with its origin, and exit.", cli_only=True)
+    print_config: bool = flag(False, "Check the settings, print each with its origin, and exit.", cli_only=True)
+    print_config_changed: bool = flag(
+        False,
+        "Print only the settings that differ from their defaults.",
+        spelling="--changed",
+        needs=(_PRINT_CONFIG,),
+        insists=True,
+        cli_only=True,
+    )
+    print_config_format: str = flag(
+        "table",
+        "Format of --print-config. yaml: the settings that were given or changed, as a file for --config; other lines "
+        "go to stderr.",
+        spelling="--format",
+        choices=("table", "yaml"),
+        needs=(_PRINT_CONFIG,),
+        insists=True,
+        cli_only=True,
+    )
     dry_run: bool = flag(
-        False, "Check everything, print the plan and exit; one process can plan for many ranks.", cli_only=True
+        False, "Check the settings, print the plan and exit. One process can plan for many ranks.", cli_only=True
     )
     dry_run_ranks: int | None = flag(
         None,
-        "Ranks to plan for. Unset: those that were started, or for a single process the fewest that the layout needs.",
+        "Number of ranks to plan for. Unset: those that were started; for a single process, the layout's minimum.",
         at_least=1,
         at_most=LARGEST_WORLD,
         cli_only=True,
     )
-
     device_memory: str | None = flag(
         None,
         "Memory of one accelerator, such as 80GB or 80GiB: the plan is for accelerators and says whether the run fits.",
         cli_only=True,
     )
+
+    @property
+    def prints_yaml(self) -> bool:
+        return self.print_config and self.print_config_format == "yaml"
 
     @property
     def device_bytes(self) -> int | None:
@@ -71,14 +93,14 @@ class RuntimeConfig:
 
     @property
     def plans(self) -> bool:
-        """Whether the command ends before anything is connected, allocated or written."""
+        """True if the command only reports: it ends before it connects, allocates or writes."""
         return self.dry_run or self.print_config
 
 
 @dataclass(frozen=True, kw_only=True)
 class CpuConfig:
-    """How a CPU is used. No value changes the model, but the last bits of fp32 results depend on the library of the
-    matrix products and on the number of threads."""
+    """CPU settings. No value changes the model, but the last bits of fp32 results depend on the matrix library and on
+    the number of threads."""
 
     cpu_threads: int | None = flag(
         None,
@@ -86,24 +108,22 @@ class CpuConfig:
         at_least=1,
         at_most=MOST_PROCESSES,
     )
-    cpu_pinning: bool = flag(False, "Pin each rank of a machine to cores of its own.")
+    cpu_pinning: bool = flag(False, "Pin each rank of a machine to separate cores.")
     cpu_scheduling: str = flag(
         "auto",
-        "Scheduling policy of the ranks' threads. batch: a thread that wakes up does not preempt a running one, which "
-        "saves ranks of one machine many interruptions when they communicate. auto: batch when several ranks train on "
-        "the CPU of one machine.",
+        "Scheduling policy of the ranks' threads. batch: a waking thread does not preempt a running one; auto: batch "
+        "if several ranks train on one machine's CPU.",
         choices=("auto", "batch", "ordinary"),
     )
     cpu_allocator: str = flag(
         "auto",
-        "What happens to the memory of a freed large tensor: keep reuses it for the next tensor (faster, but the "
-        "process never shrinks), system returns it. auto: keep when training on a CPU with glibc, "
-        "but system at stages 2 and 3 of ZeRO.",
+        "Use of freed large tensors' memory. keep: reuse it (faster, but the process never shrinks); system: return "
+        "it. auto: keep when training on a CPU with glibc, except at stages 2 and 3 of ZeRO.",
         choices=("auto", "keep", "system"),
     )
     fp32_products: str = flag(
         "auto",
-        "Which library multiplies fp32 matrices on a CPU. auto: onednn on an AMD processor where it is exact, which "
-        "is checked at start, else mkl.",
+        "Library that multiplies fp32 matrices on a CPU. auto: onednn on an AMD processor if a check at start finds it "
+        "exact, else mkl.",
         choices=("auto", "mkl", "onednn"),
     )

@@ -1,4 +1,4 @@
-"""Batch sizes, the length of the run, and its stop conditions."""
+"""Batch sizes, run length and stop conditions."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ def _by_iterations(run: Any) -> bool:
 
 
 def _in_other_unit(unit: str, own: Callable[[Any], bool] | None = None) -> Iterator[Exclude]:
-    """A run and its schedule count in the same unit, iterations or samples, as in Megatron-LM."""
+    """Yields the schedule settings in `unit`: like Megatron-LM, a run and its schedule use one unit."""
     right = {"samples": "iters", "iters": "samples"}[unit]
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         way_out = f"use --{name.replace('_', '-')}-{right}"
@@ -38,25 +38,25 @@ class TrainingConfig:
     )
     gradient_accumulation_steps: int | None = flag(
         None,
-        "Micro-batches of each rank in a step. Unset: from --global-batch-size. With both given, --micro-batch-size "
-        "may be left out.",
+        "Micro-batches per rank and step. Unset: computed from --global-batch-size. If both are given, "
+        "--micro-batch-size may be left out.",
         at_least=1,
         at_most=INT32,
         excludes=excludes(*_GROWING_BATCH, why="the latter changes it during the run"),
     )
     rampup_batch_size: tuple[int, ...] | None = flag(
-        None, "START INCREMENT SAMPLES: grow the batch from START to --global-batch-size over SAMPLES samples.", nargs=3
+        None, "Ramp-up START INCREMENT SAMPLES: from START to --global-batch-size over SAMPLES samples.", nargs=3
     )
     step_batch_size_schedule: tuple[str, ...] | None = flag(
         None,
-        "TOKENS:SIZE ...: the global batch size from so many consumed tokens on, as in 0:384 200B:768 400B:1152 (K, M, "
-        "B, T), instead of --global-batch-size.",
+        "Schedule of the global batch size, TOKENS:SIZE ...: SIZE applies from TOKENS consumed tokens on, as in 0:384 "
+        "200B:768. Replaces --global-batch-size.",
         nargs="+",
         excludes=excludes("global_batch_size", "rampup_batch_size"),
     )
     train_iters: int | None = flag(
         None,
-        "Steps to train (or --train-samples).",
+        "Number of steps to train, or give --train-samples.",
         at_least=1,
         excludes=(
             *excludes("train_samples"),
@@ -69,45 +69,45 @@ class TrainingConfig:
         ),
     )
     train_samples: int | None = flag(
-        None, "Samples to train on (or --train-iters).", at_least=1, excludes=(*_in_other_unit("iters"),)
+        None, "Number of samples, or give --train-iters.", at_least=1, excludes=(*_in_other_unit("iters"),)
     )
     exit_interval: int | None = flag(None, "Save and stop when the iteration is a multiple of this.", at_least=1)
-    exit_duration_in_mins: float | None = flag(None, "Save and stop after so many minutes.", above=0.0)
+    exit_duration_in_mins: float | None = flag(None, "Save and stop after this many minutes.", above=0.0)
     exit_signal_handler: bool = flag(
-        False, "Save and stop on SIGTERM, on SIGUSR1 (schedulers send it ahead of a time limit) or on Ctrl-C."
+        False, "Save and stop on SIGTERM, on SIGUSR1 (sent by schedulers ahead of a time limit) or on Ctrl-C."
     )
     exit_signal: str | None = flag(
         None,
-        "The one signal that --exit-signal-handler listens to. Unset: SIGTERM, SIGUSR1 and SIGINT (Ctrl-C).",
+        "Signal that --exit-signal-handler listens to. Unset: SIGTERM, SIGUSR1 and SIGINT (Ctrl-C).",
         choices=("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU"),
         needs=(_LISTENS,),
     )
     seed: int = flag(1234, "Seed of initial weights, sample order and dropout.", at_least=0)
-    skip_train: bool = flag(False, "Only evaluate.")
+    skip_train: bool = flag(False, "Evaluate without training.")
     iterations_to_skip: tuple[int, ...] | None = flag(
-        None, "Iterations that consume their data without a step.", nargs="+"
+        None, "Iterations that consume their data without a training step.", nargs="+"
     )
     deterministic_mode: bool = flag(False, "Use only operations that give the same bits in every run.")
     manual_gc: bool = flag(False, "Run Python's garbage collector at fixed iterations only.")
     manual_gc_interval: int = flag(
-        0, "Iterations between two collections under --manual-gc; 0 is never.", at_least=0, needs=(_MANUAL_GC,)
+        0, "Iterations between two collections under --manual-gc. 0: never.", at_least=0, needs=(_MANUAL_GC,)
     )
     manual_gc_eval: bool = flag(
         True, "Do not collect around evaluations.", off="--no-manual-gc-eval", needs=(_MANUAL_GC,)
     )
     check_for_nan_in_loss_and_grad: bool = flag(
-        True, "Let a NaN or infinity in loss or gradient pass.", off="--no-check-for-nan-in-loss-and-grad"
+        True, "Do not stop on a NaN or infinity in loss or gradient.", off="--no-check-for-nan-in-loss-and-grad"
     )
-    check_for_spiky_loss: bool = flag(False, "Warn of sudden rises of the loss.")
+    check_for_spiky_loss: bool = flag(False, "Warn about spikes of the loss.")
     spiky_loss_factor: float = flag(
         10.0,
-        "A loss greater than the largest of the last 100 steps times this is a sudden rise.",
+        "Threshold of a spike, as a multiple of the largest loss of the last 100 steps.",
         above=0.0,
         needs=(_SPIKES,),
     )
     rerun_mode: str = flag(
         "disabled",
-        "Repeat a suspicious step to tell hardware faults from software faults.",
+        "Repeat a suspicious step to distinguish hardware from software faults.",
         choices=("disabled", "validate_results", "report_stats"),
         status="no-op",
         note="no step is run twice; --check-replicas-every finds ranks that differ",

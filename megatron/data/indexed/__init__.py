@@ -1,1 +1,1 @@
-"""The .bin/.idx files of a dataset: reading, writing, checksums, the record beside them. Importing it loads nothing."""
+"""Reads, writes and verifies .bin/.idx datasets and their records. Importing this package loads nothing."""

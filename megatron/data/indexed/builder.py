@@ -40,8 +40,8 @@ class DatasetSummary:
 
 
 def give_names(prefix: str, tokens: Path, index: Path) -> None:
-    """Renames the files of a dataset to their final names, the index last: without it there is no dataset. An old
-    record or index is removed first, since it must never describe the new tokens."""
+    """Renames the files of a dataset to their final names. The index is last, because it makes the dataset valid. An
+    old record or index is removed first, so that it never describes the new tokens."""
     with writing(bin_path(prefix)):
         for old in (record_path(prefix), idx_path(prefix)):
             old.unlink(missing_ok=True)
@@ -54,8 +54,8 @@ def give_names(prefix: str, tokens: Path, index: Path) -> None:
 class IndexedDatasetBuilder:
     """Writes documents to PREFIX.bin.partial; `finalize` renames it to .bin and writes .idx last.
 
-    Memory is constant: the index grows in unnamed files. As a context manager it finalizes on success and removes
-    what it wrote on an exception.
+    Memory is constant: the index grows in unnamed files. The context manager finalizes on success and removes the
+    files on an exception.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class IndexedDatasetBuilder:
     ) -> None:
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        dtype_code(self.dtype)  # refuses a dtype that the format does not have
+        dtype_code(self.dtype)  # rejects a dtype that the format lacks
         self._overwrite, self._impl = overwrite, impl
         self._checksums = BlockHasher(BLOCK_BYTES)
         self._tokens, self._max_id = 0, -1
@@ -80,11 +80,11 @@ class IndexedDatasetBuilder:
             raise storage_error(self._partial, error) from error
 
     def _clear_interrupted(self) -> None:
-        """Removes a .bin without .idx, left by a run that was killed between its two renames."""
+        """Removes a .bin without .idx, which remains if a run is killed between its two renames."""
         final_bin = Path(f"{self.prefix}.bin")
         if not self._partial_idx.exists() or os.path.lexists(f"{self.prefix}.idx") or not final_bin.is_file():
             return
-        with contextlib.suppress(OSError), open(final_bin, "rb") as stream:  # its writer is alive, or locks do not work
+        with contextlib.suppress(OSError), open(final_bin, "rb") as stream:  # raised if the writer lives or locks fail
             if try_lock(stream.fileno()):
                 final_bin.unlink()
 
@@ -92,7 +92,7 @@ class IndexedDatasetBuilder:
         for suffix in (".bin", ".idx"):
             if not self._overwrite and os.path.lexists(f"{self.prefix}{suffix}"):
                 raise ConfigError(
-                    f"output {self.prefix}{suffix} exists; choose another --output-prefix or give --overwrite"
+                    f"output {self.prefix}{suffix} exists; choose another --output-prefix, or give --overwrite"
                 )
 
     def add_document(self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int] | None = None) -> None:
@@ -108,7 +108,7 @@ class IndexedDatasetBuilder:
             raise DataError(
                 f"{prefix}: token dtype {other.dtype}, but {self.prefix} is {self.dtype}; rewrite one of them"
             )
-        # Hashing releases the GIL: one thread for each hash, while this one checks and writes.
+        # Hashing releases the GIL: each hash has a thread, while this one checks and writes.
         with open(bin_path(prefix), "rb") as stream, ThreadPoolExecutor(2) as hashing:
             for block in iter(lambda: stream.read(_COPY_BYTES), b""):
                 view = memoryview(block)
@@ -124,7 +124,7 @@ class IndexedDatasetBuilder:
             self._write(np.empty(0, dtype=self.dtype), lengths, np.diff(bounds).astype(np.int32))
 
     def _checked_tokens(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Refuses ids that do not fit the dtype instead of wrapping them."""
+        """Rejects ids that do not fit the dtype, which would wrap around."""
         ids = np.asarray(tokens)
         if not ids.size:
             return np.empty(0, dtype=self.dtype)
@@ -141,9 +141,9 @@ class IndexedDatasetBuilder:
         sizes = np.asarray(lengths, dtype=np.int64)
         if len(sizes) and (sizes.min() < 0 or sizes.max() > _INT32_MAX):
             wrong = int(sizes.min()) if sizes.min() < 0 else int(sizes.max())
-            raise DataError(f"{self.prefix}: sequence of {wrong} tokens; the format holds 0..{_INT32_MAX}, cut it up")
+            raise DataError(f"{self.prefix}: sequence of {wrong} tokens: the format holds 0..{_INT32_MAX}; split it")
         if int(sizes.sum()) != count:
-            raise DataError(f"{self.prefix}: lengths add up to {int(sizes.sum())} for {count} tokens")
+            raise DataError(f"{self.prefix}: lengths add up to {int(sizes.sum())}, but there are {count} tokens")
         return sizes.astype(np.int32)
 
     def _write(self, ids: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> None:

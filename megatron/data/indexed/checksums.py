@@ -1,7 +1,7 @@
-"""Checksums of a file per block, so that damage is located and all cores can verify.
+"""Checksums per block of a file, which locate damage and let all cores verify.
 
-sha256, as in a checkpoint's manifest. Blocks are at fixed offsets, so the list does not depend on how the file was
-written.
+The hash is sha256, as in a checkpoint's manifest. Blocks have fixed offsets, so the list does not depend on how the
+file was written.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ _READ_BYTES = 4 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class FileChecksums:
-    """The checksums of one file, as kept in a record. A ValueError says what is wrong with them."""
+    """The checksums of one file, as stored in a record. Invalid ones raise ValueError."""
 
     algorithm: str = ALGORITHM
     block_bytes: int = BLOCK_BYTES
@@ -39,7 +39,7 @@ class FileChecksums:
 
     def __post_init__(self) -> None:
         if self.algorithm != ALGORITHM:
-            raise ValueError(f"algorithm {self.algorithm!r:.60}, and only {ALGORITHM} is known")
+            raise ValueError(f"algorithm {self.algorithm!r:.60}; only {ALGORITHM} is known")
         if self.size < 0 or self.block_bytes < 8 or self.block_bytes % 8:
             raise ValueError(f"size {self.size} in blocks of {self.block_bytes} bytes")
         if not all(len(block) == 64 for block in self.blocks):
@@ -66,9 +66,9 @@ def verify_blocks(path: Path, expected: FileChecksums) -> None:
 
 
 def refuse_damage(path: Path, found: FileChecksums, expected: FileChecksums) -> None:
-    """Names the first damage."""
+    """Raises DataError at the first difference."""
     if found.size != expected.size:
-        raise DataError(f"{path}: {found.size} bytes, and {expected.size} were written; {AGAIN}")
+        raise DataError(f"{path}: {found.size} bytes, but {expected.size} were written; {AGAIN}")
     for number, (block, wanted) in enumerate(zip(found.blocks, expected.blocks, strict=True)):
         if block != wanted:
             start = number * expected.block_bytes
@@ -81,11 +81,10 @@ def refuse_damage(path: Path, found: FileChecksums, expected: FileChecksums) -> 
 
 @contextmanager
 def mapped_blocks(path: Path, numbers: Sequence[int], look_at: Callable[[int, int], T]) -> Iterator[Iterator[T]]:
-    """`look_at(descriptor, number)` of each block in order, by threads on all CPUs.
+    """Yields an iterator over `look_at(descriptor, number)` of each block, in order, computed on all CPUs.
 
-    The threads end with the context, also where an error ends it. A generator of its own would keep them until it is
-    garbage, and waiting for threads while garbage is collected can wait for ever: on a lock that the collection broke
-    into, and that an ending thread needs.
+    A context manager, so that its threads end with the context even after an error. A plain generator would join them
+    when it is garbage-collected. That can deadlock: the interrupted code may hold a lock that an ending thread needs.
     """
     threads = usable_cpus()
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))

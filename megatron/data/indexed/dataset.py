@@ -1,4 +1,4 @@
-"""Reads .bin/.idx datasets. Opening one checks the whole index; reading a sequence is then a slice."""
+"""Reads .bin/.idx datasets. Opening one checks the whole index; reading a sequence is a slice."""
 
 import hashlib
 import os
@@ -15,7 +15,7 @@ from megatron.data.indexed.legacy import read_legacy_index
 from megatron.errors import ConfigError, DataError
 
 SAMPLED_BYTES = 4096
-"""Of one block of a sample of the .bin."""
+"""Bytes per block of `IndexedDataset.sampled`."""
 
 
 def bin_path(prefix: str | Path) -> Path:
@@ -27,13 +27,13 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 def without_ending(name: str) -> str:
-    """The prefix of a dataset named by one of its files."""
+    """Returns the prefix of a dataset that is named by one of its files."""
     return name.removesuffix(".bin").removesuffix(".idx")
 
 
 class IndexedDataset:
-    """Sequences of tokens by index. `mmap=False` reads with pread, for file systems where mapping is slow. With a pool,
-    which is a cached `map_tokens`, the .bin is mapped on use, as one of a bounded number of maps."""
+    """Sequences of tokens by index. `mmap=False` reads with pread, for file systems where mapping is slow. With `pool`
+    (a cached `map_tokens`) the .bin is mapped on use, and the number of maps is bounded."""
 
     def __init__(
         self, prefix: str | Path, *, mmap: bool = True, pool: Callable[[Path, np.dtype, int], np.ndarray] | None = None
@@ -78,7 +78,7 @@ class IndexedDataset:
         return self.get(sequence)
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens [offset, offset + length) of one sequence; up to its end if `length` is None."""
+        """Returns tokens [offset, offset + length) of one sequence, or all from `offset` if `length` is None."""
         if not 0 <= sequence < len(self):
             raise IndexError(f"sequence {sequence} of {len(self)}")
         available = int(self.sequence_lengths[sequence]) - offset
@@ -98,7 +98,7 @@ class IndexedDataset:
         while wanted:
             part = os.pread(self._file, wanted, position)
             if not part:
-                raise DataError(f"{self._bin}: ends at byte {position}; it was cut while it was in use")
+                raise DataError(f"{self._bin}: ends at byte {position}; it was truncated while in use")
             parts.append(part)
             wanted -= len(part)
             position += len(part)
@@ -122,8 +122,8 @@ class IndexedDataset:
         return digest.hexdigest()
 
     def sampled(self, blocks: int) -> str:
-        """Digest of so many blocks of the .bin, evenly spaced from its first to its last: another file with an equal
-        index shows, whatever its size, for a few small reads."""
+        """Digest of `blocks` evenly spaced blocks of the .bin. A few small reads tell apart files of any size that have
+        equal indices."""
         digest = hashlib.sha256()
         last = max(0, self._bin_bytes - SAMPLED_BYTES)
         with open(self._bin, "rb") as stream:
@@ -135,7 +135,7 @@ class IndexedDataset:
         return int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
 
     def document_bounds(self, first: int, stop: int) -> np.ndarray:
-        """The byte of the .bin where each document starts, and where the last one ends: int64 [stop - first + 1]."""
+        """Byte offset of each document's start in the .bin, and of the last one's end: int64 [stop - first + 1]."""
         sequences = self.document_indices[first : stop + 1]
         if not len(self):
             return np.zeros(len(sequences), dtype=np.int64)
@@ -144,14 +144,14 @@ class IndexedDataset:
         return bounds
 
     def documents_ending_in(self, start: int, stop: int) -> tuple[int, int]:
-        """[first, last) of the documents whose last byte is in [start, stop) of the .bin, empty ones between too."""
+        """Returns the range [first, last) of documents whose last byte is in [start, stop), with empty ones between."""
         first = int(np.searchsorted(self._offsets, start, side="right"))
         last = int(np.searchsorted(self._offsets, stop, side="right")) + (stop >= self._bin_bytes)
         ends = self.document_indices[1:]
         return int(np.searchsorted(ends, first)), int(np.searchsorted(ends, last))
 
     def document_at(self, byte: int) -> int:
-        """The document that holds this byte of the .bin."""
+        """Returns the document that holds this byte of the .bin."""
         return self.document_of(int(np.searchsorted(self._offsets, byte, side="right")) - 1)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ _SMALL = 1 << 20
 
 
 def regular_file_size(path: Path, setting: str) -> int:
-    """The size of a regular file. Refuses a pipe or a device, which could block."""
+    """Returns the size of a regular file. Rejects a pipe or a device, which could block."""
     try:
         info = path.stat()
     except FileNotFoundError:
@@ -28,27 +28,27 @@ def regular_file_size(path: Path, setting: str) -> int:
 
 
 def map_or_read(path: Path, size: int) -> np.ndarray:
-    """The bytes of a whole file: mapped if large, else read, because the number of maps of a process is limited."""
+    """Returns the bytes of a whole file: mapped if large, else read, because a process has a limit on its maps."""
     return np.fromfile(path, dtype=np.uint8) if size <= _SMALL else _mapped(path, np.dtype(np.uint8))
 
 
 def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
-    return np.memmap(path, mode="r", dtype=dtype).view(np.ndarray)  # which slices faster than a memmap
+    return np.memmap(path, mode="r", dtype=dtype).view(np.ndarray)  # an ndarray slices faster than a memmap
 
 
 def map_tokens(path: Path, dtype: np.dtype, size: int) -> np.ndarray:
-    """A read-only view of a whole .bin, which had `size` bytes when it was opened."""
+    """Maps a whole .bin read-only; `size` is its size when it was opened."""
     try:
         mapped = _mapped(path, dtype)
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: gone or cut while it was in use ({error}); restore it and resume") from error
+        raise DataError(f"{path}: removed or truncated while in use ({error}); restore it and resume") from error
     if mapped.nbytes != size:
-        raise DataError(f"{path}: {mapped.nbytes} bytes, and {size} when it was opened: it was changed while in use")
+        raise DataError(f"{path}: changed while in use, from {size} to {mapped.nbytes} bytes; restore it and resume")
     return mapped
 
 
 def is_mapped(path: Path) -> bool:
-    """True if `map_or_read` would map this file. A missing file is reported elsewhere."""
+    """True if `map_or_read` would map this file. Opening reports a missing file."""
     try:
         return path.stat().st_size > _SMALL
     except OSError:
@@ -56,8 +56,8 @@ def is_mapped(path: Path) -> bool:
 
 
 def allow_files_for_sources(sources: int, held: int) -> None:
-    """Raises the limit on open files for this many sources, which hold at least `held` descriptors, and up to a dozen
-    each with large indices. The usual limit of 1024 is too small for a blend of thousands."""
+    """Raises the limit on open files. The sources hold at least `held` descriptors, and up to a dozen each with large
+    indices. The usual limit of 1024 is too small for a blend of thousands."""
     wanted, needed = max(512 + 12 * sources, 256 + held), 256 + held
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -65,23 +65,23 @@ def allow_files_for_sources(sources: int, held: int) -> None:
     limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if limit < needed:
         raise ConfigError(
-            f"{sources} data sources need {needed} open files, and this process may have {hard}; "
+            f"{sources} data sources need {needed} open files, but this process may open {hard}; "
             f"raise the limit (ulimit -n) or merge sources with tools/merge_datasets.py"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
 
 
 def array_bytes(array: np.ndarray) -> memoryview:
-    """The bytes of an array, to write or hash without a copy."""
+    """Returns the bytes of an array, to write or hash without a copy."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def open_alone(path: Path) -> BinaryIO:
-    """Opens for writing under a lock, so that two runs cannot write one output. Overwrites a dead run's leftover."""
+    """Opens for writing under a lock, so that two runs cannot write one output. Overwrites the file of a dead run."""
     if not path.parent.is_dir():
         raise ConfigError(f"output {path.parent}: no such directory; create it or choose another --output-prefix")
     with writing(path):
-        stream = open(path, "ab")  # not "wb": the file may belong to a run that is alive  # noqa: SIM115
+        stream = open(path, "ab")  # not "wb": a live run may own the file  # noqa: SIM115
     try:
         try_lock(stream.fileno())
         held = os.fstat(stream.fileno())
@@ -90,7 +90,7 @@ def open_alone(path: Path) -> BinaryIO:
     except BlockingIOError:
         stream.close()
         raise ConfigError(
-            f"output {path}: another process is writing it; wait for it or choose another prefix"
+            f"output {path}: another process is writing it; wait for it, or choose another prefix"
         ) from None
     except OSError:
         pass  # locks do not work here; the check for an existing output remains

@@ -1,4 +1,4 @@
-"""The index of a dataset being written. It grows on disk, so memory stays constant."""
+"""Index of a dataset being written. It grows on disk, so memory stays constant."""
 
 import io
 import os
@@ -31,11 +31,11 @@ class GrowingIndex:
         self.documents += len(counts)
 
     def write(self, path: Path, dtype: np.dtype, impl: str = "mmap") -> None:
-        """Writes the .idx: kind mmap, or lazy and cached, which share the older format."""
+        """Writes the .idx in the format of mmap, or in the older one that lazy and cached share."""
         write_synced(path, self.index_bytes(dtype) if impl == "mmap" else self.legacy_index_bytes(dtype))
 
     def index_bytes(self, dtype: np.dtype) -> Iterator[bytes | memoryview]:
-        """The content of the .idx file. Reads the lengths twice: as they are, and summed to offsets."""
+        """Yields the content of the .idx file. Reads the lengths twice: for the lengths and for the offsets."""
         yield HEADER.pack(MAGIC, VERSION, dtype_code(dtype), self.sequences, self.documents + 1)
         for block in _blocks(self._lengths):
             yield array_bytes(block)
@@ -48,7 +48,7 @@ class GrowingIndex:
             yield first.tobytes()
 
     def legacy_index_bytes(self, dtype: np.dtype) -> Iterator[bytes]:
-        """The same in the older format, where each sequence is an item of one dimension."""
+        """Yields the content in the older format, where each sequence is a one-dimensional item."""
         items, sizes = self.sequences, (dtype_code(dtype), dtype.itemsize)
         yield LEGACY_HEADER.pack(LEGACY_MAGIC, VERSION, *sizes, items, items, self.documents + 1)
         for start in range(0, items + 1, _BLOCK):
@@ -66,7 +66,7 @@ class GrowingIndex:
 
 
 def _running_sums(blocks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-    """0, and then the sum up to each number."""
+    """Yields 0, then the sum up to and including each number."""
     yield np.zeros(1, dtype="<i8")
     end = 0
     for block in blocks:

@@ -35,7 +35,7 @@ AGAIN = "copy the file again, or run tools/preprocess_data.py again"
 
 
 def token_dtype(vocab_size: int | None) -> np.dtype:
-    """The dtype of tokens in the file, by Megatron's rule."""
+    """Returns the dtype of stored tokens by Megatron's rule."""
     return TOKEN_DTYPES[8] if vocab_size is not None and vocab_size < 65500 else TOKEN_DTYPES[4]
 
 
@@ -53,7 +53,7 @@ class Index:
     dtype: np.dtype
     lengths: np.ndarray  # int32 [N], in tokens
     offsets: np.ndarray  # int64 [N], in bytes
-    documents: np.ndarray  # int64 [D], first sequence of each document, and the end
+    documents: np.ndarray  # int64 [D], first sequence of each document, then the number of sequences
 
 
 def read_index(path: Path, idx_bytes: int, bin_bytes: int) -> Index:
@@ -83,7 +83,7 @@ def _read_header(path: Path, idx_bytes: int) -> tuple[np.dtype, int, int]:
         raise DataError(f"{path}: cut off in the header ({len(head)} of {HEADER.size} bytes); {AGAIN}")
     _, version, code, sequences, documents = HEADER.unpack(head)
     if version != VERSION:
-        raise DataError(f"{path}: version {version}, and only {VERSION} is known; write it with another tool")
+        raise DataError(f"{path}: version {version}, but only {VERSION} is supported; write it with another tool")
     if code in _FLOAT_CODES:
         raise DataError(f"{path}: dtype code {code} ({_FLOAT_CODES[code]}): tokens are integers; {AGAIN}")
     if code not in TOKEN_DTYPES:
@@ -112,7 +112,7 @@ def check_sequences(path: Path, lengths: np.ndarray, offsets: np.ndarray, itemsi
         total = int(builders.helpers.sequence_bytes(lengths, offsets, itemsize, threads=threads))
         if total >= 0:
             return total
-    return _walk_sequences(path, lengths, offsets, itemsize)  # names the entry that is wrong
+    return _walk_sequences(path, lengths, offsets, itemsize)  # its error names the wrong entry
 
 
 def _walk_sequences(path: Path, lengths: np.ndarray, offsets: np.ndarray, itemsize: int) -> int:
@@ -127,8 +127,8 @@ def _walk_sequences(path: Path, lengths: np.ndarray, offsets: np.ndarray, itemsi
         if not np.array_equal(expected, offsets[start:stop]):
             bad = int(np.argmax(expected != offsets[start:stop]))
             raise DataError(
-                f"{path}: sequence pointers: sequence {start + bad} is said to start at byte {offsets[start + bad]}, "
-                f"but the lengths before it add up to {expected[bad]}; {AGAIN}"
+                f"{path}: sequence pointers: sequence {start + bad} starts at byte {offsets[start + bad]} by its "
+                f"pointer, but the lengths before it add up to {expected[bad]}; {AGAIN}"
             )
         end += int(sums[-1])
     return end
@@ -147,7 +147,7 @@ def check_bin_size(path: Path, total: int, itemsize: int, bin_bytes: int) -> Non
 def check_documents(path: Path, documents: np.ndarray, sequences: int) -> None:
     """Checks that the document array starts at 0, never decreases, and ends at the number of sequences."""
     if not len(documents):
-        raise DataError(f"{path}: document index: empty, and it must start with 0; {AGAIN}")
+        raise DataError(f"{path}: document index: empty, but it must start with 0; {AGAIN}")
     if documents[0] != 0:
         raise DataError(f"{path}: document index: starts with {documents[0]} instead of 0; {AGAIN}")
     builders = Builders.resolve()

@@ -1,7 +1,7 @@
-"""The older index format (TNTIDX) of Megatron's lazy and cached datasets.
+"""Reads the older index format (TNTIDX) of Megatron's lazy and cached datasets.
 
-Layout, little-endian: magic (8 bytes), u64 version, dtype code, bytes per token, N items, S sizes, D = documents + 1,
-int64 dim_offsets [N + 1], data_offsets [N + 1] in tokens, sizes [S], document array [D].
+Layout, little-endian: magic (8 bytes), u64 version, dtype code, bytes per token, N items, S sizes, D = documents + 1.
+Then follow int64 dim_offsets [N + 1], data_offsets [N + 1] in tokens, sizes [S], document array [D].
 """
 
 import struct
@@ -34,9 +34,9 @@ def read_legacy_index(path: Path, idx_bytes: int, bin_bytes: int) -> Index:
     magic, version, code, itemsize, items, sizes, documents = HEADER.unpack(head)
     assert magic == LEGACY_MAGIC
     if version != 1:
-        raise DataError(f"{path}: version {version}, and only 1 is known; write it with another tool")
+        raise DataError(f"{path}: version {version}, but only 1 is supported; write it with another tool")
     if code not in TOKEN_DTYPES or TOKEN_DTYPES[code].itemsize != itemsize:
-        raise DataError(f"{path}: dtype code {code} with {itemsize} bytes a token is not a kind of integer; {AGAIN}")
+        raise DataError(f"{path}: dtype code {code} with {itemsize} bytes per token is not an integer type; {AGAIN}")
     expected = HEADER.size + 8 * (2 * (items + 1) + sizes + documents)
     if idx_bytes != expected:
         raise DataError(
@@ -49,7 +49,7 @@ def read_legacy_index(path: Path, idx_bytes: int, bin_bytes: int) -> Index:
         raise DataError(f"{path}: dim_offsets: items are not all one-dimensional; only token sequences are read")
     if items and (lengths.min() < 0 or lengths.max() > _INT32_MAX):
         raise DataError(f"{path}: sizes: a length is outside 0..{_INT32_MAX}; {AGAIN}")
-    furthest = _INT64_MAX // itemsize  # check in bytes first: an overflow could pass the comparison
+    furthest = _INT64_MAX // itemsize  # checked first: byte offsets that overflow could pass the comparison
     if offsets.min() < 0 or offsets.max() > furthest:
         raise DataError(f"{path}: data_offsets: an offset is outside 0..{furthest}; {AGAIN}")
     dtype = TOKEN_DTYPES[code]
@@ -58,7 +58,7 @@ def read_legacy_index(path: Path, idx_bytes: int, bin_bytes: int) -> Index:
     total = check_sequences(path, short, byte_offsets, dtype.itemsize)
     if offsets[-1] * dtype.itemsize != total:
         raise DataError(
-            f"{path}: data_offsets: ends at {offsets[-1]}, the sizes add up to {total // itemsize}; {AGAIN}"
+            f"{path}: data_offsets: ends at {offsets[-1]}, but the sizes add up to {total // itemsize}; {AGAIN}"
         )
     check_bin_size(path, total, dtype.itemsize, bin_bytes)
     check_documents(path, document_array, items)

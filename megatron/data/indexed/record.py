@@ -1,4 +1,4 @@
-"""PREFIX.meta.json records what a dataset was made with. Written last, so a record implies a complete dataset."""
+"""PREFIX.meta.json: the record of how a dataset was made. It is written last, so it implies a complete dataset."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ _SAMPLED = 64
 OR_REMOVE = "run tools/preprocess_data.py again, or remove the record if the files are right"
 
 Fingerprint = str | tuple[str, ...] | None
-"""Of the run's tokenizer: one, or all that it may be recorded under (`Tokenizer.fingerprints`); None without one."""
+"""Fingerprint of the run's tokenizer, or all that a record may have (`Tokenizer.fingerprints`); None without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ def make_record(
     extra: dict[str, Any] | None = None,
     bin_checksums: FileChecksums | None = None,
 ) -> DataRecord:
-    """Makes the record of a complete dataset. Reads the .bin unless its checksums are given."""
+    """Makes the record of a complete dataset. Reads the whole .bin unless its checksums are passed."""
     data = IndexedDataset(prefix)
     return DataRecord(
         tokenizer_fingerprint=tokenizer_fingerprint,
@@ -103,7 +103,7 @@ def write_record(prefix: str | Path, record: DataRecord) -> Path:
 
 
 def read_record(prefix: str | Path) -> DataRecord | None:
-    """Reads the record; None for data without one, such as Megatron's."""
+    """Reads the record; returns None for data without one, such as Megatron's."""
     path = record_path(prefix)
     if not path.exists():
         return None
@@ -117,7 +117,7 @@ def read_record(prefix: str | Path) -> DataRecord | None:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DataError(f"{path}: format: not {FORMAT!r}; {again}")
     if content.get("version") != VERSION:
-        raise DataError(f"{path}: version {content.get('version')!r:.60}, and only {VERSION} is known; {again}")
+        raise DataError(f"{path}: version {content.get('version')!r:.60}, but only {VERSION} is supported; {again}")
     return _parse(path, content, again)
 
 
@@ -137,17 +137,17 @@ def _parse(path: Path, content: dict[str, Any], again: str) -> DataRecord:
 
 
 def _impossible(record: DataRecord) -> str | None:
-    """What no dataset can have."""
+    """Returns the first value that no dataset can have, or None."""
     vocabulary, highest, eod = record.vocab_size, record.max_id, record.eod_id
     for name in ("documents", "sequences", "tokens"):
         if getattr(record, name) < 0:
-            return f"{name}: {getattr(record, name)}, and there cannot be fewer than none"
+            return f"{name}: {getattr(record, name)} is negative"
     if vocabulary < 1:
-        return f"vocab_size: {vocabulary}, and a vocabulary has at least one entry"
+        return f"vocab_size: {vocabulary}, but a vocabulary has at least one entry"
     if not -1 <= highest < vocabulary:
-        return f"max_id: {highest}, which is no id of a vocabulary of {vocabulary}"
+        return f"max_id: {highest} is not an id of a vocabulary of {vocabulary}"
     if eod is not None and not 0 <= eod < vocabulary:
-        return f"eod_id: {eod}, which is no id of a vocabulary of {vocabulary}"
+        return f"eod_id: {eod} is not an id of a vocabulary of {vocabulary}"
     return None
 
 
@@ -180,12 +180,12 @@ def difference_of(record: DataRecord, tokenizer: TokenTexts | None) -> str:
 
 
 def check_files(record: DataRecord, data: IndexedDataset, data_fingerprint: str) -> None:
-    """Checks that the record belongs to these files, and counts what they hold."""
+    """Checks that the record belongs to these files and that its counts match."""
     path = record_path(data.prefix)
     if record.index_fingerprint != data_fingerprint or record.tokens != data.num_tokens:
         raise DataError(
-            f"{path}: index_fingerprint: the record is of other .bin/.idx files than those beside it "
-            f"({record.tokens} tokens, the files have {data.num_tokens}); {OR_REMOVE}"
+            f"{path}: index_fingerprint: the record describes other .bin/.idx files than those beside it "
+            f"({record.tokens} tokens; the files have {data.num_tokens}); {OR_REMOVE}"
         )
     for name, said, found in (
         ("documents", record.documents, data.num_documents),
@@ -193,7 +193,7 @@ def check_files(record: DataRecord, data: IndexedDataset, data_fingerprint: str)
         ("dtype", record.dtype, data.dtype.name),
     ):
         if said != found:
-            raise DataError(f"{path}: {name} {said}, and the files have {found}; {OR_REMOVE}")
+            raise DataError(f"{path}: {name} {said}, but the files have {found}; {OR_REMOVE}")
 
 
 def check_tokenizer(

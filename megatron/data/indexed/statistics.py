@@ -41,7 +41,7 @@ class Statistics:
 
 
 def document_lengths(data: IndexedDataset) -> np.ndarray:
-    """The length of each document in tokens, computed in blocks to save memory."""
+    """Returns the length of each document in tokens, computed in blocks to save memory."""
     lengths = np.empty(data.num_documents, dtype=np.int64)
     for start in range(0, len(lengths), _BLOCK):
         stop = min(start + _BLOCK, len(lengths))
@@ -70,7 +70,7 @@ def length_statistics(data: IndexedDataset) -> Statistics:
 
 
 def log_bins(lengths: np.ndarray) -> list[Bin]:
-    """Bins of doubling width: 0, 1, 2-3, 4-7, ..., from the shortest document to the longest."""
+    """Returns bins of doubling width (0, 1, 2-3, 4-7, ...) from the shortest document to the longest."""
     if not len(lengths):
         return []
     powers = np.frexp(lengths.astype(np.float64))[1]  # of 0: 0, of 1: 1, of 2 and 3: 2, ...
@@ -80,7 +80,7 @@ def log_bins(lengths: np.ndarray) -> list[Bin]:
 
 
 def draw_histogram(bins: Sequence[Bin], *, width: int = 50, block: str = "█") -> str:
-    """The histogram for a terminal."""
+    """Draws the histogram for a terminal."""
     most = max((b.documents for b in bins), default=1)
     left = max((len(b.label) for b in bins), default=6)
     right = max((len(f"{b.documents:,}") for b in bins), default=1)
@@ -92,7 +92,7 @@ def draw_histogram(bins: Sequence[Bin], *, width: int = 50, block: str = "█") 
 
 
 def draw_svg(bins: Sequence[Bin], title: str) -> str:
-    """The histogram as SVG."""
+    """Draws the histogram as SVG."""
     from xml.sax.saxutils import escape
 
     row, left, wide = 22, 190, 520
@@ -115,7 +115,7 @@ def draw_svg(bins: Sequence[Bin], title: str) -> str:
 
 
 def draw_png(bins: Sequence[Bin], title: str) -> bytes:
-    """The histogram as PNG; ImportError without matplotlib."""
+    """Draws the histogram as PNG. Raises ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 1.2 + 0.3 * len(bins)), layout="constrained")

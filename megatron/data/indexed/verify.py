@@ -18,7 +18,7 @@ _READ_BYTES = 4 << 20
 
 @dataclass
 class Verified:
-    """What was checked, and what could not be."""
+    """Result of a verification: the checks that ran, and those that could not."""
 
     bytes: int = 0
     min_id: int | None = None
@@ -56,7 +56,7 @@ def verify_dataset(
     eod_id: int | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> Verified:
-    """A DataError names the first damage. `vocab_size` and `eod_id` are used where the record has none."""
+    """Raises DataError at the first damage. `vocab_size` and `eod_id` apply where the record has none."""
     data = IndexedDataset(prefix, mmap=False)  # checks lengths, offsets and sizes
     result = Verified(checked=["lengths and offsets"])
     try:
@@ -68,7 +68,7 @@ def verify_dataset(
         data.close()
     if record is not None and result.max_id is not None and result.max_id != record.max_id:
         raise DataError(
-            f"{record_path(prefix)}: max_id {record.max_id}, and the largest id is {result.max_id}; {OR_REMOVE}"
+            f"{record_path(prefix)}: max_id {record.max_id}, but the largest id is {result.max_id}; {OR_REMOVE}"
         )
     return result
 
@@ -80,7 +80,7 @@ def _check_record(prefix: str, record: DataRecord, data: IndexedDataset) -> None
     bin_bytes = data.num_tokens * data.dtype.itemsize
     if record.bin is not None and record.bin.size != bin_bytes:
         raise DataError(
-            f"{record_path(prefix)}: checksums: bin: size {record.bin.size}, and the files have {bin_bytes}; "
+            f"{record_path(prefix)}: checksums: bin: size {record.bin.size}, but the file has {bin_bytes} bytes; "
             f"{OR_REMOVE}"
         )
 
@@ -98,7 +98,7 @@ def _rules(record: DataRecord | None, vocab_size: int | None, eod_id: int | None
         (
             f"end of document ({eod_id}) at each document's end",
             must_end,
-            no_record if record is None else "its record does not say --append-eod",
+            no_record if record is None else "its record does not state --append-eod",
         ),
     ):
         if can:
@@ -137,7 +137,7 @@ def _look_at(descriptor: int, data: IndexedDataset, rules: _Rules, number: int, 
         part = os.pread(descriptor, min(_READ_BYTES, stop - position), position)
         part = part[: len(part) // data.dtype.itemsize * data.dtype.itemsize]
         if not part:
-            seen.damage = f"{bin_path(data.prefix)}: ends at byte {position}; it was cut while it was in use"
+            seen.damage = f"{bin_path(data.prefix)}: ends at byte {position}; it was truncated while in use"
             return seen
         if rules.blocks is not None:
             digest.update(part)

@@ -1,4 +1,4 @@
-"""The conversations of one file as ids: encoded by one process at the first start, mapped by all from then on."""
+"""Conversations of one file as ids: encoded by one process at the first start, afterwards mapped by all."""
 
 import hashlib
 import time
@@ -19,22 +19,22 @@ Say = Callable[[str], None]
 
 
 class ConversationEncoder(Protocol):
-    """What knows the chat template; `megatron.tokenizer.chat` has one."""
+    """Encoder of conversations by a chat template, such as that of `megatron.tokenizer.chat`."""
 
     @property
     def fingerprint(self) -> str:
-        """A hash of everything that decides the ids and which of them count."""
+        """Hash of everything that decides the ids and which of them count in the loss."""
 
     def encode_all(
         self, conversations: Iterable[tuple[Sequence[Mapping[str, Any]], Sequence[Any] | None]]
     ) -> Iterator[Sequence[tuple[np.ndarray, np.ndarray]] | Exception]:
-        """int32 ids of each conversation (its messages and tools), and for each id whether what is predicted from it is
-        of an answer. Several of these where an answer is shown in another way once more is said. An exception
-        is the reason why one cannot be encoded; the others follow, or none if they would fail alike."""
+        """Yields, for each conversation (messages, tools), int32 ids and whether the prediction from each id belongs to
+        an answer. If the template shows an answer differently once later messages follow, there are several pairs.
+        An exception replaces a conversation that cannot be encoded; the rest follow unless they would fail alike."""
 
 
 class Conversations:
-    """Conversation i is tokens[starts[i]:starts[i + 1]]. Without those in which nothing is to be learned."""
+    """Conversation i is tokens[starts[i]:starts[i + 1]]. Conversations without an answer are left out."""
 
     def __init__(self, path: str, chat: ConversationEncoder, cache: IndexCache, say: Say | None = None) -> None:
         self.prefix = path
@@ -46,7 +46,7 @@ class Conversations:
         self._apart = int(arrays["apart"][0]) if "apart" in arrays else 0
         self.sequence_lengths = np.diff(self.starts)
         if not len(self):
-            raise DataError(f"{path}: no conversation has an answer of the assistant; give a file in which some have")
+            raise DataError(f"{path}: no conversation has an answer of the assistant; give a file with answers")
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -56,7 +56,7 @@ class Conversations:
         return len(self)
 
     def sampled(self, blocks: int) -> str:
-        """What ranks compare: the whole file was read."""
+        """Digest that ranks compare. The file was read whole, so it needs no samples."""
         return self.fingerprint
 
     def notes(self) -> list[str]:
@@ -64,14 +64,14 @@ class Conversations:
         if self._apart:
             added = "conversation is" if self._apart == 1 else "conversations are"
             notes.append(
-                f"{self.prefix}: {self._apart:,} {added} added, each up to an earlier answer, which the chat template "
-                "shows in another way once more is said (some drop its reasoning)"
+                f"{self.prefix}: {self._apart:,} {added} added, each up to an earlier answer, because the chat "
+                "template shows that answer differently once later messages follow (some drop its reasoning)"
             )
         if self.silent:
             many = "conversation has" if len(self.silent) == 1 else "conversations have"
             notes.append(
-                f"{self.prefix}: {len(self.silent)} {many} no answer of the assistant and nothing to learn "
-                f"(line {self.silent[0]}{' and others' if len(self.silent) > 1 else ''}), left out"
+                f"{self.prefix}: left out: {len(self.silent)} {many} no answer of the assistant to learn from "
+                f"(line {self.silent[0]}{' and others' if len(self.silent) > 1 else ''})"
             )
         return notes
 
@@ -88,7 +88,7 @@ def _encoded(path: Path, chat: ConversationEncoder, say: Say | None) -> Arrays:
     lengths, lines, silent = [], [], []
     apart = 0
     wrong: list[tuple[int, DataError]] = []  # by place among the conversations
-    given: deque[tuple[int, Conversation]] = deque()  # to the encoder, which reads some ahead
+    given: deque[tuple[int, Conversation]] = deque()  # conversations that the encoder has read ahead
 
     def readable() -> Iterator[tuple[Sequence[Mapping[str, Any]], Sequence[Any] | None]]:
         for place, conversation in enumerate(read_conversations(path)):

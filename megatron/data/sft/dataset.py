@@ -1,4 +1,4 @@
-"""Samples of whole conversations. The packs are the same in every epoch, their order is not."""
+"""Samples of whole conversations. Every epoch has the same packs in another order."""
 
 import numpy as np
 
@@ -13,8 +13,8 @@ _CACHED_FROM = 1 << 16  # conversations; fewer are packed faster than packs are 
 
 
 class ConversationDataset:
-    """`dataset[i]` is int64 [seq_length + 1]: ids, with the marks of `megatron.data.masks` above them. What is left of
-    a sample is filled with a token that counts nowhere."""
+    """`dataset[i]` is int64 [seq_length + 1]: ids, with the marks of `megatron.data.masks` above them. Samples are
+    padded with a token that never counts in the loss."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class ConversationDataset:
     ) -> None:
         """Uses conversations first <= i < last. `num_samples` None means one epoch."""
         if not 0 <= seed < 2**32:
-            raise ConfigError(f"--seed {seed}: the sample order needs 0 to {2**32 - 1}; choose another")
+            raise ConfigError(f"--seed {seed}: the sample order needs a seed from 0 to {2**32 - 1}; choose another")
         self.data, self.seq_length, self._pad = data, seq_length, pad_id
         self._cut(first, last)
         packs = self._packs(seed, cache if last - first >= _CACHED_FROM else None)
@@ -41,7 +41,7 @@ class ConversationDataset:
         self.order = np.concatenate(epochs)[:wanted]
 
     def _cut(self, first: int, last: int) -> None:
-        """What is longer than a sample is cut at its end, and left out if no answer is left."""
+        """Truncates conversations that are longer than a sample. Leaves out those whose rest has no answer."""
         room = self.seq_length + 1
         lengths = self.data.sequence_lengths[first:last]
         kept = np.minimum(lengths, room)
@@ -54,8 +54,8 @@ class ConversationDataset:
         self.dropped, self.cut = int((~used).sum()), int(((lengths > room) & used).sum())
         if not len(self.conversations):
             raise DataError(
-                f"{self.data.prefix}: none of {last - first} conversations has an answer within --seq-length "
-                f"{self.seq_length}; use a longer one"
+                f"--seq-length {self.seq_length}: none of {last - first} conversations of {self.data.prefix} has an "
+                "answer within it; give a larger one"
             )
 
     def _packs(self, seed: int, cache: IndexCache | None) -> Packs:
@@ -84,8 +84,7 @@ class ConversationDataset:
         if self.cut or self.dropped:
             notes.append(
                 f"{name}: {self.data.prefix}: {self.cut + self.dropped:,} conversations are longer than --seq-length "
-                f"{self.seq_length}: {self.cut:,} cut at their end, {self.dropped:,} without an answer before it left "
-                "out"
+                f"{self.seq_length}: {self.cut:,} truncated, {self.dropped:,} left out (no answer within it)"
             )
         return notes
 
@@ -110,15 +109,15 @@ class ConversationDataset:
             part[0] |= STARTS
             done += length
         if done < len(out):
-            out[done] |= STARTS  # what fills it sees no conversation
+            out[done] |= STARTS  # the padding cannot attend to a conversation
         return out
 
     def locate(self, index: int, token: int) -> str:
-        """The origin of token `token` of sample `index`."""
+        """Returns the file and line from which token `token` of sample `index` comes."""
         for member in self._members(index).tolist():
             length = int(self.lengths[member])
             if token < length:
                 line = int(self.data.lines[self.conversations[member]])
                 return f"{self.data.prefix}, line {line}, token {token} of the conversation"
             token -= length
-        return f"{self.data.prefix}, what fills a sample"
+        return f"{self.data.prefix}, padding of a sample"

@@ -1,6 +1,6 @@
 """Parses the lines of a JSONL file of conversations: `{"messages": [{"role": "user", "content": "..."}, ...]}`.
 
-As in Megatron-LM, a line may hold several conversations: each system message begins another one.
+A line may hold several conversations: each system message begins another one, as in Megatron-LM.
 """
 
 import json
@@ -13,13 +13,13 @@ from megatron.errors import DataError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAY_BE_EMPTY = ("system", "developer", "tool")
-_FORM = 'a line is to be {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+_FORM = 'a line must be {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
 
 @dataclass(frozen=True)
 class Conversation:
     line: int
-    """Counted from 1, as editors do."""
+    """Line number, counted from 1."""
     messages: Sequence[dict[str, Any]]
     tools: Sequence[Any] | None
 
@@ -33,7 +33,7 @@ def wrong_line(path: Path, line: int, why: str) -> DataError:
 
 
 def read_conversations(path: Path) -> Iterator[Conversation | DataError]:
-    """The conversations of the file, and for a line that is wrong the reason."""
+    """Yields the conversations of the file, and an error for each invalid line."""
     with path.open("rb") as file:
         for number, text in enumerate(file, start=1):
             if not text.strip():

@@ -1,4 +1,4 @@
-"""Packs conversations into samples: best fit, the longest first, which leaves little empty."""
+"""Packs conversations into samples by best fit, longest first, which leaves little padding."""
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ class Packs:
 
 
 def pack(lengths: np.ndarray, room: int, rng: np.random.RandomState) -> Packs:
-    """Each length is at most `room`. Of equal lengths the generator decides which are together."""
+    """Packs lengths of at most `room` each. The generator decides the order of equal lengths."""
     shuffled = rng.permutation(len(lengths))
     order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
     packs: list[list[int]] = []
-    with_room: list[list[int]] = [[] for _ in range(room + 1)]  # the packs that have room for so much
-    rooms: list[int] = []  # those for which there are any, ascending
+    with_room: list[list[int]] = [[] for _ in range(room + 1)]  # packs by the room they have left
+    rooms: list[int] = []  # the rooms that some pack has, ascending
     for member, length in zip(order.tolist(), lengths[order].tolist()):
         place = bisect_left(rooms, length)
         if place < len(rooms):

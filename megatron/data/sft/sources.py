@@ -1,4 +1,4 @@
-"""The files of conversations of a run, each encoded once, whatever splits and blends use it."""
+"""Opens the conversation files of a run. Each is encoded once for all splits and blends."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ class ConversationSources(Sources):
 
     def prepare(self, prefixes: Sequence[str]) -> None:
         for prefix in filter(is_url, prefixes):
-            raise ConfigError(f"--sft: {without_secrets(prefix)}: training reads local files; fetch it to each node")
+            raise ConfigError(f"--sft: {without_secrets(prefix)}: training reads local files; download it to each node")
 
     def _open(self, prefix: str) -> Source:
         if not Path(prefix).is_file():

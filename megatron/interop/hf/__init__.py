@@ -1,1 +1,1 @@
-"""Import from and export to `transformers`: the families of `families/`. Importing this package loads nothing."""
+"""Imports from and exports to `transformers`, by the families of `families/`. Importing this package loads nothing."""

@@ -1,7 +1,7 @@
 """Encodes texts with a Hugging Face folder as its user would: `AutoTokenizer` and `pipeline`, offline.
 
-A program of its own that imports nothing of this project. Each line of stdin is a request, each line of stdout its
-answer, both JSON.
+This separate program imports nothing of this project. Each line of stdin is a request, each line of stdout its answer,
+both JSON.
 """
 
 import json
@@ -19,7 +19,7 @@ def main() -> None:
     for line in sys.stdin:
         try:
             answer = read_with_transformers(json.loads(line))
-        except Exception as error:  # whatever transformers raises is what its user would get
+        except Exception as error:  # any error that a user of transformers would get
             version = getattr(sys.modules.get("transformers"), "__version__", None)
             answer = {"error": f"{type(error).__name__}: {error}", "version": version}
         print(json.dumps(answer), file=answers, flush=True)
@@ -52,7 +52,7 @@ def _encoded(tokenizer: Any, text: str) -> dict[str, Any]:
 
 
 def _batch(tokenizer: Any, texts: list[str]) -> dict[str, Any] | None:
-    """The padded batch, its padding being the end of a text where the tokenizer has no other token for that."""
+    """Returns the padded batch. A tokenizer without a padding token pads with the end of a text."""
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None:

@@ -1,6 +1,6 @@
-"""Checks an export: opened with transformers, it must encode texts as our run does and compute our logits.
+"""Checks an export: transformers must open it, encode texts like our run, and compute our logits.
 
-Logits are compared in fp32 whatever the dtype of the weights, so that rounding hides no difference.
+Logits are compared in fp32 whatever the dtype of the weights, so rounding hides no difference.
 """
 
 import importlib.util
@@ -40,8 +40,8 @@ class Comparison:
 def check_export(
     export: Export, folder: Path, log: Callable[[str], object], *, insist: bool = False, show: Show = no_progress
 ) -> None:
-    """Raises unless the folder holds our model: compares logits if transformers is installed and memory allows, else
-    weights. `insist`: logits are compared, or nothing is exported."""
+    """Raises unless the folder holds our model. Compares logits if transformers is installed and memory allows, else
+    weights. With `insist`, logits that cannot be compared are an error."""
     compare_weights(export, folder, show)
     log("check: every weight reads back bit-equal")
     if importlib.util.find_spec("transformers") is None:
@@ -62,7 +62,7 @@ def check_export(
 
 
 def _check_tokenizer(export: Export, folder: Path, log: Callable[[str], object], *, pipeline: bool) -> None:
-    """`pipeline`: there is memory for the weights."""
+    """Compares tokenizers, and runs a pipeline if `pipeline`: memory must hold the weights."""
     if export.tokenizer is None or not export.tokenizer.has_json:
         log("check: tokenizers were not compared: the checkpoint has no tokenizer.json")
         return
@@ -73,7 +73,7 @@ def _check_tokenizer(export: Export, folder: Path, log: Callable[[str], object],
 
 def _not_compared(why: str, log: Callable[[str], object], insist: bool) -> None:
     if insist:
-        raise ConfigError(f"--verify: logits cannot be compared: {why}; leave it out to compare the weights alone")
+        raise ConfigError(f"--verify: logits cannot be compared: {why}; leave it out to compare only the weights")
     log(f"check: logits were not compared: {why}")
 
 
@@ -84,13 +84,13 @@ def compare_weights(export: Export, folder: Path, show: Show = no_progress) -> N
     for name, _, tensor in read_tensors(source):
         read = ours.pop(name, None)
         if read is None:
-            raise CheckpointError(f"{folder}: reading it back gives a {name} that was never written")
+            raise CheckpointError(f"{folder}: reading it back gives {name}, which was never written")
         if not torch.equal(read(), tensor):
             raise CheckpointError(f"{folder}: {name} reads back different from what was written")
         done += tensor.nbytes
         show(done, export.bytes)
     if ours:
-        raise CheckpointError(f"{folder}: the export has lost {', '.join(ours)}")
+        raise CheckpointError(f"{folder}: the export lacks {', '.join(ours)}")
 
 
 @torch.no_grad()
@@ -112,7 +112,7 @@ def compare_logits(export: Export, folder: Path) -> Comparison:
 
 
 def our_logits(export: Export, tokens: Tensor) -> Tensor:
-    """Our model in reference kernels, because functions are compared, not implementations."""
+    """Computes our logits with reference kernels, because the check compares functions, not implementations."""
     model = restore_model(
         export.reader, dtype=torch.float32, device=torch.device("cpu"), kernels="ref", tensors=our_tensors(export)
     )
@@ -132,6 +132,6 @@ def their_logits(folder: Path, tokens: Tensor) -> Tensor:
             "nothing was exported: install a newer one"
         ) from error
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # torch's grouped product refuses widths that are no multiple of 4
+        model.set_experts_implementation("eager")  # torch's grouped product needs widths that are multiples of 4
     logits: Tensor = model.eval()(tokens).logits.float()
     return logits

@@ -1,4 +1,4 @@
-"""The types and bounds of what is read of a config.json, checked before anything is made from it."""
+"""Checks types and bounds of values in a config.json, before anything is made from them."""
 
 import math
 from collections.abc import Mapping
@@ -69,7 +69,7 @@ def _check_rope(place: str, values: Mapping[str, Any]) -> None:
         if name in ("rope_type", "type"):
             _demand(isinstance(value, str), f"{place}: {name}", value, "text")
         elif isinstance(value, dict):
-            raise ConfigError(f"config.json: {place}: {name:.60} has a rotation of its own; all layers need the same")
+            raise ConfigError(f"config.json: {place}: {name:.60} has its own rotation; all layers must share one")
         elif name in _ROPE or name in _ROPE_OR_NULL:
             fits = (value is None and name in _ROPE_OR_NULL) or _is_number(value, 0.0, 1e30)
             _demand(fits and (value != 0 or name != "factor"), f"{place}: {name}", value, "a positive number")

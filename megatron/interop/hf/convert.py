@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a native checkpoint, without training state."""
+"""Converts a Hugging Face folder to a native checkpoint, without training state."""
 
 import shutil
 from functools import partial
@@ -17,7 +17,7 @@ from megatron.state.shard import Shard
 
 
 def import_weights(source: HuggingFaceFolder, save: Path, known_as: Path, show: Show) -> SavedInfo:
-    """One tensor at a time is in memory."""
+    """Saves the weights natively, with one tensor at a time in memory."""
     reading = Reading(show)
 
     def deferred(exchange: Exchange) -> Sharded:

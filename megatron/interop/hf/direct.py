@@ -1,5 +1,5 @@
-"""Fills a rank's part of the model from a Hugging Face folder, without a conversion: files are mapped, and a rank reads
-the slices that it holds. The weights are those that an import and a load of it give, bit for bit."""
+"""Fills a rank's part of the model from a Hugging Face folder, without a conversion. Files are mapped, and a rank reads
+only its slices. The weights are bit-equal to those of an import and a load."""
 
 from collections.abc import Mapping
 from math import prod
@@ -36,8 +36,8 @@ def load_hugging_face(
     moe_config: MoEConfig | None,
     log: Log,
 ) -> LoadedState:
-    """Fills `params` in place, cast to what they hold. All ranks call it; `log` is called on the first one only.
-    `take`: see `in_memory`. A rank reads its slices, and whole only its share of what has checksums."""
+    """Fills `params` in place, cast to their dtypes. All ranks call it; only the first one calls `log`. `take` is that
+    of `in_memory`. A rank reads its slices; of tensors with checksums it also reads its share whole."""
     number, count = share(lambda: identity_of((file.path for file in weights_files(folder, None)), ""), parallel.world)
 
     def load() -> list[str]:
@@ -67,7 +67,7 @@ def _fill(source: HuggingFaceFolder, params: Mapping[str, Sharded], take: Take |
 
 
 def _fill_one(source: HuggingFaceFolder, exchange: Exchange, spec: Shard, target: Tensor) -> None:
-    """Fills one parameter: the folder is described as a step of ours whose slices are exactly those that this rank
+    """Fills one parameter. The folder is described as a native step whose slices are exactly those that this rank
     needs."""
     shape = exchange.parameter.shape
     each = prod(shape[spec.dim + 1 : spec.dim + spec.fold])  # indices that `ranges` count in one of dimension `dim`
@@ -85,8 +85,8 @@ def _fill_one(source: HuggingFaceFolder, exchange: Exchange, spec: Shard, target
 
 
 def needed(spec: Shard) -> list[Range]:
-    """The ranges of dimension `dim` (unfolded) that contain what `spec` holds. Several ranges of `spec` may share one
-    index, as the queries of a group and its key do."""
+    """Returns the ranges of dimension `dim` (unfolded) that contain what `spec` holds. Several ranges of `spec` may
+    share an index, such as a group's queries and key."""
     each = prod(spec.logical_shape[spec.dim + 1 : spec.dim + spec.fold])
     spans: list[Range] = []
     for start, stop in sorted((start // each, -(-stop // each)) for start, stop in spec.held):

@@ -1,8 +1,8 @@
-"""Weights between our logical views and the tensors of a Hugging Face model.
+"""Converts weights between our logical views and the tensors of a Hugging Face model.
 
 A `TensorLayout` holds both directions side by side, so that import(export(x)) is x. Nothing is permuted for RoPE: both
-rotate half-split heads. Import goes through views of their tensors: of a file that is mapped, only what is copied is
-read.
+rotate half-split heads. Import uses views of the other model's tensors, so only what is copied is read from a mapped
+file.
 """
 
 from collections.abc import Callable
@@ -20,21 +20,21 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How another model keeps the weight, and likewise the bias, of one of our modules."""
+    """Layout of one module's weight in another model, and likewise of its bias."""
 
     modules: tuple[str, ...]
-    """Theirs, with `{layer}` and `{expert}` as in the rows of the parameter table."""
+    """Names of the other model's modules, with `{layer}` and `{expert}` as in the rows of the parameter table."""
     split: Callable[[Tensor, Row], Tensors]
-    """Our logical view -> their tensors."""
+    """Function from our logical view to the other model's tensors."""
     blocks: Callable[[Tensors, Row], Tensors]
-    """Their tensors -> views of them which, put together along one dimension, are our logical view."""
+    """Function from the other model's tensors to views that, joined along one dimension, are our logical view."""
     along: int = 0
-    """That dimension; where there are several blocks, no layout of ranks splits it alone."""
+    """Dimension along which blocks are joined. No rank layout splits it if there are several blocks."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One of our parameters and the tensors that hold it in the other model."""
+    """Pair of one of our parameters and the tensors that hold it in the other model."""
 
     parameter: Parameter
     layout: TensorLayout
@@ -57,7 +57,7 @@ class Exchange:
         return self.part_from_hf(read, 0, None).contiguous().view(self.parameter.stored_shape)
 
     def part_from_hf(self, read: Callable[[str], Tensor], dim: int, part: Range | None) -> Tensor:
-        """Our logical view, or that part of its dimension `dim`; the tensors that `read` gives are not read further."""
+        """Returns our logical view, or `part` of its dimension `dim`; only that part of the tensors is read."""
         blocks = self.layout.blocks(tuple(read(name) for name in self.theirs), self.parameter.row)
         if part is not None:
             assert len(blocks) == 1 or dim != self.layout.along, f"{self.parameter.name} is split along its blocks"
@@ -67,7 +67,7 @@ class Exchange:
 
 
 def gain_less_one(config: ModelConfig, name: str) -> bool:
-    """Whether this is the weight of a norm stored as gamma - 1 (--apply-layernorm-1p). Hugging Face stores gamma."""
+    """True for the weight of a norm that we store as gamma - 1 (--apply-layernorm-1p). Hugging Face stores gamma."""
     return config.apply_layernorm_1p and name.endswith("layernorm.weight")
 
 
@@ -75,7 +75,7 @@ def gain_less_one(config: ModelConfig, name: str) -> bool:
 
 
 def same(module: str) -> TensorLayout:
-    """The matrix or vector as we store it."""
+    """Layout of a matrix or vector that both models store alike."""
     return TensorLayout(
         (module,), lambda ours, row: (ours.reshape(row.stored_shape),), lambda parts, row: (parts[0].view(row.shape),)
     )
@@ -92,14 +92,14 @@ def separate_gate_and_up(gate: str, up: str) -> TensorLayout:
 
 
 def heads_apart(qkv: Tensor) -> Tensors:
-    """[groups, q + 2, head_dim, ...] -> Q [heads * head_dim, ...], K and V [groups * head_dim, ...]."""
+    """Splits [groups, q + 2, head_dim, ...] into Q [heads * head_dim, ...], K and V [groups * head_dim, ...]."""
     rest = qkv.shape[3:]
     query, key, value = qkv[:, :-2], qkv[:, -2], qkv[:, -1]
     return query.reshape(-1, *rest), key.reshape(-1, *rest), value.reshape(-1, *rest)
 
 
 def heads_of_groups(parts: Tensors, row: Row) -> Tensors:
-    """The inverse of `heads_apart`, in blocks along the heads of a group."""
+    """Inverts `heads_apart`, in blocks along the heads of a group."""
     groups, slots, width, *rest = row.shape
     query, key, value = parts
     return (

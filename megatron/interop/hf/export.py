@@ -32,7 +32,7 @@ SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class Export:
-    """The plan of an export, made before anything is written."""
+    """Plan of an export, made before anything is written."""
 
     reader: StepReader
     config: ModelConfig
@@ -40,14 +40,14 @@ class Export:
     facts: Facts
     moe: MoEConfig
     generation: Mapping[str, Any] | None
-    """What generation_config.json gets; None: there is none."""
+    """Content of generation_config.json; None writes no such file."""
     shard_bytes: int = SHARD_BYTES
-    """Of weights in one file, at most; a single tensor may be more."""
+    """Largest number of bytes of weights in a file; a single tensor may exceed it."""
     as_bin: bool = False
-    """pytorch_model.bin in the place of safetensors."""
+    """True to write pytorch_model.bin instead of safetensors."""
     tokenizer: TokenizerFiles | None = None
     instead_of: Family | None = None
-    """The family that would have the tokenizer read differently."""
+    """Family that was not used because its tokenizer would be read differently."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,21 +70,21 @@ def plan_export(
     shard_bytes: int = SHARD_BYTES,
     as_bin: bool = False,
 ) -> Export:
-    """Chooses the family and checks that the checkpoint holds exactly that model. `token_ids` are the tokenizer's own;
-    an imported model keeps those that it came with."""
+    """Chooses the family, and checks that the checkpoint holds exactly that model. Uses `token_ids`, those of the
+    tokenizer, unless the model was imported: then it keeps the ids that it came with."""
     saved = found.manifest
     if "model" not in saved.config:
-        raise CheckpointError(f"{found.directory} holds no configuration of a GPT; only our GPT can be exported")
+        raise CheckpointError(f"{found.directory} holds no configuration of a GPT; only GPTs can be exported")
     config = model_config(saved.config["model"])
     moe = moe_config(saved.config)
     origin = origin_of(saved.origin, found.directory)
     usual = choose(config, moe, came_as=None if origin is None else origin.model_type)
     words = saved.model.get(WORD_TABLE)
     if words is None:
-        raise CheckpointError(f"{found.directory} holds no word embedding; only our GPT can be exported")
+        raise CheckpointError(f"{found.directory} holds no token embedding; only GPTs can be exported")
     trained = words.dtype.removeprefix("torch.")
     if dtype is None and trained not in DTYPES:
-        raise ConfigError(f"--dtype: not given, and the checkpoint's {trained} is none of {', '.join(DTYPES)}")
+        raise ConfigError(f"--dtype: needed, because {trained} cannot be exported; give one of {', '.join(DTYPES)}")
     context = config.max_position_embeddings or int(saved.config.get("data", {}).get("seq_length") or 0)
     rows, tokenizer = words.logical_shape[0], found.tokenizer_files
     has_json = tokenizer is not None and tokenizer.has_json
@@ -128,7 +128,7 @@ def write_export(
     log: Callable[[str], object] = print,
     show: Show = no_progress,
 ) -> None:
-    """Writes to a temporary folder, checks it, and renames it: a folder named `out` is always complete and checked."""
+    """Writes to a temporary folder, checks it, and renames it, so `out` is always complete and checked."""
     if out.exists() and not overwrite:
         raise ConfigError(f"--save {out}: exists already; give another folder, or --overwrite")
     with written_aside(out, "writing the export") as temporary:
@@ -144,7 +144,7 @@ def _write_files(export: Export, folder: Path, log: Callable[[str], object], sho
         for line in export.tokenizer.left_out():
             log(f"warning: {line}")
     else:
-        log("warning: the checkpoint has no tokenizer beside it; the export has none either")
+        log("warning: the checkpoint has no tokenizer, so the export has none either")
     _write_weights(export, folder, log, show)
     _write_json(folder / "config.json", export.family.config_json(export.config, export.moe, export.facts))
     if export.generation is not None:
@@ -156,7 +156,7 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _write_weights(export: Export, folder: Path, log: Callable[[str], object], show: Show) -> None:
-    """Write one file, or numbered shards; one tensor is in memory at a time."""
+    """Writes one file, or numbered shards, with one tensor in memory at a time."""
     shards = _plan_shards(export)
     zeros = export.family.zero_biases(export.config, export.facts.vocab_size)
     whole, index_file, write = (BIN, BIN_INDEX, write_bin) if export.as_bin else (WEIGHTS, INDEX, write_safetensors)
@@ -186,7 +186,7 @@ class _SoFar:
     show: Show
     done: int = 0
     error: float = 0.0
-    """The largest one of narrowing."""
+    """Largest error of narrowing a weight."""
 
     def add(self, error: float, size: int) -> None:
         self.error = max(self.error, error)
@@ -237,13 +237,13 @@ def _convert(export: Export, exchange: Exchange) -> tuple[dict[str, Tensor], flo
 
 
 def our_tensors(export: Export) -> Iterator[tuple[str, Tensor]]:
-    """The weights of our own model, as the export rounds them."""
+    """Yields the weights of our own model, as the export rounds them."""
     for name in export.reader.manifest.model:
         tensor = exported_tensor(export, name)
         yield name, tensor.float() - 1 if gain_less_one(export.config, name) else tensor
 
 
 def exported_tensor(export: Export, name: str) -> Tensor:
-    """Our logical view as an import of the export reads it, in its dtype: gains are whole, and rounded as such."""
+    """Returns our logical view as an import reads it, in the export's dtype. Gains are whole, and rounded as such."""
     tensor = export.reader.logical(name, export.reader.manifest.model[name])
     return (tensor.float() + 1 if gain_less_one(export.config, name) else tensor).to(export.dtype)

@@ -1,4 +1,4 @@
-"""What a family of `transformers` models is to us. Each family is one subclass in `families/`."""
+"""Base class of the families of `transformers` models. Each family is a subclass in `families/`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -16,68 +16,68 @@ from megatron.model.parameters import parameters
 from megatron.tokenizer.for_transformers import is_qwen2
 
 Lacking = list[tuple[str, bool]]
-"""(setting, whether this model has it) of each setting that a family cannot express."""
+"""List of (setting, True if this model has it), for each setting that a family cannot express."""
 
-# Biases that a family cannot say and zeros replace. Kept in config.json, so that an import gives the same model again.
+# Biases that a family cannot express and zeros replace. Kept in config.json, so that an import restores the model.
 _OWN_KEY = "megatron_settings"
 _OWN_SETTINGS = ("add_bias_linear", "add_qkv_bias")
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What an export needs to know besides the model's shape."""
+    """Facts that an export needs besides the model's shape."""
 
     vocab_size: int
     dtype: str  # "float32", "bfloat16", "float16"
     context: int  # positions that the model was trained for
     token_ids: Mapping[str, Any]
-    """bos_token_id, eos_token_id and others, as config.json gets them."""
+    """Special token ids for config.json: bos_token_id, eos_token_id and others."""
 
 
 class Family(ABC):
-    """One class of `transformers`: the models that it expresses, its tensors, its config.json in both directions."""
+    """Class of `transformers`: the models that it expresses, its tensors, its config.json in both directions."""
 
     architecture: ClassVar[str]
     model_type: ClassVar[str]
     tensors: ClassVar[Mapping[str, TensorLayout]]
-    """By our module, as the parameter table spells it."""
+    """Layouts by our module, as the parameter table spells it."""
     buffers: ClassVar[tuple[str, ...]] = ()
-    """Endings of tensors that old versions of transformers saved and that hold no weights."""
+    """Endings of buffers that old versions of transformers saved, which hold no weights."""
     always_biased: ClassVar[bool] = False
-    """Its linear layers have biases whatever config.json says."""
+    """True if its linear layers have biases whatever config.json says."""
     tied_by_default: ClassVar[bool] = False
-    """What a config.json without tie_word_embeddings means."""
+    """Meaning of a config.json without tie_word_embeddings."""
     rebuilds_tokenizer: ClassVar[bool] = False
-    """`transformers` 5.8 and later ignore tokenizer_class and rebuild every tokenizer of this type as Qwen2's."""
+    """True if `transformers` 5.8 and later rebuild every tokenizer of this type as Qwen2's."""
 
     # ------------------------------------------------------------ which models
 
     @abstractmethod
     def lacks(self, c: ModelConfig) -> Lacking:
-        """Settings of the model apart from its experts."""
+        """Lists settings of the model, except for its experts, that the family may lack."""
 
     def lacks_of_experts(self, c: ModelConfig, moe: MoEConfig) -> Lacking:
         return [(f"--num-experts {moe.num_experts}", moe.is_on)]
 
     def unsupported(self, config: ModelConfig, moe: MoEConfig) -> str | None:
-        """A setting of this model that the family cannot express; None if it expresses the model."""
+        """Returns a setting of this model that the family cannot express; None if it expresses the model."""
         lacking = self.lacks_of_experts(config, moe) + self.lacks(config)
         return next((setting for setting, present in lacking if present), None)
 
     def keeps_tokenizer(self, tokenizer: Mapping[str, Any] | None) -> bool:
-        """True if every version of `transformers` reads this tokenizer.json as it is in a folder of this family."""
+        """True if every version of `transformers` reads this tokenizer.json unchanged in a folder of this family."""
         return not self.rebuilds_tokenizer or tokenizer is None or is_qwen2(tokenizer)
 
     # ------------------------------------------------------------ weights
 
     def exchanges(self, config: ModelConfig, vocab_size: int, moe: MoEConfig | None = None) -> Iterator[Exchange]:
-        """All parameters of a model, in its order."""
+        """Yields the exchanges of all parameters of a model, in its order."""
         for parameter in parameters(config, vocab_size, moe).values():
             module = parameter.row.name.rpartition(".")[0]
             yield Exchange(parameter, self.tensors[module], gain_less_one(config, parameter.name))
 
     def zero_biases(self, config: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
-        """Their biases that this model lacks: with zeros they compute the same function."""
+        """Returns the family's biases that this model lacks, as zeros: with these it computes the same function."""
         if not self.always_biased:
             return {}
         ours = parameters(config, vocab_size)
@@ -90,7 +90,7 @@ class Family(ABC):
         }
 
     def table(self, name: str) -> str:
-        """Their name of one of our vocabulary tables."""
+        """Returns the family's name of one of our vocabulary tables."""
         module, _, kind = name.rpartition(".")
         return f"{self.tensors[module].modules[0]}.{kind}"
 
@@ -115,11 +115,11 @@ class Family(ABC):
         }
 
     def read_config(self, values: Mapping[str, Any]) -> tuple[ModelConfig, MoEConfig]:
-        """The model that a config.json describes. What we cannot compute is refused by its name there."""
+        """Returns the model that a config.json describes. Rejects unsupported settings by their name there."""
         check_types(values)
         if values.get("auto_map"):
-            raise ConfigError("config.json: auto_map asks for the model's own code to run; that is never done")
-        refuse_unless(values, is_causal=True)  # no class names it, and the masks of all of them read it
+            raise ConfigError("config.json: auto_map asks to run the model's own code, which is not supported")
+        refuse_unless(values, is_causal=True)  # no class declares it, but the masks of all of them read it
         try:
             given, moe = self.model_from_json(values), self.experts_from_json(values)
         except KeyError as error:
@@ -138,17 +138,17 @@ class Family(ABC):
 
     @abstractmethod
     def model_from_json(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of ModelConfig."""
+        """Returns arguments of ModelConfig."""
 
     def not_taken_over(self, values: Mapping[str, Any]) -> str | None:
-        """A line about a setting of training in a config.json that a run here cannot have."""
+        """Returns a notice about a training setting in a config.json that a run here cannot have."""
         return None
 
     def experts_to_json(self, config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
         return {}
 
     def experts_from_json(self, values: Mapping[str, Any]) -> MoEConfig:
-        """The weight of the load-balance loss belongs to training, and is not taken over."""
+        """Returns the settings of experts, without the weight of the load-balance loss, which belongs to training."""
         return MoEConfig()
 
 
@@ -169,20 +169,20 @@ def _check_rotation(config: ModelConfig) -> None:
     turned = int(config.head_dim * config.rotary_percent)
     if config.positions == "rope" and (turned < 2 or turned % 2):
         raise ConfigError(
-            f"config.json: of heads of {config.head_dim} {config.rotary_percent:g} turns, {turned} channels; "
-            "these have to be an even number"
+            f"config.json: {config.rotary_percent:g} of each head of {config.head_dim} channels rotates, that is "
+            f"{turned} channels; give an even number"
         )
 
 
 def refuse_unless(values: Mapping[str, Any], **expected: Any) -> None:
-    """Raise unless each setting has the one value that we compute, or is left out."""
+    """Raises unless each setting is absent, or has the one value that we compute."""
     for name, usual in expected.items():
         if values.get(name, usual) != usual:
             raise ConfigError(f"config.json: {name} {values[name]!r:.60} is not supported; only {usual!r}")
 
 
 def other_wirings(config: ModelConfig, *, parallel: bool = False, norms: str = "before") -> Lacking:
-    """Layers wired otherwise than the family's. `norms`: where its norms stand; `parallel`: it knows such ones."""
+    """Lists settings of wirings that the family lacks. `norms`: where its norms stand; `parallel`: supported."""
     return [
         ("--apply-residual-connection-post-layernorm", config.apply_residual_connection_post_layernorm),
         (f"--norm-placement {config.norm_placement}", config.norm_placement != norms),
@@ -191,8 +191,8 @@ def other_wirings(config: ModelConfig, *, parallel: bool = False, norms: str = "
 
 
 def beyond_plain_layers(config: ModelConfig) -> Lacking:
-    """What a family lacks whose layers have LayerNorm, an MLP without a gate, and heads that all have keys of their own
-    and see the whole sequence."""
+    """Lists settings that a plain family lacks: it has LayerNorm, an MLP without a gate, a key for each head, and
+    attention to the whole sequence."""
     return [
         (f"--normalization {config.normalization}", config.normalization != "LayerNorm"),
         ("--swiglu", config.swiglu),

@@ -1,4 +1,4 @@
-"""Imports a Hugging Face folder of a known family; of files with code in them nothing is run."""
+"""Imports a Hugging Face folder of a known family. Code in its files never runs."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -23,7 +23,7 @@ from megatron.utils.foreign import ADAPTER, is_not_a_directory, read_finite_json
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor is: some files of the Hub leave out the prefix of its name."""
+    """Location of a tensor. Some files of the Hub leave out the prefix of its name."""
 
     file: WeightsFile
     name: str
@@ -31,7 +31,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class HuggingFaceFolder:
-    """The description of a model on disk; no tensor has been read."""
+    """Description of a model on disk; no tensor has been read."""
 
     folder: Path
     family: Family
@@ -50,8 +50,8 @@ class HuggingFaceFolder:
         return [*kept_files(self.folder).values()]
 
     def settings(self) -> dict[str, dict[str, Any]]:
-        """As a checkpoint of ours would have them. The table decides the vocabulary: most have more rows than their
-        tokenizer has entries."""
+        """Returns the settings as a native checkpoint would have them. The embedding table decides the vocabulary size:
+        most tables have more rows than their tokenizer has entries."""
         window = self.config.window_size
         tokenizer: dict[str, Any] = {"vocab_size": self.vocab_size}
         if (self.folder / "tokenizer.json").is_file():
@@ -64,40 +64,40 @@ class HuggingFaceFolder:
         }
 
     def tensor(self, name: str) -> Tensor:
-        """Mapped: what is not used of it is not read."""
+        """Returns a mapped tensor: unused parts of it are not read."""
         stored = self.files[name]
         return stored.file.tensor(stored.name)
 
     def exchanges(self) -> list[Exchange]:
-        """The exchanges of all parameters. Refuses a folder that lacks a tensor or has one that would not be used."""
+        """Returns the exchanges of all parameters. Rejects a folder with a missing or an unused tensor."""
         wanted = list(self.family.exchanges(self.config, self.vocab_size, self.moe))
         zeros = self.family.zero_biases(self.config, self.vocab_size)
         _check_names(self, {name for exchange in wanted for name in exchange.theirs} | zeros.keys())
         for name in zeros:
             if bool(self.tensor(name).any()):
-                raise CheckpointError(f"{self.folder}: {name} is not zero, and our model has no such bias")
+                raise CheckpointError(f"{self.folder}: {name} is not zero, but this project's model has no such bias")
         for exchange in wanted:
             self._check_described(exchange)
         return wanted
 
     def _check_described(self, exchange: Exchange) -> None:
-        """The shapes and dtypes in the files' own descriptions: no tensor is read."""
+        """Checks the shapes and dtypes in the files' own descriptions, without reading a tensor."""
         stored_shape = exchange.parameter.stored_shape
         for name, expected in exchange.to_hf(torch.empty(stored_shape, device="meta")).items():
             stored = self.files[name]
             shape, dtype = stored.file.described(stored.name)
             if shape != tuple(expected.shape):
                 raise CheckpointError(
-                    f"{self.folder}: {name} is {_sizes(shape)}, and config.json describes {_sizes(expected.shape)}; "
-                    "they are not of one model"
+                    f"{self.folder}: {name} is {_sizes(shape)}, but config.json describes {_sizes(expected.shape)}; "
+                    "they belong to different models"
                 )
             if dtype not in DTYPES:
                 raise CheckpointError(f"{self.folder}: {name} is {dtype:.20}; supported: {', '.join(DTYPES)}")
 
 
 def open_folder(folder: Path, say: Say = lambda text: None, *, compare: bool = True) -> HuggingFaceFolder:
-    """`compare`: what is read, with the checksums of its file, which reads all of a storage; `say` is told of files
-    that have none, and of settings that are not taken over."""
+    """Opens a folder. With `compare`, what is read is compared with the file's checksums, which reads whole storages.
+    `say` reports files without checksums, and settings that are not imported."""
     if not folder.is_dir():
         raise ConfigError(f"--load {folder}: {is_not_a_directory(folder)}")
     _refuse_adapter(folder)
@@ -113,19 +113,19 @@ def open_folder(folder: Path, say: Say = lambda text: None, *, compare: bool = T
         raise ConfigError(f"{folder / 'config.json'}: vocab_size is missing")
     _refuse_more_than_stored(folder, config, moe, len(files))
     source = HuggingFaceFolder(folder, family, config, moe, vocab_size, _stored_dtype(files, family), files)
-    source.exchanges()  # whatever is missing or of another shape is refused before a model is made
+    source.exchanges()  # rejects missing tensors and other shapes before a model is made
     _check_tied(source)
     return source
 
 
 def _check_tied(source: HuggingFaceFolder) -> None:
-    """A tied head that is stored all the same is the word table once more: of two tables, versions of transformers take
-    different ones."""
+    """Raises if a tied head is stored and differs from the token embedding: versions of transformers disagree on which
+    one to use."""
     words, head = source.family.table(WORD_TABLE), source.family.table(HEAD_TABLE)
     if source.config.tied and head in source.files and not torch.equal(source.tensor(head), source.tensor(words)):
         raise CheckpointError(
-            f"{source.folder}: tie_word_embeddings says that {head} is {words}, and the two differ; set it to false in "
-            "config.json, or save the model without the one that is not meant"
+            f"{source.folder}: tie_word_embeddings says that {head} is {words}, but the two differ; set it to false "
+            "in config.json, or save the model without the wrong one"
         )
 
 
@@ -145,8 +145,8 @@ def _refuse_quantised(values: Mapping[str, Any]) -> None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
         name = str(method or "by some method")
         raise ConfigError(
-            f"config.json: quantization_config: the weights are quantised ({name:.40}), and such weights are not read; "
-            "give the model as it was before"
+            f"config.json: quantization_config: the weights are quantised ({name:.40}), which is not supported; give "
+            "the model from before the quantisation"
         )
 
 
@@ -155,17 +155,17 @@ def _sizes(shape: Iterable[int]) -> str:
 
 
 def _refuse_more_than_stored(folder: Path, config: ModelConfig, moe: MoEConfig, held: int) -> None:
-    """Before the names of all tensors are written out: each layer and each expert has one of its own."""
+    """Raises before the names of all tensors are generated: each layer and each expert has at least one tensor."""
     experts = len(moe.expert_layers(config.num_layers)) * (moe.num_experts or 0)
     if config.num_layers + experts > held:
         raise CheckpointError(
-            f"{folder}: config.json describes {config.num_layers} layers and {experts} experts, and the weights are "
-            f"{held} tensors; they are not of one model"
+            f"{folder}: config.json describes {config.num_layers} layers and {experts} experts, but the weights are "
+            f"{held} tensors; they belong to different models"
         )
 
 
 def read_tensors(source: HuggingFaceFolder) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
-    """(name, logical shape, stored tensor) of each of our parameters."""
+    """Yields (name, logical shape, stored tensor) of each of our parameters."""
     for exchange in source.exchanges():
         yield exchange.parameter.name, exchange.parameter.shape, read_tensor(source, exchange)
 
@@ -183,9 +183,9 @@ def _stored_tensors(files: Iterable[WeightsFile], family: Family) -> dict[str, S
         return {name if name == head else prefix + name: Stored(file, name) for name, file in held.items()}
     if words not in held and (wrapped := next((name for name in held if name.endswith(f".{words}")), None)):
         raise CheckpointError(
-            f"{held[wrapped].path}: the names of its tensors begin with {wrapped.removesuffix(words)!r}, as those of a "
-            "model that was saved within a wrapper (DistributedDataParallel, torch.compile, PEFT); save the model "
-            "inside the wrapper, with its save_pretrained()"
+            f"{held[wrapped].path}: the names of its tensors begin with {wrapped.removesuffix(words)!r}, so the model "
+            "was saved within a wrapper (DistributedDataParallel, torch.compile, PEFT); save the model inside the "
+            "wrapper, with its save_pretrained()"
         )
     return {name: Stored(file, name) for name, file in held.items()}
 
@@ -208,5 +208,5 @@ def _check_names(source: HuggingFaceFolder, wanted: set[str]) -> None:
     if missing or extra:
         raise CheckpointError(
             f"{source.folder} does not hold the model that config.json describes "
-            f"(missing: {', '.join(missing[:6]) or 'none'}; not known: {', '.join(extra[:6]) or 'none'})"
+            f"(missing: {', '.join(missing[:6]) or 'none'}; unknown: {', '.join(extra[:6]) or 'none'})"
         )

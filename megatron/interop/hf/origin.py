@@ -1,6 +1,6 @@
-"""What an imported model was besides its weights: its class, the ids of its special tokens, its generation settings.
+"""Records what came with an imported model besides weights: class, special token ids, generation settings.
 
-Every checkpoint of a run that goes on with it keeps them, and an export gives them back as they came in.
+Every checkpoint of a continued run keeps them, and an export writes them back unchanged.
 """
 
 from collections.abc import Mapping
@@ -21,9 +21,9 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 class Origin:
     model_type: str
     token_ids: Mapping[str, Any]
-    """As config.json has them: an id, several, or null; what it leaves out is left out."""
+    """Ids as in config.json: an id, several, or null. Ids that it leaves out are left out."""
     generation: Mapping[str, Any] | None
-    """The whole of generation_config.json, if there is one."""
+    """Whole content of generation_config.json, if there is one."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -41,7 +41,7 @@ def read_origin(folder: Path) -> Origin:
 
 
 def origin_of(saved: Mapping[str, Any], where: Path) -> Origin | None:
-    """The origin that a checkpoint records; None for a model that was not imported."""
+    """Returns the origin that a checkpoint records; None for a model that was not imported."""
     if not saved:
         return None
     try:
@@ -53,7 +53,7 @@ def origin_of(saved: Mapping[str, Any], where: Path) -> Origin | None:
 
 def _checked(origin: Origin, where: str) -> Origin:
     if not isinstance(origin.token_ids, Mapping) or not isinstance(origin.generation, Mapping | None):
-        raise CheckpointError(f"{where}: the ids of special tokens or the generation settings are no JSON object")
+        raise CheckpointError(f"{where}: the ids of special tokens or the generation settings are not a JSON object")
     for name, value in origin.token_ids.items():
         several = value if isinstance(value, list) else [value]
         if name not in _IDS or not all(one is None or (type(one) is int and one >= 0) for one in several):
@@ -62,8 +62,8 @@ def _checked(origin: Origin, where: str) -> Origin:
 
 
 def own_token_ids(tokenizer: Tokenizer | None, roles: Mapping[str, str]) -> dict[str, int | None]:
-    """The special token ids of a model that was not imported: those that its tokenizer names, else its end-of-document
-    id."""
+    """Returns special token ids for a model that was not imported: those that its tokenizer names, else its
+    end-of-document id."""
     end = None if tokenizer is None else tokenizer.eod_id
     named = {} if tokenizer is None else {role: tokenizer.token_id(token) for role, token in roles.items()}
     ids = {"bos_token_id": named.get("bos_token", end), "eos_token_id": end}

@@ -1,4 +1,4 @@
-"""RoPE and its scaling, to and from config.json."""
+"""Converts RoPE and its scaling to and from config.json."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +24,7 @@ _SCALING: dict[str, dict[str, str]] = {
         "attention_factor": "yarn_attention_factor",
     },
 }
-"""Their numbers of each kind, and ours."""
+"""Names of the numbers of each kind of scaling: in config.json, and here."""
 
 
 def rope_to_json(config: ModelConfig) -> dict[str, Any]:
@@ -37,8 +37,8 @@ def rope_to_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def rope_from_json(values: Mapping[str, Any], *, partial: bool = False) -> dict[str, Any]:
-    """Arguments of ModelConfig. Newer versions of transformers write `rope_parameters`, older ones `rope_scaling`.
-    `partial`: whether the family may rotate a part of each head."""
+    """Returns arguments of ModelConfig. Newer versions of transformers write `rope_parameters`, older ones
+    `rope_scaling`. `partial`: the family may rotate a part of each head."""
     scaling = _described(values)
     share = scaling.pop("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
     share = 1.0 if share is None else share
@@ -47,11 +47,11 @@ def rope_from_json(values: Mapping[str, Any], *, partial: bool = False) -> dict[
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     theta = scaling.get("rope_theta", values.get("rope_theta", 10000.0))
     if kind not in _SCALING:
-        raise ConfigError(f"config.json: rope_type {kind!r:.60} is not supported; there are {', '.join(_SCALING)}")
+        raise ConfigError(f"config.json: rope_type {kind!r:.60} is not supported; supported: {', '.join(_SCALING)}")
     refuse_unless(scaling, mscale=None, mscale_all_dim=None, truncate=True)
-    if "original_max_position_embeddings" in scaling:  # beside it, it is what transformers takes
+    if "original_max_position_embeddings" in scaling:  # transformers prefers it to the one outside
         refuse_unless(values, original_max_position_embeddings=scaling["original_max_position_embeddings"])
-    elif "original_max_position_embeddings" not in values:  # which version 5 also takes, and version 4 does not
+    elif "original_max_position_embeddings" not in values:  # version 5 falls back to it, version 4 does not
         scaling["original_max_position_embeddings"] = values.get("max_position_embeddings")
     if kind == "yarn":
         scaling["beta_fast"] = scaling.get("beta_fast") or 32.0
@@ -67,8 +67,8 @@ def rope_from_json(values: Mapping[str, Any], *, partial: bool = False) -> dict[
 
 
 def _described(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The one object that describes the rotation. Of two, versions of transformers take different ones."""
+    """Returns the description of the rotation. Raises if two differ, because versions of transformers disagree."""
     newer, older = (values.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
     if newer and older and newer != older:
-        raise ConfigError("config.json: rope_parameters and rope_scaling differ; keep the one that is meant")
+        raise ConfigError("config.json: rope_parameters and rope_scaling differ; keep the right one")
     return dict(newer or older)

@@ -1,5 +1,5 @@
-"""Checks that `transformers` reads a folder's tokenizer as our run does: ids, offsets, text, special tokens, a padded
-batch, and `pipeline`, in a fresh process without this project's package."""
+"""Checks that `transformers` reads a folder's tokenizer as our run does. A fresh process without this project's package
+compares ids, offsets, text, special tokens, a padded batch, and `pipeline`."""
 
 import importlib.util
 import json
@@ -33,12 +33,12 @@ TEXTS = (
     "ALL CAPS CamelCase snake_case kebab-case http://a.b/c?d=e&f=%20 <b>&amp;</b> ... --- !!!???",
 )
 _TOKENS = 12
-"""Added tokens that are tried, from both ends of the list."""
+"""Number of added tokens that are tried, from both ends of the list."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """How a run reads texts, as the other program's answer has it."""
+    """Readings of a run, in the form of the other program's answer."""
 
     request: dict[str, Any]
     texts: list[dict[str, Any]]
@@ -47,7 +47,7 @@ class Expected:
 
 
 def ask_fresh(request: dict[str, Any]) -> dict[str, Any]:
-    """The answer of a fresh process."""
+    """Returns the answer of a fresh process."""
     command = [PYTHON, str(PROGRAM)]
     done = subprocess.run(
         command, input=json.dumps(request) + "\n", capture_output=True, encoding="utf-8", errors="replace"
@@ -61,7 +61,7 @@ def ask_fresh(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare_tokenizer(expected: Expected, advice: str) -> str:
-    """Raises unless the folder is read as expected. Returns one line that says what was compared."""
+    """Raises unless the folder is read as expected. Returns one line about what was compared."""
     answer = ask_fresh(expected.request)
     if problem := first_misreading(expected, answer):
         version = answer.get("version") or "(version unknown)"
@@ -74,8 +74,8 @@ def compare_tokenizer(expected: Expected, advice: str) -> str:
 
 
 def check_folder(folder: Path, run: TokenizerFiles | None) -> str:
-    """Raises unless `transformers` reads the tokenizer of a folder as the `run` does that it came from; None: as its
-    own tokenizer.json says. Returns one line."""
+    """Raises unless `transformers` reads a folder's tokenizer as the run `run` does that exported it, or as its own
+    tokenizer.json says if that is None. Returns one line."""
     if not folder.is_dir():
         raise ConfigError(f"--check {folder}: no such directory; give an exported folder")
     if importlib.util.find_spec("transformers") is None:
@@ -102,9 +102,9 @@ def check_folder(folder: Path, run: TokenizerFiles | None) -> str:
 
 
 def expected_of(source: TokenizerFiles, folder: Path, rows: int, context: int, *, pipeline: bool) -> Expected:
-    """What the tokenizer in `source` makes of the texts, to be compared with `folder`."""
+    """Returns what the tokenizer in `source` makes of the texts, to be compared with `folder`."""
     tokenizer, plain, roles = source.tokenizer(), load_tokenizers(source.folder / JSON), source.roles(rows)
-    # transformers matches every special token in texts, which a run does in none of its documents.
+    # transformers matches every special token in texts; a run never does in its documents.
     listed = {token.content for token in plain.get_added_tokens_decoder().values()}
     plain.add_special_tokens(sorted({*roles.values()} - listed))
     added = [token.content for token in plain.get_added_tokens_decoder().values()]
@@ -114,7 +114,7 @@ def expected_of(source: TokenizerFiles, folder: Path, rows: int, context: int, *
             with library_errors(gives_up(tokenizer.name)):
                 encoding, whole = plain.encode(text, add_special_tokens=False), plain.encode(text)
             ids = encoding.ids if any(token in text for token in added) else tokenizer.tokenize(text)
-        except DataError:  # a run rejects this text, such as one with a letter that the vocabulary lacks
+        except DataError:  # a run rejects this text, as one with a letter that the vocabulary lacks
             continue
         texts.append(text)
         decoded = tokenizer.detokenize(ids)
@@ -137,7 +137,7 @@ def _around_each(tokens: Sequence[str]) -> list[str]:
 
 
 def first_misreading(expected: Expected, answer: dict[str, Any]) -> str | None:
-    """What the other program reads differently; None if nothing."""
+    """Describes the first difference in what the other program reads; None if there is none."""
     if "error" in answer:
         return f"does not open it ({answer['error']:.300})"
     for text, ours, theirs in zip(expected.request["texts"], expected.texts, answer["texts"], strict=True):
@@ -153,7 +153,7 @@ def first_misreading(expected: Expected, answer: dict[str, Any]) -> str | None:
 
 
 def _around(theirs: list[Any], ours: list[Any]) -> str:
-    """Both lists near their first difference."""
+    """Shows both lists near their first difference."""
     at = next((n for n, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours)))
     part = slice(max(at - 1, 0), at + 4)
     return f"{theirs[part]}, the run's tokenizer as {ours[part]} (from the {part.start + 1}. on)"
@@ -163,14 +163,14 @@ def _batch_difference(expected: Expected, batch: dict[str, Any] | None) -> str |
     if batch is None:
         return None
     if batch["keys"] != ["attention_mask", "input_ids"]:
-        return f"gives the model {', '.join(batch['keys'])}, and not input_ids and attention_mask alone"
+        return f"gives the model {', '.join(batch['keys'])}, instead of only input_ids and attention_mask"
     for ids, mask, ours in zip(batch["ids"], batch["mask"], expected.texts, strict=True):
         kept = [index for index, use in zip(ids, mask, strict=True) if use]
         filled = {index for index, use in zip(ids, mask, strict=True) if not use}
         if kept != ours["whole"] or not filled <= {batch["pad"]}:
             return f"pads a batch to {ids[:8]}, whose text is {ours['whole'][:8]}"
     if not 0 <= batch["pad"] < expected.rows:
-        return f"pads with the id {batch['pad']}, and the model has {expected.rows} rows"
+        return f"pads with the id {batch['pad']}, but the model has {expected.rows} rows"
     return None
 
 

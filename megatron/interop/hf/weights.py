@@ -1,6 +1,6 @@
-"""The files of weights in a Hugging Face folder: safetensors, or the older `pytorch_model.bin`, whole or in shards.
+"""Weights files of a Hugging Face folder: safetensors, or the older `pytorch_model.bin`, whole or in shards.
 
-A `.bin` file is a pickle: it is opened as our own checkpoints are, scanned first and weights only; no flag undoes that.
+A `.bin` file is a pickle. It is opened like our own checkpoints, scanned first and weights only; no flag changes that.
 """
 
 from abc import ABC, abstractmethod
@@ -23,12 +23,12 @@ from megatron.utils.foreign import read_finite_json
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_DOWNLOADS = ".cache/huggingface/download"  # where `hf download --local-dir` keeps what it has of a file
+_DOWNLOADS = ".cache/huggingface/download"  # `hf download --local-dir` keeps partial files there
 _LONGEST_NAME = 255  # bytes, of any usual file system
 
 
 class WeightsFile(ABC):
-    """One file, opened when it is first needed; only what is used of it is read."""
+    """File of weights, opened on first use; only the used parts are read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -41,7 +41,7 @@ class WeightsFile(ABC):
 
     @abstractmethod
     def described(self, name: str) -> tuple[tuple[int, ...], str]:
-        """The shape and dtype of a tensor, without reading it."""
+        """Returns the shape and dtype of a tensor, without reading it."""
 
 
 class Safetensors(WeightsFile):
@@ -97,7 +97,7 @@ class Pickled(WeightsFile):
 
 
 def weights_files(folder: Path, checks: MemberChecks | None) -> list[WeightsFile]:
-    """All files that the folder's index names, or the one that there is; safetensors where there are both formats."""
+    """Returns all files that the folder's index names, or the single file; safetensors if there are both formats."""
     kinds = ((INDEX, WEIGHTS, Safetensors), (BIN_INDEX, BIN, partial(Pickled, checks=checks)))
     for index, whole, kind in kinds:
         if (folder / index).is_file():
@@ -107,8 +107,8 @@ def weights_files(folder: Path, checks: MemberChecks | None) -> list[WeightsFile
     for pattern, index in (("model-*-of-*.safetensors", INDEX), ("pytorch_model-*-of-*.bin", BIN_INDEX)):
         if part := next(folder.glob(pattern), None):
             raise CheckpointError(
-                f"--load {folder}: has {part.name} and no {index}, which says what belongs together; the download is "
-                "not complete: run it again"
+                f"--load {folder}: has {part.name} but no {index}, which lists the files; the download is not "
+                "complete: run it again"
             )
     if part := next((path for place in (folder, folder / _DOWNLOADS) for path in place.glob("*.incomplete")), None):
         raise CheckpointError(
@@ -116,13 +116,13 @@ def weights_files(folder: Path, checks: MemberChecks | None) -> list[WeightsFile
             "complete: run it again"
         )
     raise ConfigError(
-        f"--load {folder}: no {WEIGHTS} and no {BIN}; weights in other formats are not read, save them as safetensors "
-        "first"
+        f"--load {folder}: no {WEIGHTS} and no {BIN}; other formats of weights are not supported; save them as "
+        "safetensors first"
     )
 
 
 def compare_share(files: Iterable[WeightsFile], number: int, count: int) -> None:
-    """Compares with their checksums, where there are any, one of `count` shares of the tensors."""
+    """Compares one of `count` shares of the tensors with their checksums, where there are any."""
     tensors = [(file, name) for file in files if isinstance(file, Pickled) for name in file.names()]
     for file, name in tensors[number::count]:
         file.tensor(name)
@@ -133,7 +133,7 @@ def _all_there(index: Path) -> list[Path]:
     absent = [path.name for path in paths if not path.is_file()]
     if absent:
         raise CheckpointError(
-            f"{index} names {len(paths)} files, and {len(absent)} of them are not there ({', '.join(absent[:3])}); "
+            f"{index} names {len(paths)} files, but {len(absent)} of them are missing ({', '.join(absent[:3])}); "
             "the download is not complete: run it again"
         )
     return paths
@@ -148,7 +148,7 @@ def _shards(index: Path) -> list[str]:
 
 def _member(folder: Path, name: str) -> Path:
     if Path(name).name != name or not name.isprintable() or len(name.encode()) > _LONGEST_NAME:
-        raise CheckpointError(f"{folder}: its index names {name[:100]!r}, which is no file of its folder")
+        raise CheckpointError(f"{folder}: its index names {name[:100]!r}, which is not a file of its folder")
     path = folder / name
     refuse_outside(folder, path)
     return path

@@ -1,5 +1,5 @@
-"""Writes a file of weights tensor by tensor, so that one of them at a time is in memory, however long the file is:
-safetensors, or `pytorch_model.bin` for programs that read none."""
+"""Writes a file of weights with one tensor at a time in memory: safetensors, or `pytorch_model.bin` for programs that
+cannot read it."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 def write_safetensors(
     path: Path, shapes: Mapping[str, Shape], dtype: torch.dtype, tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """`tensors` come in the order of `shapes`, and each is let go of when it is written."""
+    """Writes `tensors`, which come in the order of `shapes`; each is released when it is written."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
@@ -41,7 +41,7 @@ def write_safetensors(
 def write_bin(
     path: Path, shapes: Mapping[str, Shape], dtype: torch.dtype, tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """As `write_safetensors`."""
+    """Writes the same arguments as `write_safetensors`."""
     coming = iter(tensors)
 
     def take(name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-LM: read as steps of ours, and written for its loaders."""
+"""Checkpoints of Megatron-LM: reads them as this project's steps, and writes them for its loaders."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ from megatron.torch_files.member_checks import MemberChecks, Say
 
 
 def open_foreign(directory: Path, say: Say = lambda text: None, *, check_hashes: bool = True) -> MegatronStep | None:
-    """The step in this directory if Megatron-LM wrote it; None: ours, or no step. What is read of it is compared with
-    the checksums of its files; `say` is told if they have none."""
+    """Opens the step in this directory if Megatron-LM wrote it; None if it is ours or not a step. What is read is
+    compared with the checksums in its files; `say` reports files without them."""
     checks = MemberChecks(say) if check_hashes else None
     if is_torch_dist(directory):
         return open_torch_dist(directory, checks)

@@ -1,5 +1,5 @@
-"""The tree `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt` of Megatron-LM: which rank's file holds which slice of which of
-our parameters. Files are opened by `torch_files/torch_file.py`: nothing in them runs."""
+"""Maps the tree `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt` of Megatron-LM to our parameters: which rank's file holds
+which slice. `torch_files/torch_file.py` opens the files without running their code."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -39,30 +39,30 @@ class ModelRank:
 
 @dataclass(frozen=True)
 class ModelChunk:
-    """The layers of one pipeline stage, or of one of its virtual stages, as one rank has them."""
+    """Layers of one pipeline stage, or of one of its virtual stages, as stored by one rank."""
 
     at: ModelRank
     key: str
-    """`model`, or `model0` and so on."""
+    """Key in the file: `model`, or `model0` and so on."""
     tensors: Mapping[str, Any]
-    """By their flat name, in the order of the file, which is that of the model's parameters there."""
+    """Tensors by flat name, in the order of the file, which is that of the model's parameters there."""
 
     @cached_property
     def layers(self) -> int:
         numbers = {int(match[1]) for name in self.tensors if (match := _OF_LAYER.match(name))}
         if numbers != set(range(len(numbers))):
-            raise CheckpointError(f"{self.key} has layers {sorted(numbers)[:8]}, not all up to its last one")
+            raise CheckpointError(f"{self.key} has layers {sorted(numbers)[:8]}, with gaps before the last one")
         return len(numbers)
 
 
 @dataclass(frozen=True)
 class SliceLocation:
-    """Where one slice of a parameter lies."""
+    """Location of one slice of a parameter."""
 
     at: ModelRank
     chunk: str
     name: str
-    """The flat name there."""
+    """Flat name in the file."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class ClassicTree:
     pp: int
     ep: int
     checks: MemberChecks | None
-    """Of the bytes of all its files."""
+    """Checks of the bytes of all its files."""
 
     @property
     def first(self) -> TorchFile:
@@ -86,20 +86,20 @@ class ClassicTree:
 
     @property
     def version(self) -> float:
-        """The checkpoint version, which decides the order of the rows of QKV."""
+        """Checkpoint version, which decides the order of the rows of QKV."""
         found = self.first.content.get("checkpoint_version", 0)
         if type(found) not in (int, float) or not 0 <= found < 4:
-            raise CheckpointError(f"{self.directory} has checkpoint_version {str(found)[:40]}; 0 to 3 are known here")
+            raise CheckpointError(f"{self.directory} has checkpoint_version {str(found)[:40]}; supported: 0 to 3")
         return float(found)
 
     @cached_property
     def chunks(self) -> Mapping[ModelRank, tuple[ModelChunk, ...]]:
-        """The chunks of every rank: its virtual stages in order."""
+        """Chunks of every rank: its virtual stages in order."""
         return {at: tuple(_chunks(at, file)) for at, file in self.files.items()}
 
     @cached_property
     def stages(self) -> tuple[tuple[int, int, int], ...]:
-        """(stage, virtual stage, its first layer) in the order of the layers."""
+        """Tuples (stage, virtual stage, its first layer) in the order of the layers."""
         counts = {pp: [chunk.layers for chunk in self.chunks[ModelRank(0, pp, 0)]] for pp in range(self.pp)}
         virtual = {len(layers) for layers in counts.values()}
         if len(virtual) != 1:
@@ -113,7 +113,7 @@ class ClassicTree:
 
     @property
     def is_core(self) -> bool:
-        """Whether it is of a core model; those of 23.06 have other names."""
+        """True for a core model; models of 23.06 have other names."""
         return any(".linear_qkv." in name for name in self.chunks[ModelRank(0, 0, 0)][0].tensors)
 
     def layers(self) -> int:
@@ -127,7 +127,7 @@ class ClassicTree:
         return next(stage for stage in reversed(self.stages) if stage[2] <= layer)
 
     def record(self, parameter: Parameter, experts: int) -> tuple[TensorRecord, dict[Slice, SliceLocation]]:
-        """The slices of one parameter, and where each of them is."""
+        """Returns the record of one parameter, and the location of each of its slices."""
         row, name = parameter.row, parameter.name
         if row.name in _QKV_NAMES:
             self._check_order(row.shape[1])
@@ -142,7 +142,7 @@ class ClassicTree:
             held = self.chunks[at][chunk]
             found = next((each for each in names if each in held.tensors), None)
             if found is None:
-                raise CheckpointError(f"{self.directory} has no {names[0]}: it is of another model than its args say")
+                raise CheckpointError(f"{self.directory} has no {names[0]}: its args describe another model")
             file, stored = self.files[at], held.tensors[found]
             shape = file.shape(stored)
             dtypes.add(str(file.dtype(stored)))
@@ -168,22 +168,22 @@ class ClassicTree:
         return even_ranges(size, self.tp, tp)
 
     def _check_order(self, slots: int) -> None:
-        """`slots`: the queries of a group, its key and its value."""
+        """Rejects an unknown order of rows. `slots`: the queries of a group, its key and its value."""
         if self.version < 2 and slots != 3:
             raise CheckpointError(
-                f"{self.directory} has checkpoint_version {self.version:g} and grouped queries, which came later: the "
-                "order of its rows is not known; save it with the program that wrote it, as version 3"
+                f"{self.directory} has checkpoint_version {self.version:g} and grouped queries, which came later, so "
+                "the order of its rows is unknown; save it with the program that wrote it, as version 3"
             )
 
     def ours(self, parameter: Parameter, stored: Tensor) -> Tensor:
-        """A slice, of the weight or of the optimizer, in our order of rows."""
+        """Returns a slice of the weight or of the optimizer state, with rows in our order."""
         if parameter.row.name in _QKV_NAMES and self.version < 2:
             stored = _heads_first(stored, parameter.shape[2], self.version)
         return stored.contiguous()
 
     def refuse_another_head(self) -> None:
-        """Of a tied model, the last stage of a pipeline has a copy of the word table, which is not read. A table of its
-        own differs in all rows; some of them are compared, without reading the tables for their checksums."""
+        """Raises if a tied model's head is not the token embedding, of which the last pipeline stage has a copy that is
+        not read. Another table differs in all rows, so a few are compared, without reading all for checksums."""
         pp, chunk, _ = self.stages[-1]
         for tp in range(self.tp):
             first, last = ModelRank(tp, 0, 0), ModelRank(tp, pp, 0)
@@ -194,12 +194,12 @@ class ClassicTree:
                 rows = slice(None, None, max(len(words) // _ROWS_COMPARED, 1))
                 if copy.shape != words.shape or (copy[rows] - words[rows]).norm() > 0.5 * words[rows].norm():
                     raise CheckpointError(
-                        f"{self.directory}: its {name} is not the word table, its args say that it is "
-                        "(untie_embeddings_and_output_weights)"
+                        f"{self.directory}: its {name} differs from its token embedding, but its args say that they "
+                        "are tied (untie_embeddings_and_output_weights)"
                     )
 
     def unknown(self, used: set[SliceLocation], *, tied: bool) -> list[str]:
-        """Tensors of the files that belong to no parameter."""
+        """Returns tensors of the files that belong to no parameter."""
         copies = _HEAD_COPIES if tied and self.pp > 1 else ()
         names = {(place.at.pp, place.at.ep, place.chunk, place.name) for place in used}
         return [
@@ -217,10 +217,10 @@ def open_tree(directory: Path, checks: MemberChecks | None) -> ClassicTree:
     matches = {name: _RANK.fullmatch(name) for name in ranks}
     if not all(matches.values()):
         strange = next(name for name, match in matches.items() if match is None)
-        raise CheckpointError(f"{directory / strange} is no folder of a rank of Megatron-LM (mp_rank_TT_PPP_EEE)")
+        raise CheckpointError(f"{directory / strange} is not a folder of a rank of Megatron-LM (mp_rank_TT_PPP_EEE)")
     first = TorchFile.open(paths.member(directory, f"{ranks[0]}/{paths.MODEL_FILE}"), checks)
     if not isinstance(first.content, dict):
-        raise CheckpointError(f"{first.path} holds no dictionary: it is no checkpoint of Megatron-LM")
+        raise CheckpointError(f"{first.path} holds no dictionary: it is not a checkpoint of Megatron-LM")
     args = plain_values(first.content.get("args"))
     args = args if isinstance(args, dict) else {}
     files: dict[ModelRank, TorchFile] = {}
@@ -231,7 +231,7 @@ def open_tree(directory: Path, checks: MemberChecks | None) -> ClassicTree:
         path = paths.member(directory, f"{name}/{paths.MODEL_FILE}")
         file = first if name == ranks[0] else TorchFile.open(path, checks)
         if not isinstance(file.content, dict):
-            raise CheckpointError(f"{file.path} holds no dictionary: it is no checkpoint of Megatron-LM")
+            raise CheckpointError(f"{file.path} holds no dictionary: it is not a checkpoint of Megatron-LM")
         files[at] = file
     sizes = [max(getattr(at, axis) for at in files) + 1 for axis in ("tp", "pp", "ep")]
     if prod(sizes) != len(files):
@@ -250,7 +250,7 @@ def open_tree(directory: Path, checks: MemberChecks | None) -> ClassicTree:
 
 
 def _coordinates(numbers: list[int], args: Mapping[str, Any]) -> ModelRank:
-    """The ranks that a folder's name says. Of two numbers the second is the pipeline rank, or without a pipeline the
+    """Parses the ranks in a folder's name. The second of two numbers is the pipeline rank, or without a pipeline the
     expert-parallel rank."""
     if len(numbers) == 2 and args.get("pipeline_model_parallel_size", 2) == 1:
         return ModelRank(numbers[0], 0, numbers[1])
@@ -260,7 +260,7 @@ def _coordinates(numbers: list[int], args: Mapping[str, Any]) -> ModelRank:
 def _chunks(at: ModelRank, file: TorchFile) -> Iterator[ModelChunk]:
     keys = sorted((k for k in file.content if isinstance(k, str) and _CHUNK.fullmatch(k)), key=lambda k: (len(k), k))
     if not keys:
-        raise CheckpointError(f"{file.path} has no model: it is no checkpoint of Megatron-LM")
+        raise CheckpointError(f"{file.path} has no model: it is not a checkpoint of Megatron-LM")
     for key in keys:
         tensors = dict(flat_names(file.content[key]))
         strange = [name for name, value in tensors.items() if not file.is_tensor(value)]
@@ -282,13 +282,13 @@ def _check_shape(
         fits &= splits_columns(spec, rows) or shape[1:] == tuple(columns)
     if not fits:
         raise CheckpointError(
-            f"{directory}: {parameter.name} has shape {shape} on a rank, its args describe {row.shape}"
+            f"{directory}: {parameter.name} has shape {shape} on a rank, but its args describe {row.shape}"
             + ("" if ranges is None else f" of which a rank has {spec.local_shape}")
         )
 
 
 def _heads_first(rows: Tensor, width: int, version: float) -> Tensor:
-    """[3, heads, width] (before 1.0) or [heads, width, 3] (1.0) as [heads, 3, width]."""
+    """Reorders rows [3, heads, width] (before 1.0) or [heads, width, 3] (1.0) as [heads, 3, width]."""
     heads, rest = rows.shape[0] // (3 * width), rows.shape[1:]
     if version < 1:
         return rows.view(3, heads, width, *rest).transpose(0, 1).reshape(rows.shape)

@@ -1,4 +1,4 @@
-"""What a `torch_dist` directory holds besides tensors: arguments, counters, the groups of the optimizer."""
+"""Reads what a `torch_dist` directory holds besides tensors: arguments, counters, the optimizer's groups."""
 
 import re
 from collections.abc import Mapping
@@ -11,18 +11,18 @@ from megatron.interop.megatron_lm.dcp import METADATA, DistDirectory
 from megatron.torch_files.torch_file import TorchFile
 
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg_sq|exp_avg|fp32_param|param)\.(.+)")
-"""The keys of the optimizer's tensors: (kind, key of the parameter)."""
+"""Keys of the optimizer's tensors: (kind, key of the parameter)."""
 _COMMON = "common.pt"
 _WANTED_BLOBS = ("args", "iteration", "checkpoint_version", "opt_param_scheduler", "optimizer", "common")
 
 
 def common_content(found: DistDirectory) -> tuple[Mapping[str, Any], TorchFile]:
-    """What is no tensor: a file of its own, or in later versions entries of the metadata."""
+    """Returns everything but tensors: the content of a file, or in later versions entries of the metadata."""
     path = found.directory / _COMMON
     if path.exists():
         file = TorchFile.open(paths.member(found.directory, _COMMON), found.checks)
         if not isinstance(file.content, dict):
-            raise CheckpointError(f"{path} holds no dictionary: it is no checkpoint of Megatron-LM")
+            raise CheckpointError(f"{path} holds no dictionary: it is not a checkpoint of Megatron-LM")
         return file.content, file
     content: dict[str, Any] = {}
     opened: TorchFile | None = None
@@ -39,7 +39,7 @@ def common_content(found: DistDirectory) -> tuple[Mapping[str, Any], TorchFile]:
             continue
         _put(content, names, value)
     if opened is None:
-        raise CheckpointError(f"{found.directory} has no {_COMMON} and no args in its {METADATA}: it is no GPT")
+        raise CheckpointError(f"{found.directory} has no {_COMMON} and no args in its {METADATA}: it is not a GPT")
     for key, tensor in found.tensors.items():
         if key.startswith("optimizer.") and prod(tensor.shape) == 1 and not STATE.fullmatch(key):
             _put(content, key.split("."), found.read(key, [(0, 1)] * len(tensor.shape)).item())
@@ -54,7 +54,7 @@ def _put(content: dict[str, Any], names: list[str], value: Any) -> None:
 
 
 def _with_numbers(file: TorchFile, value: Any) -> Any:
-    """With numbers in the place of tensors of one: whoever reads the merged entries does not know their files."""
+    """Replaces tensors of one element by numbers, because readers of the merged entries do not know their files."""
     if isinstance(value, dict):
         return {key: _with_numbers(file, each) for key, each in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""A step of any format as a native checkpoint, with its optimizer where it has one."""
+"""Converts a step of any format to a native checkpoint, with its optimizer state if it has one."""
 
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from megatron.model.parameters import WORD_TABLE
 
 
 def with_true_vocabulary(found: FoundStep, rows: int | None) -> FoundStep:
-    """`rows`: what --true-vocab-size gives; unset, what the checkpoint says."""
+    """Cuts the vocabulary to `rows`, from --true-vocab-size; None keeps the checkpoint's own size."""
     if rows is None:
         return found
     cut = found.with_vocabulary(rows)
@@ -28,7 +28,7 @@ def with_true_vocabulary(found: FoundStep, rows: int | None) -> FoundStep:
 
 
 def import_step(found: FoundStep, save: Path, known_as: Path, show: Show) -> SavedInfo:
-    """One tensor at a time is in memory."""
+    """Saves the step natively, with one tensor at a time in memory."""
     reader, manifest, reading = found.reader(), found.manifest, Reading(show)
 
     def deferred(name: str, record: TensorRecord, what: str) -> Sharded:
@@ -45,7 +45,7 @@ def import_step(found: FoundStep, save: Path, known_as: Path, show: Show) -> Sav
             for name, kinds in manifest.optimizer.items()
         }
     elif found.foreign is not None and found.foreign.optimizer_problem is not None:
-        print(f"warning: {found.foreign.optimizer_problem.partition('; give')[0]}; its weights alone are converted")
+        print(f"warning: {found.foreign.optimizer_problem.partition('; give')[0]}; only its weights are converted")
     main = reader.main_file()
     release = found.release or optimizer is None
     state = TrainState(

@@ -1,8 +1,7 @@
-"""A directory of torch's distributed format: which chunk of which tensor lies in which bytes of which file.
+"""Reads a directory of torch's distributed format: which bytes of which file hold which chunk of a tensor.
 
 `.metadata` is a pickle. It is read as a description (`torch_files/pickle_reader.py`): nothing in it is imported or
-called. What it says is checked before a byte is read: names of files, positions, and that the chunks cover each tensor
-exactly once.
+called. Before a byte is read, file names and positions are checked, and that the chunks cover each tensor exactly once.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,7 +55,7 @@ class DistDirectory:
     directory: Path
     tensors: Mapping[str, DistTensor]
     blobs: Mapping[str, FileRange]
-    """What is no tensor."""
+    """Entries that are not tensors."""
     checks: MemberChecks | None
     _mapped: dict[str, Bytes] = field(default_factory=dict)
 
@@ -64,12 +63,12 @@ class DistDirectory:
         if place.file not in self._mapped:
             path = self.directory / place.file
             if not paths.is_plain_file(path):
-                raise MissingPartError(f"{path} is missing or no plain file: the checkpoint is incomplete")
+                raise MissingPartError(f"{path} is missing or not a plain file: the checkpoint is incomplete")
             self._mapped[place.file] = Bytes.of_file(path)
         return TorchFile(self._mapped[place.file].part(place.start, place.length), self.checks, key)
 
     def read(self, key: str, box: Sequence[tuple[int, int]]) -> Tensor:
-        """A part of a tensor: the range of each of its dimensions."""
+        """Reads a part of a tensor; `box` has the range of each dimension."""
         tensor = self.tensors[key]
         found = torch.empty([stop - start for start, stop in box], dtype=tensor.dtype)
         for chunk in tensor.chunks:
@@ -91,7 +90,7 @@ class DistDirectory:
         found = file.tensor(file.content)
         if found.dtype != tensor.dtype or tuple(found.shape) != chunk.sizes:
             raise CheckpointError(
-                f"{file.path}: {key} is {found.dtype} {tuple(found.shape)} there, {METADATA} says {tensor.dtype} "
+                f"{file.path}: {key} is {found.dtype} {tuple(found.shape)}, but {METADATA} says {tensor.dtype} "
                 f"{chunk.sizes}"
             )
         return found
@@ -130,15 +129,15 @@ def _described(content: Any) -> tuple[dict[str, DistTensor], dict[str, FileRange
 
 
 def _places(stored: Mapping[Any, Any]) -> Iterator[tuple[tuple[str, Offsets | None], FileRange]]:
-    """(name, offsets of the chunk, or None of what is no tensor) -> its bytes."""
+    """Yields (name, offsets of the chunk, or None for an entry that is not a tensor) -> its bytes."""
     for index, info in stored.items():
         named, where = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
         key, offsets = named.get("fqn"), named.get("offset")
         if where.get("transform_descriptors"):
-            raise PickleRefused("its files are compressed, which is not known here")
+            raise PickleRefused("its files are compressed, which is not supported")
         file, start, length = where.get("relative_path"), where.get("offset"), where.get("length")
         if not isinstance(key, str) or not _is_file_name(file):
-            raise PickleRefused(f"it names a file {str(file)[:60]!r}, which is none of its directory")
+            raise PickleRefused(f"it names a file {str(file)[:60]!r}, which is not in its directory")
         start, length = _numbers((start, length))
         yield (key, None if offsets is None else _numbers(offsets)), FileRange(str(file), start, length)
 
@@ -180,7 +179,7 @@ def _tensor(
 
 
 def _overlap(chunks: list[Chunk]) -> bool:
-    """Whether two chunks share an element. Compared are those that share an index of the first dimension."""
+    """Returns whether two chunks share an element. Compares only chunks that share an index of the first dimension."""
     open_ones: list[Chunk] = []
     for chunk in sorted(chunks, key=lambda each: each.offsets):
         if not chunk.offsets:
@@ -198,19 +197,19 @@ def _overlap(chunks: list[Chunk]) -> bool:
 
 def _fields(value: Any, kind: str) -> Mapping[str, Any]:
     if not isinstance(value, Made) or value.kind.last != kind:
-        raise PickleRefused(f"it has no {kind} where torch has one")
+        raise PickleRefused(f"it has no {kind} where torch writes one")
     return _mapping(value.state)
 
 
 def _mapping(value: Any) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
-        raise PickleRefused("it has no dictionary where torch has one")
+        raise PickleRefused("it has no dictionary where torch writes one")
     return value
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
     if not isinstance(value, (tuple, list)) or len(value) > _MOST_DIMENSIONS:
-        raise PickleRefused("it has a shape that is none")
+        raise PickleRefused("it has an invalid shape")
     if not all(type(number) is int and 0 <= number < _LARGEST for number in value):
-        raise PickleRefused("it has a shape that is none")
+        raise PickleRefused("it has an invalid shape")
     return tuple(value)

@@ -1,4 +1,4 @@
-"""The configuration of a model of Megatron-LM, from the `args` that its checkpoints hold, and back."""
+"""Converts the `args` of Megatron-LM's checkpoints to the configuration of a model, and back."""
 
 import math
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ from megatron.errors import CheckpointError
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 _OTHER_NAMES = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
-"""Those of its configuration, which its later versions also give to the args."""
+"""Names of its configuration class, which its later versions also write to the args."""
 _NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
-    # what changes the function of the model and has no setting here: the values that mean "off"
+    # settings that change the model's function and are not supported: the values that mean "off"
     "multi_latent_attention": (False, None),
     "mtp_num_layers": (0, None),
     "heterogeneous_layers_config_path": (None,),
@@ -47,7 +47,7 @@ _NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "yarn_correction_range_round_to_int": (True, None),
     "normalization": ("LayerNorm", "RMSNorm", "layernorm", "rmsnorm", None),
 }
-_WHILE_TRAINING = (  # settings of the loss, of the devices and of rounding, which the run itself gives
+_WHILE_TRAINING = (  # settings of loss, devices and rounding, which come from the run's own flags
     "apply_query_key_layer_scaling",
     *("moe_router_dtype", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
     *("moe_token_dispatcher_type", "moe_grouped_gemm", "moe_router_bias_update_rate", "mtp_loss_scaling_factor"),
@@ -59,14 +59,14 @@ _NOT_READ_BY_CORE = ("apply_residual_connection_post_layernorm", "openai_gelu")
 
 
 def settings_from_args(args: Mapping[str, Any], where: Path, *, core: bool = False) -> dict[str, dict[str, Any]]:
-    """As the manifest of a checkpoint of ours has them. `core`: of a core model, which ignores some of them."""
+    """Returns settings as in a native manifest. `core`: a core model, which ignores some args."""
     args = {name: value for name, value in args.items() if not (core and name in _NOT_READ_BY_CORE)}
     lacking = [name for name in _NEEDED if type(args.get(name)) is not int]
     if lacking:
         raise CheckpointError(f"{where}: its args have no {', '.join(lacking)}: it is not a GPT of Megatron-LM")
     _refuse_what_is_not_built(args, where)
     if args.get("position_embedding_type") == "yarn" and args.get("yarn_rotary_scaling_factor") is None:
-        raise CheckpointError(f"{where}: its args have positions of YaRN and no yarn_rotary_scaling_factor")
+        raise CheckpointError(f"{where}: its args have YaRN positions but no yarn_rotary_scaling_factor")
     model = asdict(model_config(_section(args, ModelConfig) | _attention(args) | _positions(args) | _activation(args)))
     moe = asdict(moe_config({"moe": _experts(args)}))
     precision = {"bf16": bool(args.get("bf16")), "fp16": bool(args.get("fp16"))}
@@ -84,24 +84,24 @@ def _refuse_what_is_not_built(args: Mapping[str, Any], where: Path) -> None:
         if name in args and args[name] not in off:
             raise CheckpointError(f"{where}: its args have {name} = {str(args[name])[:60]}, which is not supported")
     balancing = args.get("moe_router_load_balancing_type")
-    if "sinkhorn" in (balancing if isinstance(balancing, list) else [balancing]):  # chooses the experts otherwise
+    if "sinkhorn" in (balancing if isinstance(balancing, list) else [balancing]):  # chooses the experts differently
         name = "moe_router_load_balancing_type"
         raise CheckpointError(f"{where}: its args have {name} = sinkhorn, which is not supported")
     for name, other in _OTHER_NAMES.items():
         one, two = args.get(name), args.get(other)
         if one is not None and two is not None and one != two:
-            raise CheckpointError(f"{where}: its args have {name} = {one} and {other} = {two}, which are one setting")
+            raise CheckpointError(f"{where}: its args have {name} = {one} and {other} = {two}, one setting")
 
 
 def _section(args: Mapping[str, Any], section: type[ModelConfig | MoEConfig]) -> dict[str, Any]:
-    """Their names are those of our fields; what they leave out, or leave at None, is our default."""
+    """Returns the args with the names of our fields; absent args, and args of None, get our defaults."""
     renamed = {_OTHER_NAMES.get(name, name): value for name, value in args.items() if value is not None}
     names = {field.name for field in fields(section)} - set(_WHILE_TRAINING)
     return {name: renamed[name] for name in sorted(names) if renamed.get(name) is not None}
 
 
 def _attention(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The attention settings. Megatron-LM's number of query groups is 1 where grouping is off."""
+    """Returns the attention settings. Megatron-LM's number of query groups is 1 where grouping is off."""
     if not args.get("group_query_attention"):
         return {}
     return {"group_query_attention": True, "num_query_groups": args.get("num_query_groups")}
@@ -127,8 +127,8 @@ def _positions(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _yarn(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The attention factor is the quotient of two, which have the same form. Theirs turns the whole head, whatever
-    rotary_percent says."""
+    """Returns the YaRN settings. Megatron-LM's attention factor is the quotient of two factors of one form. It rotates
+    the whole head, whatever rotary_percent says."""
     factor, attention = float(args["yarn_rotary_scaling_factor"]), args.get("yarn_attention_factor")
     by_default = _attention_factor(factor, 1.0)
     whole, part = args.get("yarn_mscale"), args.get("yarn_mscale_all_dim")
@@ -157,7 +157,7 @@ def _their_yarn(config: ModelConfig) -> dict[str, Any]:
 
 
 def _activation(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Fusion and bias decide the form of GELU there as here; 23.06 has the fusion off where there is no bias."""
+    """Returns the activation settings. Fusion and bias decide the form of GELU; 23.06 never fuses without a bias."""
     norm = str(args.get("normalization") or "LayerNorm").lower()
     return {
         "swiglu": bool(args.get("swiglu")),
@@ -183,7 +183,7 @@ def padded_rows(args: Mapping[str, Any]) -> int | None:
 
 
 def true_vocabulary(args: Mapping[str, Any], rows: int) -> int:
-    """What its args say about a table of so many rows, padding included; all of them if they say nothing."""
+    """Returns the true number of rows of a table with `rows` padded ones, or `rows` if the args do not say."""
     value = args.get("vocab_size")
     if type(value) is not int:
         return rows
@@ -192,14 +192,14 @@ def true_vocabulary(args: Mapping[str, Any], rows: int) -> int:
 
 
 def _ids_beside_numbers(args: Mapping[str, Any]) -> int:
-    """NullTokenizer has one id more than its --vocab-size, the end of a document, unless that is one of them."""
+    """Returns 1 for NullTokenizer if its end of a document is an id beyond --vocab-size, else 0."""
     return int(args.get("tokenizer_type") == "NullTokenizer" and args.get("null_tokenizer_eod_id") is None)
 
 
 def their_args(
     config: ModelConfig, moe: MoEConfig, vocab_size: int, *, tp: int, pp: int, others: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What Megatron-LM's loaders compare and `--use-checkpoint-args` takes: plain values alone."""
+    """Returns the args that Megatron-LM's loaders compare and `--use-checkpoint-args` takes, as plain values."""
     model = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in asdict(config).items()

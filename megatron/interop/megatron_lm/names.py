@@ -1,8 +1,8 @@
-"""What Megatron-LM calls our parameters, in its generations of names.
+"""Maps our parameters to Megatron-LM's names, of three generations.
 
-`classic` are those of 23.06, `core` those of its later models, `te` the same with Transformer Engine's layers, which
-keep a norm with the linear layer after it. Layer numbers restart on each pipeline stage, and expert numbers on each
-expert-parallel rank.
+Version 23.06 has `classic` names, its later models have `core` names. With Transformer Engine's layers, which keep a
+norm with the linear layer after it, these become `te` names. Layer numbers restart on each pipeline stage, and expert
+numbers on each expert-parallel rank.
 """
 
 import re
@@ -49,19 +49,19 @@ _IN_LAYER: Mapping[str, tuple[str | None, str, str]] = {
     "mlp.shared_expert.dense_4h_to_h": (None, *("mlp.shared_experts.linear_fc2.{k}",) * 2),
 }
 _WITH_EXPERTS = {"post_attention_layernorm": "pre_mlp_layernorm.{k}"}
-"""The norm before a router stays a module of its own."""
+"""Norm before a router, which stays a module of its own."""
 _OUTSIDE = (WORD_TABLE, f"{POSITIONS}.weight", HEAD_TABLE)
 _OF_LAYER = re.compile(r"layers\.\d+\.(.+)\.(\w+)")
 _EXPERT = re.compile(r"mlp\.experts\.\d+\.")
 
 HEAD_COPY = "word_embeddings_for_head.weight"
-"""The last stage's copy of a word table that is also the head, at 23.06."""
+"""Last stage's copy of a tied token embedding, at 23.06."""
 _PREFIXES = re.compile(r"^(module\.)*(language_model\.)?((encoder|transformer|decoder)\.)?")
 _BUFFERS = re.compile(r".*(\._extra_state(/.*)?|rotary_pos_emb\.inv_freq|\.attention_mask|local_tokens_per_expert)$")
 
 
 def flat_names(tree: Any) -> Iterator[tuple[str, Any]]:
-    """The entries of a nested `model` under one spelling: without the names of the modules around the layers."""
+    """Yields the entries of a nested `model` under flat names, without the modules around the layers."""
     for path, value in _leaves(tree, ""):
         name = _PREFIXES.sub("", path).replace(".attention.", ".self_attention.")
         if not _BUFFERS.fullmatch(name) and value is not None:
@@ -77,7 +77,7 @@ def _leaves(tree: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
 
 
 def candidates(name: str, layer: int | None, expert: int | None) -> tuple[str, ...]:
-    """The names, of any generation, under which a stage has our parameter as its `layer` and `expert`."""
+    """Returns the names, of all generations, that a stage may give to our parameter as its `layer` and `expert`."""
     found = (their_name(name, generation, layer, expert) for generation in GENERATIONS)
     names = [each for each in found if each is not None]
     if layer is not None and ".post_attention_layernorm." in name:
@@ -88,7 +88,7 @@ def candidates(name: str, layer: int | None, expert: int | None) -> tuple[str, .
 def their_name(
     name: str, generation: Generation, layer: int | None, expert: int | None, *, with_experts: bool = False
 ) -> str | None:
-    """One of `candidates`; None if the generation has no such parameter."""
+    """Returns the name of one generation; None if it has no such parameter."""
     if name in _OUTSIDE or name.startswith(f"{FINAL_NORM}."):
         return name
     pattern = layer_pattern(name, generation, with_experts=with_experts)
@@ -96,7 +96,7 @@ def their_name(
 
 
 def layer_pattern(name: str, generation: Generation, *, with_experts: bool = False) -> str | None:
-    """Their name within a layer, with {e} for the number of the expert."""
+    """Returns Megatron-LM's name within a layer, with {e} for the number of the expert."""
     match = _OF_LAYER.fullmatch(name)
     if match is None:
         return None

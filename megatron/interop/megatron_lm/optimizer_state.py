@@ -1,8 +1,8 @@
-"""The optimizer's tensors of Megatron-LM, which are numbered or joined to one vector, by the names of the parameters.
+"""Maps Megatron-LM's optimizer tensors, which are numbered or joined to one vector, to names of parameters.
 
-The numbers follow from the order of a rank's file, which is that of its parameters: first all that decay, then biases
-and what has one dimension; each of those with experts apart where the file says so. `distrib_optim.pt` of 23.06 keeps
-one vector, filled from its end: the first parameter is the last one in it. Later versions leave gaps between them.
+Numbers follow the order of parameters in a rank's file. Parameters with weight decay come first, then biases and
+one-dimensional ones. Experts may have groups of their own. Version 23.06 keeps one vector in `distrib_optim.pt`, filled
+from its end: the first parameter is the last one in it. Later versions leave gaps between parameters.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,13 +25,13 @@ DISTRIBUTED = "distrib_optim.pt"
 _UNPADDED = "numel_unpadded"
 _ALIGNMENT = 64
 _HALF = (torch.float16, torch.bfloat16)
-_DIVIDED = "its groups divide the parameters in a way that is not known here"
+_DIVIDED = "its groups divide the parameters in an unknown way"
 _SCALER = {"scale", "growth_tracker", "hysteresis_tracker"}
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of the optimizer: what stands for it in a file, or a part of a vector there."""
+    """Tensor of the optimizer: an object that stands for it in a file, or a part of a vector there."""
 
     file: TorchFile
     stored: Any
@@ -48,25 +48,25 @@ class StoredTensor:
 
 
 Entries = Mapping[tuple[str, str], Mapping[str, StoredTensor]]
-"""(chunk, flat name) -> kind -> entry."""
+"""Entries by (chunk, flat name), then by kind."""
 
 
 class UnknownOptimizerError(CheckpointError):
-    """The weights can be read, the optimizer's state cannot."""
+    """Raised if the weights can be read, but the optimizer's state cannot."""
 
     def __init__(self, why: str) -> None:
-        super().__init__(f"{why}; give --no-load-optim to go on without, or --finetune to take the weights alone")
+        super().__init__(f"{why}; give --no-load-optim to resume without it, or --finetune to load only the weights")
 
 
 @dataclass(frozen=True)
 class _Link:
-    """One optimizer of a rank's chain: the parameters that it has, all of them if it is alone."""
+    """Optimizer in a rank's chain, with its parameters; a single one has all of them."""
 
     tree: ClassicTree
     at: ModelRank
     state: Any
     of_experts: bool | None
-    """None: not divided by that."""
+    """True for experts, False for the other parameters, None for both."""
 
     def names(self, chunk: ModelChunk) -> list[str]:
         return [
@@ -77,13 +77,13 @@ class _Link:
 
 
 def of_rank(tree: ClassicTree, at: ModelRank) -> Entries:
-    """The optimizer's tensors in one rank's file; none if it was saved without."""
+    """Returns the optimizer's tensors in one rank's file; empty if it was saved without."""
     file = tree.files[at]
     state = file.content.get("optimizer")
     if state is None:
         return {}
     chain = state if isinstance(state, list) else [state]
-    apart = any(map(_has_experts, chain))  # what one optimizer has follows from whether there is another for experts
+    apart = any(map(_has_experts, chain))  # is there an optimizer for experts?
     links = [_Link(tree, at, one, _has_experts(one) if apart and len(chain) > 1 else None) for one in chain]
     if len({link.of_experts for link in links}) != len(links):
         raise _refused(tree, _DIVIDED)
@@ -95,7 +95,7 @@ def of_rank(tree: ClassicTree, at: ModelRank) -> Entries:
 
 
 def _has_experts(state: Any) -> bool:
-    """Whether a group of it is of experts, which Megatron-LM calls so only if expert parallelism divides them."""
+    """Returns whether a group is marked as experts, which Megatron-LM does only if expert parallelism divides them."""
     return any(isinstance(group, dict) and bool(group.get("is_expert_parallel")) for group in _groups(state))
 
 
@@ -115,7 +115,7 @@ def _in_numbers(links: list[_Link], apart: bool) -> Iterator[tuple[tuple[str, st
 
 
 def _numbered(tree: ClassicTree, at: ModelRank, state: Any, apart: bool) -> Iterator[tuple[tuple[str, str], str, Any]]:
-    """(parameter, kind, tensor) of the state of one torch optimizer, with its masters if it has some."""
+    """Yields (parameter, kind, tensor) from the state of one torch optimizer, with its masters if it has some."""
     inner = state.get("optimizer", state) if isinstance(state, dict) else None
     if not isinstance(inner, dict) or not isinstance(inner.get("param_groups"), list):
         raise _refused(tree, "it has no param_groups")
@@ -145,7 +145,7 @@ def _numbered(tree: ClassicTree, at: ModelRank, state: Any, apart: bool) -> Iter
 
 
 def _names_of_groups(tree: ClassicTree, at: ModelRank, groups: list[Any], apart: bool) -> list[list[tuple[str, str]]]:
-    """Which parameters each group numbers. `apart`: experts have groups of their own."""
+    """Returns the parameters that each group numbers. `apart`: experts have groups of their own."""
     found = []
     for group in groups:
         of_experts, decays = bool(group.get("is_expert_parallel")), bool(group.get("wd_mult", 1.0))
@@ -157,7 +157,7 @@ def _names_of_groups(tree: ClassicTree, at: ModelRank, groups: list[Any], apart:
             if not apart or (".experts." in name) == of_experts
         ]
         if not isinstance(group.get("params"), list) or len(group["params"]) != len(names):
-            raise _refused(tree, f"a group of it has another number of parameters than the {len(names)} expected")
+            raise _refused(tree, f"a group does not have the {len(names)} parameters expected")
         found.append(names)
     if len({name for names in found for name in names}) != sum(map(len, found)):
         raise _refused(tree, _DIVIDED)
@@ -165,7 +165,7 @@ def _names_of_groups(tree: ClassicTree, at: ModelRank, groups: list[Any], apart:
 
 
 def _in_vectors(links: list[_Link], folder: Path) -> Iterator[tuple[tuple[str, str], str, StoredTensor]]:
-    """A chain of optimizers has a list of their vectors, with None for what the rank of another expert keeps."""
+    """Yields the tensors in the vectors of a chain of optimizers; a vector is None for experts of another rank."""
     tree = links[0].tree
     file = TorchFile.open(paths.member(folder, DISTRIBUTED), tree.checks)
     held = file.content if isinstance(file.content, list) else [file.content]
@@ -186,11 +186,11 @@ def _of_link(link: _Link, by_chunk: Any, file: TorchFile) -> Iterator[tuple[tupl
             file.is_tensor(vectors[0].get(kind)) and len(file.shape(vectors[0][kind])) == 1 for kind in _VECTORS
         )  # fmt: skip
         if not known:
-            raise _refused(tree, f"{DISTRIBUTED} is of a version whose order is not known here")
+            raise _refused(tree, f"{DISTRIBUTED} is of a version whose order is unknown")
         sizes = [prod(_shape(tree, at, (chunk.key, name))) for name in names]
         starts = _starts(sizes, vectors[0].get(_UNPADDED))
         if starts is None:
-            raise _refused(tree, f"{DISTRIBUTED} has several buckets, whose order is not known here")
+            raise _refused(tree, f"{DISTRIBUTED} has several buckets, whose order is unknown")
         end = max(map(sum, zip(starts, sizes, strict=True)), default=0)
         if any(file.shape(vectors[0][kind])[0] < end for kind in _VECTORS):
             raise _refused(tree, f"{DISTRIBUTED} is shorter than the parameters")
@@ -198,13 +198,13 @@ def _of_link(link: _Link, by_chunk: Any, file: TorchFile) -> Iterator[tuple[tupl
             shape = _shape(tree, at, (chunk.key, name))
             in_half = tree.files[at].dtype(chunk.tensors[name]) in _HALF
             for theirs, ours in _VECTORS.items():
-                if ours != "master" or in_half:  # a full-precision parameter is its own
+                if ours != "master" or in_half:  # a full-precision parameter is its own master
                     yield (chunk.key, name), ours, StoredTensor(file, vectors[0][theirs], shape, position)
 
 
 def _starts(sizes: list[int], held: Any) -> list[int] | None:
-    """Where each parameter begins in a vector whose first one is the last parameter. Later versions begin each at a
-    multiple of 64, and say how many elements they hold. None: that number is of another order."""
+    """Returns the start of each parameter in a vector that begins with the last parameter. Later versions align each
+    start to 64 and store the number of elements. None: that number fits no known order."""
     for alignment in (1,) if held is None else (_ALIGNMENT, 1):
         starts, end = [], 0
         for size in reversed(sizes):
@@ -216,8 +216,8 @@ def _starts(sizes: list[int], held: Any) -> list[int] | None:
 
 
 def extra_state(state: Any, iteration: int, file: TorchFile) -> dict[str, Any]:
-    """The counters of our optimizer: updates made, loss scale. Optimizers in a chain, such as that of the experts, are
-    updated together: the first that has a count has that of all."""
+    """Returns the counters of our optimizer: updates made, loss scale. Optimizers in a chain are updated together, so
+    the first one with a count has that of all."""
     chain = _in_chain(state)
     scalers = (plain_values(one.get("grad_scaler")) or {} for one in chain)
     scaler = next((each for each in scalers if isinstance(each, dict) and each.keys() >= _SCALER), {})
@@ -229,15 +229,15 @@ def extra_state(state: Any, iteration: int, file: TorchFile) -> dict[str, Any]:
 
 
 def _in_chain(state: Any) -> list[Mapping[str, Any]]:
-    """A chain is a list, or in the distributed format a dictionary by numbers."""
+    """Returns the optimizers of a chain: a list, or in the distributed format a dictionary by numbers."""
     numbered = isinstance(state, dict) and state and all(str(key).isdecimal() for key in state)
     return [one for one in (_values(state) if numbered else state if isinstance(state, list) else [state])
             if isinstance(one, dict)]  # fmt: skip
 
 
 def _steps(chain: list[Mapping[str, Any]], iteration: int, file: TorchFile) -> int:
-    """apex counts per group, torch per parameter, the distributed format once; without a count, every iteration was an
-    update."""
+    """Returns the number of updates. apex counts per group, torch per parameter, the distributed format once; without a
+    count, every iteration was an update."""
     for one in chain:
         inner = one.get("optimizer", one)
         if not isinstance(inner, dict):
@@ -253,7 +253,7 @@ def _steps(chain: list[Mapping[str, Any]], iteration: int, file: TorchFile) -> i
 
 
 def _values(items: Any) -> list[Any]:
-    """Of a list, which the distributed format may keep as a dictionary."""
+    """Returns the items of a list, which the distributed format may keep as a dictionary."""
     return list(items.values()) if isinstance(items, dict) else items if isinstance(items, list) else []
 
 

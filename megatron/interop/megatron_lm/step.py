@@ -1,5 +1,5 @@
-"""A step that Megatron-LM wrote, described as a step of ours: with a manifest that is made from its files, so that
-loading, converting and generating read it as they read their own."""
+"""Describes a step that Megatron-LM wrote by a manifest made from its files. Loading, converting and generating then
+read it like a native step."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -26,22 +26,22 @@ from megatron.torch_files.member_checks import MemberChecks
 from megatron.torch_files.torch_file import TorchFile, plain_values
 
 Sources = dict[tuple[str, tuple[str, ...]], Callable[[], Tensor]]
-"""What reads a slice, by its file and key."""
+"""Function that reads a slice, by the slice's file and key."""
 _MOST_LAYERS = 100_000
-"""Layers and experts together; a file that describes more has no tensors for them."""
+"""Limit of layers and experts together; a file that describes more has no tensors for them."""
 
 
 @dataclass(frozen=True)
 class MegatronStep:
-    """`manifest` without files and checksums; what it calls slices is read by `reader`."""
+    """Step with a `manifest` that has no files and checksums; `reader` reads the slices that it names."""
 
     manifest: Manifest
     reader: StepReader
     optimizer_problem: str | None = None
-    """Why the optimizer's state, which is there, cannot be read."""
+    """Reason why the optimizer's state cannot be read; None if it can, or if there is none."""
 
     def with_vocabulary(self, rows: int) -> "MegatronStep":
-        """Its tables have padding rows, and its args do not say from which row on."""
+        """Cuts the tables to `rows`. They have padding rows, and the args may not say where these begin."""
         tables = {name: self.manifest.model[name] for name in VOCABULARY_TABLES if name in self.manifest.model}
         if any(sum(piece.shape[0] for piece in record.slices) < rows for record in tables.values()):  # with padding
             return self
@@ -61,7 +61,7 @@ class MegatronStep:
 
 
 def cut_vocabulary(record: TensorRecord, rows: int) -> TensorRecord:
-    """The same slices of a table of `rows` true rows: what a rank holds beyond them is padding."""
+    """Returns the record of a table of `rows` true rows, in the same slices; a rank's rows beyond them are padding."""
     slices, start = [], 0
     for piece in record.slices:
         stop = start + piece.shape[0]
@@ -73,7 +73,7 @@ def cut_vocabulary(record: TensorRecord, rows: int) -> TensorRecord:
 
 @dataclass
 class ClassicReader(StepReader):
-    """Reads the slices out of the ranks' files. `main`: what a file of ours has besides its tensors."""
+    """Reads the slices from the ranks' files. `main` has what a native file holds besides tensors."""
 
     directory: Path
     manifest: Manifest
@@ -91,14 +91,14 @@ class ClassicReader(StepReader):
 
 
 def is_classic(directory: Path) -> bool:
-    """Whether it has the tree of Megatron-LM and no manifest: then it is theirs, or a step of ours that lost it."""
+    """Returns whether this is Megatron-LM's tree without a manifest: its step, or a native one that lost it."""
     if not paths.is_plain_directory(directory) or (directory / paths.MANIFEST).exists():
         return False
     return any(entry.name.startswith("mp_rank_") for entry in directory.iterdir())
 
 
 def open_classic(directory: Path, checks: MemberChecks | None) -> MegatronStep | None:
-    """None: a step of ours."""
+    """Opens a step of Megatron-LM; None for a native step."""
     tree = classic_tree.open_tree(directory, checks)
     if "has_manifest" in tree.first.content:
         return None
@@ -123,7 +123,7 @@ def open_classic(directory: Path, checks: MemberChecks | None) -> MegatronStep |
 
 @dataclass(frozen=True)
 class DescribedModel:
-    """The model of a checkpoint's args: as a manifest has its settings, and its parameters."""
+    """Model that a checkpoint's args describe: its settings, as in a manifest, and its parameters."""
 
     settings: dict[str, dict[str, Any]]
     config: ModelConfig
@@ -134,19 +134,19 @@ class DescribedModel:
 def described_model(
     directory: Path, args: Mapping[str, Any], layers: int, rows: Callable[[], int], *, core: bool
 ) -> DescribedModel:
-    """`layers`, and `rows` of the word table, padding included: those that the files have."""
+    """Builds the model from the args. Files have `layers` layers, and `rows` padded rows of the token embedding."""
     settings = settings_from_args(args, directory, core=core)
     config, moe = model_config(settings["model"]), moe_config(settings)
     experts = len(moe.expert_layers(min(config.num_layers, _MOST_LAYERS))) * (moe.num_experts or 0)
-    if config.num_layers != layers or config.num_layers + experts > _MOST_LAYERS:  # before all names are written out
-        raise CheckpointError(f"{directory}: its args say {config.num_layers} layers, its files have {layers}")
+    if config.num_layers != layers or config.num_layers + experts > _MOST_LAYERS:  # before generating all names
+        raise CheckpointError(f"{directory}: its args say {config.num_layers} layers, but its files have {layers}")
     vocabulary = true_vocabulary(args, rows())
     settings["tokenizer"]["vocab_size"] = vocabulary
     return DescribedModel(settings, config, moe, parameters(config, vocabulary, moe))
 
 
 def refuse_unknown_tensors(directory: Path, names: Iterable[str]) -> None:
-    """Tensors that belong to no parameter of ours."""
+    """Rejects tensors that belong to no parameter of the model."""
     unknown = sorted(set(names))
     if bias := next((name for name in unknown if name.endswith(".mlp.router.bias")), None):
         raise CheckpointError(f"{directory}: its routers have a bias, {bias}, which is not supported")
@@ -192,7 +192,7 @@ def _optimizer(
     places: Mapping[str, Mapping[Slice, SliceLocation]],
     sources: Sources,
 ) -> dict[str, dict[str, TensorRecord]]:
-    """Records of the optimizer's tensors, each split as its weight is."""
+    """Records of the optimizer's tensors, each split like its weight."""
     entries = {at: optimizer_state.of_rank(tree, at) for at in tree.files}
     if not any(entries.values()):
         return {}
@@ -225,7 +225,7 @@ def opened_step(
     read_optimizer: Callable[[], Mapping[str, Mapping[str, TensorRecord]]],
     sources: Sources,
 ) -> MegatronStep:
-    """`content`: what is no tensor, of `file`. `read_optimizer` adds the optimizer's tensors to `sources`."""
+    """Builds the step. `content` has what is not a tensor; `read_optimizer` adds tensors to `sources`."""
     optimizer: Mapping[str, Mapping[str, TensorRecord]] = {}
     problem = None
     try:
@@ -237,7 +237,7 @@ def opened_step(
     batch = _count(args, "global_batch_size")
     manifest = Manifest(
         step=step,
-        consumed_train_samples=_count(args, "consumed_train_samples", step * batch),  # the oldest do not count them
+        consumed_train_samples=_count(args, "consumed_train_samples", step * batch),  # not in the oldest
         consumed_valid_samples=_count(args, "consumed_valid_samples"),
         run_id="megatron-lm",
         layout={},
@@ -252,7 +252,7 @@ def opened_step(
         holds=("optimizer",) if optimizer else (),
     )
     scheduler = plain_values(content.get("opt_param_scheduler") or content.get("lr_scheduler")) or {}
-    main = {  # what a file of ours has besides its tensors
+    main = {  # what a native file has besides tensors
         "optimizer": {"extra": optimizer_state.extra_state(content.get("optimizer"), manifest.step, file)},
         "opt_param_scheduler": {"num_steps": manifest.consumed_train_samples, **scheduler},
     }

@@ -1,7 +1,7 @@
-"""The `torch_dist` directories of Megatron-LM's main branch: their keys and shapes as our parameters.
+"""Maps keys and shapes in the `torch_dist` directories of Megatron-LM's main branch to our parameters.
 
-Layers may be stacked along a first dimension, and experts along the next one. The state of the optimizer has the shape
-of its parameter, or is kept flat for each part of the grid that tensor parallelism cuts it into.
+Layers may be stacked along a first dimension, and experts along the next one. The optimizer state has the shape of its
+parameter, or is flat for each part of the grid that tensor parallelism cuts it into.
 """
 
 import json
@@ -37,14 +37,14 @@ from megatron.torch_files.torch_file import plain_values
 BACKEND = "metadata.json"
 _OF_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\..*|chained_\d+\..*")
 _KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "master", "param": "master"}
-"""The master is `param` in the fully reshardable form."""
+"""Kinds of state by their name there. The master is `param` in the fully reshardable form."""
 _HALF = (torch.float16, torch.bfloat16)
 _STACKED = "decoder.layers."
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A parameter within a tensor: the tensor's key, and the indices of the dimensions before it."""
+    """Location of a parameter within a tensor: the tensor's key, and the indices of the leading dimensions."""
 
     key: str
     lead: tuple[int, ...]
@@ -93,7 +93,7 @@ def _check_backend(directory: Path) -> None:
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__})") from error
     if backend != "torch_dist":
         raise CheckpointError(
-            f"{directory} is in the distributed format {_printable(backend)}, which is not read; save it with "
+            f"{directory} is in the distributed format {_printable(backend)}, which is not supported; save it with "
             "--ckpt-format torch_dist or torch by the program that wrote it"
         )
 
@@ -142,7 +142,7 @@ def _place(found: DistDirectory, parameter: Parameter) -> _Source:
     tried = list(_candidates(parameter))
     source = next((each for each in tried if each.key in found.tensors), None)
     if source is None:
-        raise CheckpointError(f"{found.directory} has no {tried[0].key}: it is of another model than its args say")
+        raise CheckpointError(f"{found.directory} has no {tried[0].key}: its args describe another model")
     shape, lead = found.tensors[source.key].shape, source.lead
     inner = shape[len(lead) :]
     if parameter.row.name in VOCABULARY_TABLES:
@@ -151,14 +151,14 @@ def _place(found: DistDirectory, parameter: Parameter) -> _Source:
         fits = inner == parameter.stored_shape
     if not fits or any(index >= size for index, size in zip(lead, shape, strict=False)):
         raise CheckpointError(
-            f"{found.directory}: {source.key} has shape {shape}, its args describe {parameter.stored_shape}"
+            f"{found.directory}: {source.key} has shape {shape}, but its args describe {parameter.stored_shape}"
             + (f" as number {lead} of it" if lead else "")
         )
     return source
 
 
 def _record(found: DistDirectory, parameter: Parameter, place: _Source, key: str, sources: Sources) -> TensorRecord:
-    """`key`: the tensor of the parameter, or one of the optimizer."""
+    """Records the parameter, and adds its reader to `sources`. `key` names its own tensor, or one of the optimizer."""
     shape = found.tensors[place.key].shape[len(place.lead) :]
     piece = Slice(key, tuple(map(str, place.lead)), None, shape)
     if key == place.key or found.tensors[key].shape == found.tensors[place.key].shape:
@@ -176,7 +176,7 @@ def _read(found: DistDirectory, key: str, lead: tuple[int, ...]) -> Tensor:
 
 
 def _read_flat(found: DistDirectory, key: str, place: _Source) -> Tensor:
-    """A grid of flat parts: [parts along each dimension..., elements of one part]."""
+    """Reads a grid of flat parts: [parts along each dimension..., elements of one part]."""
     whole, lead = found.tensors[place.key].shape, place.lead
     *parts, elements = found.tensors[key].shape
     local = [size // count for size, count in zip(whole, parts, strict=True)]
@@ -226,7 +226,7 @@ def _optimizer(
         if flat:
             raise UnknownOptimizerError(
                 f"{found.directory} keeps its optimizer in the buckets of the ranks that saved it ({flat[0][:80]}), "
-                "which only they can read (save it with --dist-ckpt-optim-fully-reshardable there)"
+                "which only they can read; save it with --dist-ckpt-optim-fully-reshardable there"
             )
         return {}
     records: dict[str, dict[str, TensorRecord]] = {}

@@ -1,7 +1,7 @@
 """Writes a step for Megatron-LM's own loaders: its tree, names and order of parameters, for any TP and PP.
 
-The files hold tensors, plain values and one `argparse.Namespace`, which the loaders ask for. One tensor at a time is in
-memory.
+The files hold tensors, plain values and one `argparse.Namespace`, which the loaders require. Memory holds one tensor at
+a time.
 """
 
 from argparse import Namespace
@@ -40,7 +40,7 @@ _NOT_AT_23_06: Mapping[str, Callable[[ModelConfig, MoEConfig], bool]] = {
     "YaRN": lambda config, moe: config.rope_scaling == "yarn",
     "other base of RoPE than 10000": lambda config, moe: config.positions == "rope" and config.rotary_base != 10000,
     "attention within a window": lambda config, moe: config.window_size is not None,
-    "bias of queries, keys and values alone": lambda config, moe: config.add_qkv_bias and not config.linear_bias,
+    "bias of only queries, keys and values": lambda config, moe: config.add_qkv_bias and not config.linear_bias,
 }
 _NOT_IN_CORE: Mapping[str, Callable[[ModelConfig, MoEConfig], bool]] = {
     "residual connection after the norm": lambda config, moe: config.apply_residual_connection_post_layernorm,
@@ -57,8 +57,8 @@ _NOWHERE_THERE: Mapping[str, Callable[[ModelConfig], bool]] = {
     ),
 }
 _NO_ROUTER_BIAS = (
-    "note: the routers of Megatron-LM's later versions (0.16) have a bias where linear layers have one: they refuse "
-    "these weights without one of zeros as mlp.router.bias in each layer of experts, earlier ones (0.14) with it"
+    "note: Megatron-LM 0.16 gives routers a bias if linear layers have one: it loads these weights only with zeros as "
+    "mlp.router.bias in each layer of experts, 0.14 only without"
 )
 _OF_LAYER_IN_CORE = ("input_layernorm", "self_attention.dense", "self_attention.query_key_value")
 _OF_LAYER_IN_TE = ("self_attention.dense", "input_layernorm", "self_attention.query_key_value")
@@ -71,7 +71,7 @@ class TargetLayout:
     names: Generation = "classic"
 
     def name_of(self, parameter: Parameter, layer: int, config: ModelConfig, moe: MoEConfig) -> str:
-        """Of a parameter of a layer, which a stage there numbers `layer`."""
+        """Returns the name of a layer's parameter, on a stage that numbers the layer `layer`."""
         with_experts = parameter.layer in moe.expert_layers(config.num_layers)
         their, in_core = (
             their_name(parameter.name, names, layer, parameter.expert, with_experts=with_experts)
@@ -85,7 +85,7 @@ class TargetLayout:
         return their
 
     def check(self, config: ModelConfig, moe: MoEConfig, vocab_size: int) -> None:
-        """Refuses what this model cannot be written as."""
+        """Rejects a layout or names that this model cannot be written in."""
         divided = (config.query_groups, config.ffn_size, moe.moe_ffn_hidden_size or 0)
         for flag, size, parts, of in (
             ("--target-pipeline-parallel-size", self.pp, config.num_layers, "layers"),
@@ -124,7 +124,7 @@ class _Writer:
         return padded_vocab_size(self.vocab_size, self.config.make_vocab_size_divisible_by, self.target.tp)
 
     def names(self, pp: int) -> Iterator[tuple[str, str]]:
-        """(our name, the flat one there) of what a stage has, in the order of its modules."""
+        """Yields (our name, flat name there) of a stage's parameters, in the order of its modules."""
         each = self.config.num_layers // self.target.pp
         here = range(pp * each, (pp + 1) * each)
         first, last = pp == 0, pp == self.target.pp - 1
@@ -139,7 +139,7 @@ class _Writer:
             yield WORD_TABLE, HEAD_COPY if self.target.names == "classic" else HEAD_TABLE
 
     def _position(self, parameter: Parameter) -> tuple[int, int]:
-        """The later models make the projection of the output before that of the input."""
+        """Position in Megatron-LM's order: its later models create the output projection before the input one."""
         order = {"classic": (), "core": _OF_LAYER_IN_CORE, "te": _OF_LAYER_IN_TE}[self.target.names]
         if parameter.layer is None:
             return (-1 if parameter.name.startswith("embedding.") else self.config.num_layers), 0
@@ -147,7 +147,7 @@ class _Writer:
         return parameter.layer, order.index(module) if module in order else len(order) if order else 0
 
     def tensor(self, name: str, record: TensorRecord, tp: int) -> Tensor:
-        """A rank's slice as it is stored there, which is read when it is written."""
+        """Returns a rank's slice in Megatron-LM's layout; it is read when it is written."""
         row = self.wanted[name].row
         ranges: tuple[Range, ...] | None = None
         shape = row.stored_shape
@@ -184,7 +184,7 @@ class _Writer:
         args = their_args(
             self.config, self.moe, self.vocab_size, tp=self.target.tp, pp=self.target.pp, others=manifest.args
         )
-        if self.target.names != "classic":  # core models know the tanh form by the fusion alone
+        if self.target.names != "classic":  # core models know the tanh form only by the fusion
             args |= {"bias_gelu_fusion": self.config.bias_gelu_fusion or self.config.activation == "gelu_tanh"}
         content = {
             "args": Namespace(**{name: classic.plain(value) for name, value in (args | samples).items()}),
@@ -212,7 +212,7 @@ class _Writer:
         return classic.nest(tree)
 
     def _optimizer(self, names: list[tuple[str, str]], flat: Mapping[str, Tensor], tp: int) -> dict[str, Any]:
-        """As the state dict of torch's optimizers: numbered, what decays first."""
+        """Returns the state dict of a torch optimizer: numbered parameters, those with weight decay first."""
         records, extra = self.found.manifest.optimizer, self.reader.main_file()["optimizer"]["extra"]
         state: dict[int, dict[str, Tensor]] = {}
         groups: list[dict[str, Any]] = []
@@ -236,7 +236,7 @@ class _Writer:
         return {"optimizer": inner, **({"grad_scaler": scaler} if scaler else {}), "fp32_from_fp16_params": masters}
 
     def _group(self, decays: bool, step: int) -> dict[str, Any]:
-        """A parameter group with all its options, because torch's load replaces the whole group by the file's."""
+        """Returns a parameter group with all options, because torch's load replaces the whole group."""
         settings = self.found.manifest.config.get("optimizer", {})
         curves = self.reader.main_file()["opt_param_scheduler"]
         rate = float(curves.get("max_lr", 0.0))
@@ -265,7 +265,7 @@ class _Writer:
 def to_megatron(
     found: FoundStep, save: Path, target: TargetLayout, show: Show = no_progress, log: Callable[[str], object] = print
 ) -> Path:
-    """Writes to a temporary directory and renames it: a directory named `save` is always complete."""
+    """Writes to a temporary directory and renames it, so a directory named `save` is always complete."""
     writer = _plan(found, target, Reading(show), log)
     name = paths.step_name(found.manifest.step) if writer.with_optimizer else paths.RELEASE
     contents = {}
@@ -285,7 +285,7 @@ def to_megatron(
 def _plan(found: FoundStep, target: TargetLayout, reading: Reading, log: Callable[[str], object]) -> _Writer:
     manifest = found.manifest
     if "model" not in manifest.config or WORD_TABLE not in manifest.model:
-        raise ConfigError(f"--to megatron: {found.directory} holds no GPT of ours")
+        raise ConfigError(f"--to megatron: {found.directory} holds no GPT of this project")
     config, moe = model_config(manifest.config["model"]), moe_config(manifest.config)
     vocab_size = manifest.model[WORD_TABLE].logical_shape[0]
     target.check(config, moe, vocab_size)
@@ -296,12 +296,12 @@ def _plan(found: FoundStep, target: TargetLayout, reading: Reading, log: Callabl
     nowhere = [what for what, has in _NOWHERE_THERE.items() if has(config)]
     nowhere += [what for what, has in _NOT_IN_CORE.items() if target.names != "classic" and has(config, moe)]
     if nowhere:
-        log(f"note: Megatron-LM has no {', no '.join(nowhere)}: it would compute another function of these weights")
+        log(f"note: Megatron-LM has no {', no '.join(nowhere)}; it would compute another function of these weights")
     if moe.is_on and config.linear_bias:
         log(_NO_ROUTER_BIAS)
     trained = [name for name, parameter in wanted.items() if parameter.row.trained]
     adam = all(set(_MOMENTS) <= set(manifest.optimizer.get(name, {})) for name in trained)
     if not adam:
         what = "is not Adam's" if manifest.optimizer else "is not in this checkpoint"
-        log(f"note: the optimizer's state {what}: weights alone are written, as a release")
+        log(f"note: the optimizer's state {what}; only the weights are written, as a release")
     return _Writer(found, found.reader(), config, moe, wanted, target, adam and not found.release, reading)

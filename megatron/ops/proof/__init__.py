@@ -1,8 +1,7 @@
-"""How every kernel of csrc/ is verified on a machine: inputs, an oracle in fp64, tolerances.
+"""Verification of every kernel of csrc/ on a machine: inputs, an oracle in fp64, tolerances.
 
-Loaded only where something is verified (a first run on a GPU, tools/gpu_check.py, the tests). Every module here that
-defines PROOFS is found by its file; a kernel is verified on each backend (CPU, emulated CUDA, a GPU) as soon as its
-proof is there.
+This package is loaded only for verification (a first run on a GPU, tools/gpu_check.py, the tests). It collects PROOFS
+from all modules in its folder. A kernel with a proof is verified on every backend: CPU, emulated CUDA, GPU.
 """
 
 from importlib import import_module

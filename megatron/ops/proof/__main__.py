@@ -1,4 +1,4 @@
-"""Judges the kernels of one folder of csrc/, as started by `judge_apart`; saves its verdicts after every dtype."""
+"""Judges the kernels of one folder of csrc/, started by `judge_apart`. Saves its verdicts after every dtype."""
 
 import argparse
 import json
@@ -17,15 +17,15 @@ from megatron.utils.durable import write_atomically
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m megatron.ops.proof", description=__doc__)
     parser.add_argument("--device", required=True, help="cpu, or a GPU such as cuda:1")
-    parser.add_argument("--folder", required=True, help="the folder of csrc/")
-    parser.add_argument("--seed", type=int, default=1, help="of the inputs")
-    parser.add_argument("--largest", type=int, help="leave larger calls out: how many numbers one may have")
+    parser.add_argument("--folder", required=True, help="folder of csrc/ to judge")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the inputs")
+    parser.add_argument("--largest", type=int, help="largest number of elements of a call; larger calls are skipped")
     parser.add_argument("--out", type=Path, required=True, help="file for the verdicts")
     args = parser.parse_args()
     device = torch.device(args.device)
-    if device.index is not None:  # a bare "cuda" is the current device already
+    if device.index is not None:  # a bare "cuda" already is the current device
         torch.cuda.set_device(device)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 6))  # the other folders compute their oracles, too
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 6))  # other processes compute their oracles too
     where, twin = (library().ops, str(device)), library().ops if device.type == "cuda" else None
     verdicts: list[OperationReport] = []
     for proof in PROOFS.values():

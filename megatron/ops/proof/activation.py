@@ -23,7 +23,7 @@ def inputs(draw: Draw) -> Iterator[Call]:
 
 
 def both_forms(calls: Iterator[Call]) -> Iterator[Call]:
-    """Both forms of GELU: by tanh and by erf."""
+    """Yields every call for both forms of GELU, tanh and erf."""
     for call in calls:
         for tanh in (True, False):
             yield Call(f"{call.name}, {'tanh' if tanh else 'erf'}", (*call.args, tanh))
@@ -31,15 +31,15 @@ def both_forms(calls: Iterator[Call]) -> Iterator[Call]:
 
 def gated(draw: Draw) -> Iterator[Call]:
     yield from inputs(draw)
-    if draw.dtype == torch.float32:  # slow in the emulator, and the same for every dtype and gated function
-        yield Call("many rows", (draw(66_000, 2),))  # more than a grid has
+    if draw.dtype == torch.float32:  # slow in the emulator, and equal for every dtype and gated function
+        yield Call("many rows", (draw(66_000, 2),))  # more than a grid's largest dimension
 
 
 # ---------------------------------------------------------------- bounds: the kernels' formulas
 
 
 def _silu(x: Near, short: bool) -> tuple[Near, Near]:
-    """Value and derivative."""
+    """Returns value and derivative."""
     gate, complement = logistic(x, short)
     value = x * gate
     return value, value * complement + gate

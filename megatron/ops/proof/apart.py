@@ -1,5 +1,5 @@
-"""Judges each folder of csrc/ in a process of its own: after an illegal access a process can no longer use its GPU, and
-the other folders are judged all the same."""
+"""Judges each folder of csrc/ in a separate process. After an illegal access a process can no longer use its GPU, but
+the other processes continue."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ def judge_apart(
     largest: int | None = None,
     judge: Sequence[str] = JUDGE,
 ) -> Iterator[OperationReport]:
-    """Judges all folders at once. If a process crashes or runs out of time, its folder gets a verdict that says so."""
+    """Judges all folders at once. The folder of a process that crashes or times out gets a verdict with that reason."""
     command = [*judge, "--device", device, "--seed", str(seed)]
     command += [] if largest is None else ["--largest", str(largest)]
     until = time.monotonic() + seconds
@@ -62,7 +62,7 @@ def _last_words(output: Path) -> str:
 
 
 def _ended(process: subprocess.Popen[bytes], until: float, seconds: float) -> str | None:
-    """Why it has not judged everything, or None."""
+    """Returns the reason why the process did not judge everything, or None."""
     try:
         code = process.wait(max(0.0, until - time.monotonic()))
     except subprocess.TimeoutExpired:

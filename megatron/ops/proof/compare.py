@@ -1,4 +1,4 @@
-"""How a kernel is compared with its oracle in fp64: every output and every gradient, on memory full of NaN, twice."""
+"""Comparison of a kernel with its oracle in fp64: every output and gradient, twice, on memory full of NaN."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ class Draw:
         return torch.randint(high, shape, generator=self.generator)
 
     def with_specials(self, *shape: int) -> Tensor:
-        """Every thirteenth number is one of inf, -inf, NaN, zeros, and the largest and smallest of the dtype."""
+        """Random numbers. Every thirteenth is inf, -inf, NaN, a zero, or the largest or smallest of the dtype."""
         info = torch.finfo(self.dtype)
         values = [math.inf, -math.inf, math.nan, 0.0, -0.0, info.max, info.min, info.tiny, info.smallest_normal / 4]
         flat = self(*shape).flatten()
@@ -39,7 +39,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Call:
-    """`args` as the oracle takes them; `grads`: the positions of those to differentiate by (None: all floating)."""
+    """A test call. `args`: the oracle's arguments. `grads`: positions to differentiate by (None: all floating)."""
 
     name: str
     args: tuple[Any, ...]
@@ -51,27 +51,27 @@ Bounds = Callable[[Sequence[Any], Sequence[Tensor]], tuple[Sequence[Near], Mappi
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """How a kernel is verified. `kernel`, given torch.ops.<namespace>, and `oracle` have one signature and return a
-    tensor or several.
+    """Verification of a kernel. `kernel(torch.ops.<namespace>)` and `oracle` have the same signature and return one or
+    several tensors.
 
-    A kernel that changes its arguments in place is wrapped to work on copies and to return them.
+    A kernel that works in place is wrapped: it works on copies and returns them.
     """
 
     name: str
     folder: str  # the folder of csrc/
     kernel: Callable[[Any], Callable[..., Any]]
     oracle: Callable[..., Any]
-    # A call's arguments and the gradients that arrive -> what rounding may do to each output, and to the gradient of an
-    # argument by its position.
+    # (a call's arguments, incoming gradients) -> rounding bounds of each output, and of each argument's gradient by
+    # position.
     bounds: Bounds
     calls: Callable[[Draw], Iterator[Call]]
     dtypes: tuple[torch.dtype, ...] = DTYPES
     operation: str = ""  # the operation that runs this kernel (default: the one of this name)
-    products: bool = False  # runs torch's matrix products between kernels that have proofs of their own
+    products: bool = False  # runs torch's matrix products between kernels that have separate proofs
 
 
 def proof_of(name: str, calls: Callable[[Draw], Iterator[Call]], bounds: Bounds, **given: Any) -> Proof:
-    """The proof of an operation's kernel against its formula; `given` replaces either."""
+    """Makes the proof of an operation's kernel against its formula. `given` overrides fields."""
     operation = OPERATIONS[name]
     assert operation.native is not None
     usual: dict[str, Any] = {
@@ -85,8 +85,8 @@ def proof_of(name: str, calls: Callable[[Draw], Iterator[Call]], bounds: Bounds,
 
 @dataclass(frozen=True)
 class Finding:
-    """One tensor of one call: the largest error of its numbers before they are stored, as a share of the bound of each;
-    `wrong` is None or says what is wrong with it."""
+    """Result for one tensor of one call. The `error` is the largest one before rounding to the dtype, as a share of its
+    bound. If the tensor is wrong, `wrong` describes how."""
 
     tensor: str
     error: float
@@ -100,7 +100,7 @@ def flat_tensors(value: Any) -> list[Tensor]:
 
 
 def compare_call(proof: Proof, call: Call, ops: Any, device: str) -> list[Finding]:
-    """The kernel's outputs and gradients for one call, each against fp64."""
+    """Compares the kernel's outputs and gradients for one call with fp64."""
     upstreams = _upstreams(proof, call)
     exact = _outcome(proof.oracle, call, upstreams, "cpu", torch.float64)
     plain = _outcome(proof.oracle, call, upstreams, "cpu")
@@ -115,7 +115,7 @@ def compare_call(proof: Proof, call: Call, ops: Any, device: str) -> list[Findin
 
 
 def bounds_of(proof: Proof, call: Call, upstreams: Sequence[Tensor]) -> list[Near]:
-    """Of the outputs, then of the gradients."""
+    """Bounds of the outputs, then of the gradients."""
     with torch.no_grad():
         outputs, gradients = proof.bounds(call.args, upstreams)
     return [*outputs, *(gradients[i] for i in _differentiated(call))]
@@ -132,7 +132,7 @@ def _differentiated(call: Call) -> tuple[int, ...]:
 
 
 def _upstreams(proof: Proof, call: Call) -> list[Tensor]:
-    """A gradient for every output, with numbers of every size."""
+    """Draws a gradient for every output."""
     with torch.no_grad():
         outputs = flat_tensors(proof.oracle(*call.args))
     generator = torch.Generator().manual_seed(len(call.name))
@@ -142,7 +142,7 @@ def _upstreams(proof: Proof, call: Call) -> list[Tensor]:
 def _outcome(
     function: Callable[..., Any], call: Call, upstreams: Sequence[Tensor], device: str, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """Outputs, then gradients, of a call on a device, its floating-point tensors cast to `dtype`; on the CPU."""
+    """Runs a call with its floating-point tensors cast to `dtype`. Returns outputs, then gradients, on the CPU."""
     chosen = _differentiated(call)
     args = [_placed(arg, device, dtype).requires_grad_(i in chosen) if isinstance(arg, Tensor) else arg
             for i, arg in enumerate(call.args)]  # fmt: skip
@@ -158,7 +158,7 @@ def _outcome(
 
 
 def _placed(tensor: Tensor, device: str, dtype: torch.dtype | None) -> Tensor:
-    """A copy that keeps the strides and where in a pack it begins: what is not contiguous or aligned stays so."""
+    """Copies a tensor with its strides and its offset within a pack, so that misalignment is kept."""
     begin = tensor.storage_offset() % 16
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) if tensor.numel() else 0
     memory = torch.empty(begin + span, dtype=tensor.dtype, device=device)
@@ -172,12 +172,12 @@ def _compare(name: str, ours: Tensor, again: Tensor, exact: Tensor, plain: Tenso
     if not same_bits(ours, again):
         return Finding(name, math.inf, "a second run gave other bits")
     assert bound.error.shape == exact.shape, f"{name}: {tuple(bound.error.shape)} bounds for {tuple(exact.shape)}"
-    # What a number within the bound of the exact one is rounded to: overflow and subnormal numbers included. Beside inf
-    # and NaN, where there is no bound, nothing may be off.
+    # The interval of allowed results, rounded to the dtype, including overflow and subnormal numbers. For inf and NaN,
+    # which have no bound, no error is allowed.
     error = bound.error.nan_to_num(0.0, 0.0)
     low, high = ((exact + sign * error).to(ours.dtype) for sign in (-1, 1))
     right = (low <= ours) & (ours <= high)
-    # Which of inf and NaN a gradient has depends on how its formula is written; that it is not finite does not.
+    # Whether a gradient is inf or NaN depends on how its formula is written; that it is not finite does not.
     kind = torch.isfinite if name.startswith("gradient") else _kind
     same = (kind(ours) == kind(plain)) | (kind(ours) == kind(exact.to(ours.dtype)))
     right |= ~ours.isfinite() & same
@@ -192,7 +192,7 @@ def _compare(name: str, ours: Tensor, again: Tensor, exact: Tensor, plain: Tenso
 
 
 def _kind(tensor: Tensor) -> Tensor:
-    """0 finite, 1 inf, 2 -inf, 3 NaN."""
+    """Classifies numbers: 0 finite, 1 inf, 2 -inf, 3 NaN."""
     return tensor.isposinf() + 2 * tensor.isneginf() + 3 * tensor.isnan()
 
 
@@ -204,7 +204,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """New tensors are full of NaN: what a kernel does not write is seen."""
+    """Fills new tensors with NaN, which reveals elements that a kernel does not write."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)

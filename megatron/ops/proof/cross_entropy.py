@@ -1,4 +1,4 @@
-"""Cross-entropy: the oracle is the plain formula; what works in place works on copies here."""
+"""Cross-entropy: the oracle is the plain formula. In-place kernels work on copies here."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ def in_place_calls(draw: Draw) -> Iterator[Call]:
 
 
 def sharded_loss(ops: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """As ranks that hold the columns up to every one of `ends`; the last has one more row of padding."""
+    """Wraps the kernels as ranks that hold the columns up to each of `ends`, with one column of padding each."""
 
     def function(logits: Tensor, labels: Tensor, grad: Tensor, ends: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         firsts, vocabulary = (0, *ends[:-1]), ends[-1]
@@ -88,7 +88,7 @@ def sharded_oracle(logits: Tensor, labels: Tensor, grad: Tensor, ends: tuple[int
 def sharded_calls(draw: Draw) -> Iterator[Call]:
     for name, logits, labels in logits_and_labels(draw):
         columns = logits.shape[1]
-        ends = (columns // 3, columns // 2, columns, columns)  # of few columns some ranks hold none, the last never
+        ends = (columns // 3, columns // 2, columns, columns)  # the last rank holds no column
         yield Call(name, (logits, labels, draw(len(labels), dtype=torch.float32), ends), grads=())
 
 
@@ -110,7 +110,7 @@ def linear_calls(draw: Draw) -> Iterator[Call]:
 
 @dataclass(frozen=True)
 class _Row:
-    """What the losses and gradients of all tokens are computed from."""
+    """Intermediate values of the losses and gradients of all tokens."""
 
     logits: Near
     labels: Tensor
@@ -126,7 +126,7 @@ class _Row:
 
     @property
     def log_sum_exp(self) -> Near:
-        """In fp64, of a sum in fp32."""
+        """Log-sum-exp, computed in fp64 from a sum in fp32."""
         _, total, peak = self.parts
         value = torch.logsumexp(self.logits.value, -1, keepdim=True)
         return Near(value, torch.where(value.isinf(), 0.0, log(total).error + peak.error))
@@ -137,7 +137,7 @@ class _Row:
 
     @property
     def loss(self) -> Near:
-        """Rounded once."""
+        """Loss, rounded once."""
         found, target = self.log_sum_exp, self.target
         return Near(found.value - target.value, found.error + target.error)[:, 0]
 
@@ -151,7 +151,7 @@ class _Row:
         return share - self.onehot
 
     def by_log_sum(self, log_sum_exp: Near) -> Near:
-        """The gradient from a log-sum-exp."""
+        """Gradient, computed from a log-sum-exp."""
         return self.less_onehot(exp(self.logits - log_sum_exp, self.short))
 
     def by_factor(self) -> Near:
@@ -187,7 +187,7 @@ def _in_fp32(row: _Row) -> Near:
 
 
 def linear_bounds(args: Sequence[Any], upstreams: Sequence[Tensor]) -> tuple[list[Near], dict[int, Near]]:
-    """Logits and their gradient are rounded to the dtype; in fp16 the gradient has the factor of its token already."""
+    """Bounds with logits and their gradient rounded to the dtype. In fp16 the gradient includes the token's factor."""
     hidden, weight, labels, vocabulary = args
     dtype, grad = hidden.dtype, upstreams[0][:, None]
     used = weight[:vocabulary]

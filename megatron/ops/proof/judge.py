@@ -1,4 +1,4 @@
-"""The verdict on one kernel: every call of its proof, against fp64."""
+"""The verdict on one kernel, from comparing every call of its proof with fp64."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from megatron.ops.operation import kernel_name
 from megatron.ops.proof.compare import Draw, Proof, compare_call, flat_tensors
 from megatron.ops.registry import kernels_in
 
-SMALL = 20_000  # elements: what compute-sanitizer, and a run that begins, do in seconds
+SMALL = 20_000  # elements of a call that compute-sanitizer, or a starting run, finishes in seconds
 
 
 @dataclass(frozen=True)
 class OperationReport:
-    """The result for one operation in one dtype: the largest error, that of its CPU twin, and what was wrong."""
+    """The result for one operation in one dtype: the largest error, that of its CPU twin, and all failures."""
 
     op: str
     folder: str
@@ -33,8 +33,8 @@ class OperationReport:
 
 
 def doubts(folder: str, proofs: Iterable[Proof], verdicts: Iterable[OperationReport]) -> dict[str, str]:
-    """Kernels of a folder (`kernel_name`) that are wrong or were not judged, and why. One operation may take several
-    proofs, and counts only if all are right; a verdict without a dtype says why its process did not end."""
+    """Returns the kernels of a folder (`kernel_name`) that are wrong or were not judged, with the reason. An operation
+    with several proofs needs all of them. A verdict without a dtype holds the reason why its process failed."""
     found = {(verdict.op, verdict.dtype): verdict for verdict in verdicts if verdict.folder == folder}
     missing = next((verdict.wrong[0] for verdict in found.values() if not verdict.dtype), "nothing judges it")
     of_kernel: dict[str, list[OperationReport | None]] = {name: [] for name in kernels_in(folder)}
@@ -60,14 +60,14 @@ def elements(args: Iterable[Any]) -> int:
 def judge(
     proof: Proof, dtype: torch.dtype, seed: int, where: tuple[Any, str], twin: Any, largest: int | None = None
 ) -> OperationReport:
-    """`where`: torch.ops.<namespace> and the device; `twin`: the operations of the CPU, or None."""
+    """Judges one kernel. `where`: torch.ops.<namespace> and the device. `twin`: the CPU's operations, or None."""
     errors, twin_errors, wrong = [0.0], [0.0], []
     for call in proof.calls(Draw(dtype, torch.Generator().manual_seed(seed))):
         if largest is not None and elements(call.args) > largest:
             continue
         try:
             findings = compare_call(proof, call, *where)
-        except Exception as error:  # a launch that failed, an argument that was changed, an output of a wrong shape
+        except Exception as error:  # a failed launch, a changed argument, an output of a wrong shape
             wrong.append(f"{call.name}: {(str(error).splitlines() or [type(error).__name__])[0]}")
             continue
         errors += [finding.error for finding in findings]

@@ -10,13 +10,13 @@ from megatron.ops.proof.compare import Bounds, Call, Draw, Proof, proof_of
 from megatron.ops.proof.rounding import Near, U, constant, inverse_root, near, rounded
 
 EPS = 1e-5
-# Widths beside every limit of the CUDA kernels: one number, no packs, a warp's columns, a block's, more than a block's;
-# and odd ones as wide, which are read number by number. 530 rows are more parts than a block adds at once.
+# Widths near every limit of the CUDA kernels: one number, no packs, a warp's columns, a block's, more than a block's,
+# and odd widths, which are read number by number. 530 rows are more parts than a block adds at once.
 SHAPES = ((0, 8), (1, 3), (5, 7), (530, 8), (70, 64), (3, 1000), (3, 1001), (9, 1024), (4, 1032), (2, 8200), (1, 8203))
 
 
 def calls(*, centred: bool, summed: bool) -> Callable[[Draw], Iterator[Call]]:
-    wide = 1 + summed  # of the arguments: x, and perhaps a residual
+    wide = 1 + summed  # number of wide arguments: x, and perhaps a residual
 
     def generate(draw: Draw) -> Iterator[Call]:
         def drawn(rows: tuple[int, ...], width: int, bias: bool = True, gain: torch.dtype = draw.dtype) -> list[Any]:
@@ -49,7 +49,7 @@ def calls(*, centred: bool, summed: bool) -> Callable[[Draw], Iterator[Call]]:
 
 
 def norm_bounds(*, centred: bool, summed: bool) -> Bounds:
-    """Of the kernels' formulas; see csrc/norm/cpu.cpp."""
+    """Bounds of the kernels' formulas; see csrc/norm/cpu.cpp."""
 
     def of_call(args: Sequence[Any], upstreams: Sequence[Tensor]) -> tuple[list[Near], dict[int, Near]]:
         x, weight, eps, grad = args[0], args[1 + summed], args[-1], near(upstreams[0])
@@ -62,7 +62,7 @@ def norm_bounds(*, centred: bool, summed: bool) -> Bounds:
         scaled = grad * weight
         parts = [scaled, normed * (scaled * normed).mean(-1), *([scaled.mean(-1)] if centred else [])]
         of_x = (parts[0] - parts[1] - parts[2] if centred else parts[0] - parts[1]) * scale
-        # The CPU's kernel multiplies each part by the scale, one by its third power.
+        # The CPU kernel multiplies each part by the scale, one of them by its third power.
         of_x = rounded(of_x.value, of_x.error + 4 * U * sum((part * scale).value.abs() for part in parts))
         if summed:
             of_x = of_x + upstreams[1]

@@ -20,7 +20,7 @@ OFF = ", off a pack: "
 def adamw(
     weights: Tensor, m: Tensor, v: Tensor, grad: Tensor, ends: Tensor, rates: Tensor, control: Tensor, _: str
 ) -> Any:
-    """Weights, moments, and that the model's copy is the rounding of the weights."""
+    """Oracle: returns weights, moments, and ones, because every element of the model's copy is correct."""
     applied, factor, lr, decay, correction1, correction2_root = control
     if applied == 0:
         return weights, m, v, torch.ones_like(weights)
@@ -39,7 +39,7 @@ def kernel(ops: Any) -> Callable[..., Any]:
         kept, _, off = kept.partition(OFF)
 
         def own(name: str, tensor: Tensor) -> Tensor:
-            """Of one's own; the one called `off` begins within a pack."""
+            """Copies a tensor. The one named `off` begins within a pack."""
             return tensor.new_empty(len(tensor) + 1)[1:].copy_(tensor) if name == off else tensor.clone()
 
         weights, m, v = own("weights", weights), own("m", m), own("v", v)
@@ -62,7 +62,7 @@ def calls(draw: Draw) -> Iterator[Call]:
             yield Call(f"{kept}, {sizes}", (*_tensors(draw, sizes, draw(sum(sizes))), _control(), kept), ())
         yield Call(f"{kept}, left out", (*_tensors(draw, [70, 9], draw(79)), _control(applied=0.0), kept), ())
         yield Call(f"{kept}, inf and nan", (*_tensors(draw, [70, 9], _not_finite(draw, 79)), _control(), kept), ())
-    odd = [tensor[1:] for tensor in _tensors(draw, [7001], draw(7001))[:4]]  # aligned to no pack
+    odd = [tensor[1:] for tensor in _tensors(draw, [7001], draw(7001))[:4]]  # not aligned to a pack
     ends, rates = _segments([2000, 5000])
     yield Call("not aligned", (*odd, ends, rates, _control(), "in place"), ())
     for kept, off in (*product(["bf16"], ("weights", "m", "v", "copy")), *product(["remainder"], ("high", "low"))):
@@ -77,7 +77,7 @@ def _tensors(draw: Draw, sizes: list[int], grad: Tensor) -> tuple[Tensor, ...]:
 
 
 def _not_finite(draw: Draw, count: int) -> Tensor:
-    """Special values without the largest numbers, whose squares overflow in all dtypes but fp64."""
+    """Draws special values without the largest numbers, whose squares overflow in all dtypes except fp64."""
     grad = draw(count)
     grad[3:40:9] = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0])
     return grad
@@ -108,7 +108,7 @@ def adamw_bounds(args: Sequence[Any], _: Sequence[Tensor]) -> tuple[list[Near], 
 
 
 def square_sum_bounds(args: Sequence[Any], _: Sequence[Tensor]) -> tuple[list[Near], dict[int, Near]]:
-    """Added up in fp64, as in the oracle."""
+    """Bounds of a sum in fp64, like the oracle's."""
     total = square_sum(args[0])
     return [Near(total, total * (2 * depth(args[0].numel()) * 2.0**-53))], {}
 

@@ -1,8 +1,8 @@
-"""How far a kernel's numbers may be from the exact ones: arithmetic on values that carry a bound of their error.
+"""Error bounds of a kernel's numbers: arithmetic on values that carry a bound of their error.
 
-A `Near` has the value of a number in fp64, and a bound on the distance of the same number in a kernel, which computes
-in fp32. Every operation passes on what its arguments are off by, and adds what it rounds itself. So the bound of a
-result follows from its formula and holds for every input: a kernel that is right is found right with every seed.
+A `Near` holds a number in fp64 and a bound on its error in a kernel, which computes in fp32. Every operation propagates
+the errors of its arguments and adds its own rounding. The bound of a result follows from its formula and holds for
+every input, so a correct kernel passes with every seed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 U = 2.0**-24  # the largest relative error of a rounding to fp32
 SUBNORMAL = 2.0**-149  # and its absolute error far below 1
-LOWEST = -87.0  # exp may be flushed to 0 from here down
-# The largest relative error of exp: csrc/common/math.h. Short forms serve results in 16 bits, and on a GPU round their
+LOWEST = -87.0  # exp may be flushed to 0 below this
+# The largest relative error of exp; see csrc/common/math.h. Short forms serve 16-bit results, and on a GPU round their
 # argument once more.
 EXP, EXP_SHORT = 2.0**-22, 2.0**-18
-OF_FP64 = 2.0**-51  # of formulas such as 1 + tanh(x), which lose small results in fp64, too
+OF_FP64 = 2.0**-51  # error of formulas such as 1 + tanh(x), which lose small results even in fp64
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Near:
         return Near(self.value[index], self.error[index])  # type: ignore[index]
 
     def sum(self, dim: int) -> Near:
-        """Keeps the dimension."""
+        """Sums over a dimension and keeps it."""
         terms = (self.value.abs() + self.error).sum(dim, keepdim=True)
         error = self.error.sum(dim, keepdim=True) + depth(self.value.shape[dim]) * U * terms
         return rounded(self.value.sum(dim, keepdim=True), error)
@@ -65,17 +65,17 @@ class Near:
         return self.sum(dim) / max(1, self.value.shape[dim])
 
     def stored(self, dtype: torch.dtype) -> Near:
-        """Rounded to the nearest number of a dtype."""
+        """Rounds to the nearest number of a dtype."""
         return self if dtype.itemsize > 2 else Near(self.value, self.error + half_ulp(self, dtype))
 
     def as_fp32(self) -> Near:
-        """Computed in fp64 and rounded once."""
+        """Rounds a number, computed in fp64, once to fp32."""
         ends = (self.value + sign * self.error for sign in (-1, 1))
         error = torch.stack([(end.float().double() - self.value).abs() for end in ends]).amax(0)
         return Near(self.value, torch.where(self.value.isinf(), 0.0, error))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Near:
-        """Numbers moved, not changed."""
+        """Applies a function that moves numbers without changing them."""
         return Near(function(self.value), function(self.error))
 
 
@@ -83,7 +83,7 @@ Operand = Near | Tensor | float
 
 
 def near(value: Operand) -> Near:
-    """Of numbers that are exact in a kernel."""
+    """Converts numbers that are exact in a kernel."""
     if isinstance(value, Near):
         return value
     wide = torch.as_tensor(value, dtype=torch.float64) if isinstance(value, int | float) else value.detach().double()
@@ -91,24 +91,24 @@ def near(value: Operand) -> Near:
 
 
 def constant(value: float) -> Near:
-    """A constant that fp32 may not have."""
+    """Converts a constant that fp32 may have to round."""
     wide = torch.tensor(value, dtype=torch.float64)
     return Near(wide, wide.abs() * U)
 
 
 def rounded(value: Tensor, error: Tensor, times: int = 1) -> Near:
-    """A result that fp32 arithmetic has rounded so many times."""
+    """Makes a result that fp32 arithmetic has rounded `times` times."""
     return Near(value, error * (1 + times * U) + value.abs() * (times * U) + times * SUBNORMAL)
 
 
 def depth(terms: int) -> int:
-    """How many roundings a term of a sum goes through at most: lanes and threads sum every eighth number or fewer, and
-    parts of rows are summed 64 at a time."""
+    """Largest number of roundings of a term of a sum. Lanes and threads sum every eighth number or fewer; parts of rows
+    are summed 64 at a time."""
     return min(terms, 80 + terms // 8)
 
 
 def half_ulp(number: Near, dtype: torch.dtype) -> Tensor:
-    """The largest error of rounding the number to a dtype."""
+    """Largest error of rounding the number to a dtype."""
     bits, least = {torch.float32: (24, -126), torch.bfloat16: (8, -126), torch.float16: (11, -14)}[dtype]
     size = number.value.abs() + number.error
     exponent = torch.where(size == 0, least, torch.frexp(size).exponent - 1)
@@ -116,12 +116,12 @@ def half_ulp(number: Near, dtype: torch.dtype) -> Tensor:
 
 
 def concatenated(*parts: Near) -> Near:
-    """One behind the other in the last dimension."""
+    """Concatenates along the last dimension."""
     return Near(torch.cat([part.value for part in parts], -1), torch.cat([part.error for part in parts], -1))
 
 
 def _between(function: Callable[[Tensor], Tensor], x: Near, least: float = 0.0) -> Near:
-    """A monotonic function of a number of one sign whose size is `least` or more."""
+    """Applies a monotonic function to the magnitude, which is at least `least`, and keeps the sign."""
     sign, size = x.value.sign(), x.value.abs()
     here, low, high = (function(end) for end in (size, (size - x.error).clamp(min=least), size + x.error))
     return rounded(sign * here, torch.maximum((low - here).abs(), (high - here).abs()), times=2)
@@ -139,7 +139,7 @@ def inverse_root(x: Near, least: float) -> Near:
 
 
 def _exp_error(x: Near, short: bool) -> Tensor:
-    """Relative, without what is flushed to 0; beyond 100 every exponential is 0, or what it is added to is."""
+    """Relative error, without flushing to 0. Beyond 100 the exponential, or the number it is added to, is 0."""
     return torch.expm1(x.error.clamp(max=1.0)) + (EXP_SHORT + 2 * U * x.value.abs().clamp(max=100.0) if short else EXP)
 
 
@@ -150,7 +150,7 @@ def exp(x: Near, short: bool) -> Near:
 
 
 def logistic(x: Near, short: bool) -> tuple[Near, Near]:
-    """1 / (1 + exp(-x)), and what it lacks to 1; see `logistic_of_minus` of csrc/activation/math.h."""
+    """Returns 1 / (1 + exp(-x)) and its complement to 1; see `logistic_of_minus` in csrc/activation/math.h."""
     value, complement = torch.sigmoid(x.value), torch.sigmoid(-x.value)
     spread = value * complement * _exp_error(x, short)
     error = spread + 4 * U * value
@@ -165,7 +165,7 @@ def logistic(x: Near, short: bool) -> tuple[Near, Near]:
 
 
 def normal(x: Near, short: bool) -> tuple[Near, Near]:
-    """The normal distribution function and its density; see `normal` of csrc/activation/math.h."""
+    """Returns the normal distribution function and its density; see `normal` in csrc/activation/math.h."""
     value, tail = (torch.special.erfc(sign * x.value * 0.5**0.5) / 2 for sign in (-1, 1))
     tail = torch.minimum(value, tail)
     square = (x.value.square() / 2).clamp(max=1000.0)
@@ -180,25 +180,25 @@ def normal(x: Near, short: bool) -> tuple[Near, Near]:
 
 
 def shares(scores: Near, short: bool) -> tuple[Near, Near, Near]:
-    """exp(score - largest), their sum over the last dimension, and the largest. An online softmax multiplies a sum by
-    another exponential whenever it meets a larger score."""
+    """Returns exp(score - largest), their sum over the last dimension, and the largest. The bounds include an online
+    softmax, which rescales the sum by an exponential whenever it meets a larger score."""
     peak = scores.value.amax(-1, keepdim=True)
     highest = scores.value + scores.error >= (scores.value - scores.error).amax(-1, keepdim=True)
     at_peak = torch.where(highest, scores.error, 0.0).amax(-1, keepdim=True)
     shift = Near(torch.where(peak == -torch.inf, 0.0, peak), at_peak)
     difference = scores - shift
-    # Where all that may be the largest are equal, the largest is subtracted from itself.
+    # If all candidates for the largest are equal, the largest is subtracted from itself.
     itself = (highest & (scores.value == peak)) & (highest == (scores.value == peak)).all(-1, keepdim=True)
     difference = Near(difference.value, torch.where(itself, 0.0, difference.error))
     kept = exp(difference, short)
     total = kept.sum(-1)
     times = scores.value.shape[-1] // 64 + 4
     error = times * ((EXP_SHORT if short else EXP) + 2 * U) * total.value
-    # The differences of the largest scores add up to those above, and are rounded like them.
+    # An online softmax's differences between successive maxima add up to those above, and are rounded like them.
     apart = torch.where(kept.value == 0, 0.0, kept.value * difference.value.abs()).sum(-1, keepdim=True)
     return kept, Near(total.value, total.error + error + 4 * U * apart), shift
 
 
 def log(x: Near) -> Near:
-    """In fp64."""
+    """Natural logarithm, computed in fp64."""
     return Near(x.value.log(), -torch.log1p(-(x.error / x.value).clamp(max=0.9)))

@@ -1,5 +1,5 @@
-"""Scaled, masked softmax: the oracle is the plain formula. Its gradient is taken from the probabilities in their own
-dtype: they are what the product with the values keeps as well."""
+"""Scaled, masked softmax: the oracle is the plain formula. Its gradient uses the probabilities rounded to their dtype,
+which the product with the values keeps too."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,1 +1,1 @@
-"""From input files to batches of documents. Importing it loads nothing."""
+"""Reads input files as batches of documents. Importing this package loads nothing."""

@@ -9,17 +9,17 @@ import regex
 
 from megatron.preprocess.input.documents import TOO_LONG
 
-# `re` has a bug in possessive groups before Python 3.11.5; `regex` is correct, and half as fast.
+# `re` has a bug in possessive groups before Python 3.11.5; `regex` is correct but half as fast.
 _compile: Callable[[bytes], Any] = re.compile if sys.version_info >= (3, 11, 5) else regex.compile
 _STRUCTURE = re.compile(rb'["{}\[\],]')
-# Inside an item only brackets matter: this skips to the next one, over whole strings and commas.
+# Inside an item only brackets matter: this pattern skips strings and commas up to the next one.
 _TO_BRACKET = _compile(rb'(?s)[^"{}\[\]]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"{}\[\]]*+)*+')
 _BACKSLASH = ord("\\")
-EMPTY_ITEM = b","  # an empty item, as a bad line (an empty line would be skipped as blank)
+EMPTY_ITEM = b","  # makes an empty item a bad line; an empty line would be skipped as blank
 
 
 class ArrayError(Exception):
-    """The array as a whole is broken, at item `item`."""
+    """Raised for a broken array structure, at item `item`."""
 
     def __init__(self, item: int, reason: str) -> None:
         super().__init__(item, reason)
@@ -27,7 +27,7 @@ class ArrayError(Exception):
 
 
 def array_lines(chunks: Iterator[bytes], max_line_bytes: int) -> Iterator[bytes]:
-    """Yields chunks of whole lines. Only finds where items end; whether an item is JSON is checked later."""
+    """Yields chunks of whole lines. Only finds where items end; a later step checks that each item is JSON."""
     scanner = _Scanner(max_line_bytes)
     for chunk in chunks:
         lines = scanner.feed(chunk)
@@ -49,7 +49,7 @@ class _Scanner:
         self._lines: list[bytes] = []
 
     def feed(self, chunk: bytes) -> bytes:
-        """The items that end in this chunk, one line each."""
+        """Returns the items that end in this chunk, one line each."""
         position = item_start = 0
         while position < len(chunk):
             if self._in_string:
@@ -64,7 +64,7 @@ class _Scanner:
             item_start = self._structure(chunk, match.group(), item_start, position)
         if self._ended:
             if chunk[item_start:].strip():
-                raise ArrayError(self._item, "the file goes on after the end of its JSON array")
+                raise ArrayError(self._item, "the file continues after the end of its JSON array")
         elif self._item:
             self._keep(chunk[item_start:])
         lines, self._lines = b"".join(self._lines), []

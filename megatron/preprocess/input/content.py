@@ -1,4 +1,4 @@
-"""What an input file holds, by its ending or its first bytes."""
+"""Determines the kind of an input file by its ending or its first bytes."""
 
 import json
 import zlib
@@ -12,11 +12,11 @@ UTF8_BOM = b"\xef\xbb\xbf"
 KINDS = {".gz": "gzip", ".zst": "zstd", ".parquet": "parquet"}
 SNIFFED_BYTES = 1 << 14
 _BEGINNINGS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet"}
-_UNPACKED_BYTES = 1 << 20  # which may begin with white space
+_UNPACKED_BYTES = 1 << 20  # many, because they may begin with white space
 
 
 def look_into(file: BinaryIO, path: str, size: int) -> tuple[str, bool]:
-    """The kind, by the ending or else by the first bytes, and whether it holds one JSON array."""
+    """Returns the kind, by the ending or else by the first bytes, and whether the file is one JSON array."""
     head = file.read(SNIFFED_BYTES)
     if head and not size:
         return "stdin", False  # some file systems report no size; the file must not count as empty
@@ -35,14 +35,14 @@ def look_into(file: BinaryIO, path: str, size: int) -> tuple[str, bool]:
 
 
 def _behind_blanks(file: BinaryIO, head: bytes) -> bytes:
-    """The first bytes after white space."""
+    """Returns the first bytes after white space."""
     while head and not head.removeprefix(UTF8_BOM).strip():
         head = file.read(SNIFFED_BYTES)
     return head
 
 
 def begins_array(head: bytes) -> bool:
-    """True for one JSON array; not for lines of which the first is a list."""
+    """True for one JSON array, false for JSON lines whose first line is a list."""
     head = head.removeprefix(UTF8_BOM).lstrip()
     line, _, others = head.partition(b"\n")
     return head.startswith(b"[") and not (others.strip() and _is_json(line))
@@ -57,7 +57,7 @@ def _is_json(line: bytes) -> bool:
 
 
 def reader_of(ending: str) -> Any:
-    """The module that reads files with this ending, of a package that nothing else needs."""
+    """Imports the module that reads files with this ending, from an optional package."""
     module = {".zst": "zstandard", ".parquet": "pyarrow.parquet"}[ending]
     package = module.partition(".")[0]
     try:
@@ -67,7 +67,7 @@ def reader_of(ending: str) -> Any:
 
 
 def _decompressed_head(kind: str, head: bytes) -> bytes:
-    """The head of a compressed file, as far as readable; damage is reported when the file is read."""
+    """Decompresses the head of a file as far as possible. Damage is reported when the file is read."""
     if kind == "gzip":
         try:
             return zlib.decompressobj(wbits=31).decompress(head, _UNPACKED_BYTES)

@@ -1,4 +1,4 @@
-"""Parses JSON lines into the texts of documents, or reasons why a line has none."""
+"""Parses JSON lines into the texts of documents, or the reason why a line has none."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -7,25 +7,25 @@ from typing import Any
 
 import orjson
 
-# Numbers are not used. As floats they take constant memory however many digits they have, and Python's limit
-# on the digits of an int does not make a valid line invalid.
+# Numbers are not used. As floats they take constant memory for any number of digits, and Python's limit on the
+# digits of an int does not make a valid line invalid.
 _DECODER = json.JSONDecoder(parse_int=float)
-# Replaces a line that was too long to keep. It is not UTF-8, so a real line equal to it is bad as well.
+# Replaces a line that is too long to keep. It is not UTF-8, so a real line equal to it is also bad.
 TOO_LONG = b"\xff\xfe line too long"
-_DEEP_BYTES = 1000  # a shorter line cannot be nested so deeply that the two parsers differ
+_DEEP_BYTES = 1000  # shorter lines cannot be nested deeply enough for the two parsers to differ
 _DEEP_MARKS = 400
-_PLAIN_TEXT = 'it begins with {!r}; is it plain text? Each line is to be an object such as {{"text": "..."}}'
+_PLAIN_TEXT = 'it begins with {!r}; is it plain text? Each line must be an object such as {{"text": "..."}}'
 
 Texts = list[str]  # the sequences of one document; several if the value is a list of texts
 
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """The reason why a line gives no document."""
+    """Reason why a line gives no document."""
 
     number: int
     kind: str  # for counting
-    detail: str  # for the reader
+    detail: str  # for the message
 
     def __str__(self) -> str:
         return f"{self.kind} ({self.detail})" if self.detail else self.kind
@@ -39,7 +39,7 @@ class LineError(Exception):
 
 @dataclass(slots=True)
 class Batch:
-    """Consecutive lines of a segment, about 1 MB. An item of a JSON array or a row of a table counts as a line."""
+    """About 1 MB of consecutive lines of a segment. An item of a JSON array or a row of a table counts as a line."""
 
     first_line: int  # within the segment, counted from 0
     lines: int  # blank and bad ones included
@@ -54,7 +54,7 @@ def parse_lines(
 ) -> Batch:
     """Parses whole lines; `first` is the number of the first one.
 
-    The standard library accepts all that `loads` accepts, with the same texts; what it rejects goes to `parse_line`.
+    Lines that `loads` rejects go to `parse_line`, which accepts more lines and gives equal texts for the others.
     """
     lines = block.split(b"\n")
     if not lines[-1]:
@@ -80,7 +80,7 @@ def parse_lines(
 
 
 def _texts_under(record: dict[str, Any], key: str) -> Texts:
-    """The texts under a key. `loads` has rejected lone surrogates."""
+    """Returns the texts under a key. `loads` has already rejected lone surrogates."""
     value = find_value(record, key)
     if type(value) is str:
         return [value]
@@ -90,7 +90,7 @@ def _texts_under(record: dict[str, Any], key: str) -> Texts:
 
 
 def _may_be_deep(line: bytes, record: dict[str, object]) -> bool:
-    """True if a line may be nested too deeply for one of the parsers. Cheap; errs towards the slow path."""
+    """True if a line may be nested too deeply for one of the parsers. A cheap check that errs towards the slow path."""
     for value in record.values():
         if type(value) in (dict, list):
             return line.count(b"[") + line.count(b"{") > _DEEP_MARKS
@@ -110,9 +110,9 @@ def _parse_into(batch: Batch, number: int, line: bytes, keys: Sequence[str]) -> 
 
 
 def parse_line(line: bytes, keys: Sequence[str]) -> list[Texts] | None:
-    """The texts under each key; None for a blank line. The last of duplicate keys counts."""
+    """Returns the texts under each key, or None for a blank line. The last of duplicate keys counts."""
     if line == TOO_LONG:
-        raise LineError("line too long", "more than 1 GiB; it is damaged, or not JSON lines")
+        raise LineError("line too long", "more than 1 GiB; the file is damaged, or not JSON lines")
     try:
         text = line.decode("utf-8").strip()
     except UnicodeDecodeError as error:
@@ -125,17 +125,17 @@ def parse_line(line: bytes, keys: Sequence[str]) -> list[Texts] | None:
         raise LineError("not JSON", "nested too deeply") from None
     except ValueError as error:
         if text in ("{", "["):
-            raise LineError("not JSON", f"{text} alone: not one object per line; convert it with jq -c .") from None
+            raise LineError("not JSON", f"only {text}: not one object per line; convert it with jq -c .") from None
         if text[0] not in '{["':
             raise LineError("not JSON", _PLAIN_TEXT.format(text[:20])) from None
         raise LineError("not JSON", f"{error}") from None
     if not isinstance(record, dict):
-        raise LineError("not a JSON object", "each line is one object, with the text under a key")
+        raise LineError("not a JSON object", "each line must be one object, with the text under a key")
     return [texts_of(find_value(record, key), key) for key in keys]
 
 
 def find_value(record: dict[str, Any], key: str) -> object:
-    """The value of the key itself, or else of the path through objects that its dots spell."""
+    """Returns the value under the key or, if missing, under the dotted path through objects."""
     if key in record:
         return record[key]
     value: Any = record
@@ -149,7 +149,7 @@ def find_value(record: dict[str, Any], key: str) -> object:
 
 def missing_key(key: str, inside: str, names: Sequence[str] | None, kind: str = "keys") -> LineError:
     if names is None:
-        return LineError("key missing", f"no {key!r}: {inside!r} holds no object")
+        return LineError("key missing", f"no {key!r}: {inside!r} is not an object")
     present = ", ".join(repr(name)[:40] for name in names[:5]) or "none"
     return LineError("key missing", f"no {key!r} among the {kind}{f' of {inside!r}' if inside else ''}: {present}")
 

@@ -1,4 +1,4 @@
-"""Expands --input (files, patterns, folders, URLs of them, standard input) to a list of input files."""
+"""Expands --input (files, patterns, folders, their URLs, standard input) to a list of input files."""
 
 import glob
 import os
@@ -26,34 +26,34 @@ _OWN_RECORDS = ("_document.meta.json", "_sentence.meta.json")
 class InputFile:
     """One input file, or a pipe."""
 
-    path: str  # as shown in messages and records; unlike any other
+    path: str  # as shown in messages and records; unique
     kind: str  # "lines", "gzip", "zstd", "parquet", "array" (one JSON array, not compressed), "stdin" (any pipe)
     size: int  # bytes on disk, 0 if unknown
-    identity: str  # absolute path, size and modification time: equal identities mean equal content
-    array: bool = False  # holds one JSON array, compressed or not; for pipes known only when read
-    url: str | None = None  # of which `path` may leave out a password
+    identity: str  # absolute path, size and modification time; equal identities mean equal content
+    array: bool = False  # is one JSON array, compressed or not; for pipes known only when read
+    url: str | None = None  # complete; `path` leaves out its password
 
     @property
     def unit(self) -> str:
-        """The unit in which its documents are counted."""
+        """Unit in which its documents are counted."""
         return "row" if self.kind == "parquet" else "item" if self.array else "line"
 
     def place(self, number: int) -> str:
-        """The place of a document for messages; `number` counts from 1."""
+        """Returns the place of a document for messages; `number` counts from 1."""
         return f"{self.path}:{number}" if self.unit == "line" else f"{self.path}, {self.unit} {number}"
 
     @contextmanager
     def opened(self, buffering: int) -> Iterator[BinaryIO]:
-        """Opens a file or URL (not standard input); it must be, before and after, as when the run was planned."""
+        """Opens a file or URL, but not standard input. Raises if it has changed since the run was planned."""
         try:
             with self._open(buffering) as file:
                 self._refuse_change(file)
                 yield file
                 self._refuse_change(file)
         except PermissionError:
-            raise ConfigError(f"--input {self.path}: may not be read; check its permissions") from None
+            raise ConfigError(f"--input {self.path}: permission denied; check its permissions") from None
         except FileNotFoundError:
-            raise DataError(f"{self.path}: was removed while it was read; run again when it is back") from None
+            raise DataError(f"{self.path}: removed while it was read; restore it, and run again") from None
 
     def _refuse_change(self, file: BinaryIO) -> None:
         if self.kind == "stdin":
@@ -66,8 +66,8 @@ class InputFile:
             size, version = status.st_size, _version(status)
         if not self.identity.endswith(f" {version}"):
             raise DataError(
-                f"{self.path}: was changed while it was read ({self.size} bytes before, {size} now); "
-                "run again when nobody writes it"
+                f"{self.path}: changed while it was read ({self.size} bytes before, {size} now); "
+                "run again when no process writes it"
             )
 
     def _open(self, buffering: int) -> BinaryIO:
@@ -77,10 +77,10 @@ class InputFile:
 
 
 def expand_inputs(patterns: Sequence[str]) -> list[InputFile]:
-    """Expands words to files in the given order; matches and folder contents are sorted by name."""
+    """Expands words to files in the given order. Matches and folder contents are sorted by name."""
     if STDIN in patterns:
         if len(patterns) > 1:
-            raise ConfigError(f"--input {' '.join(patterns)}: - is standard input and is given alone; name it once")
+            raise ConfigError(f"--input {' '.join(patterns)}: standard input (-) excludes other inputs; give only -")
         return [_standard_input()]
     sources: list[InputFile] = []
     seen: set[object] = set()
@@ -95,7 +95,7 @@ def expand_inputs(patterns: Sequence[str]) -> list[InputFile]:
 
 
 def _told_apart(sources: Sequence[InputFile]) -> list[InputFile]:
-    """URLs that differ only in what is not shown of them get numbers."""
+    """Numbers the paths of URLs that differ only in their hidden secrets."""
     found: Counter[str] = Counter()
     named = []
     for source in sources:
@@ -106,7 +106,7 @@ def _told_apart(sources: Sequence[InputFile]) -> list[InputFile]:
 
 
 def input_bytes(sources: Sequence[InputFile]) -> int:
-    """Size on disk, for the progress display (0 if that of any is unknown)."""
+    """Size on disk, for the progress display; 0 if the size of any is unknown."""
     return 0 if any(source.kind == "stdin" for source in sources) else sum(source.size for source in sources)
 
 
@@ -123,12 +123,12 @@ def _files_of(pattern: str) -> Iterator[str]:
         yield from _remote_files_of(pattern)
         return
     if not os.path.lexists(pattern) and Path(pattern).name == "**":
-        pattern = str(Path(pattern).parent)  # everything below a folder: the same as the folder
+        pattern = str(Path(pattern).parent)  # everything below a folder, same as the folder
     if os.path.lexists(pattern):
         found = [pattern]
     elif glob.has_magic(pattern):
         found = sorted(glob.glob(pattern, recursive=True))
-        if "**" in pattern:  # it matches folders as well as their content
+        if "**" in pattern:  # it matches folders and also their content
             found = [name for name in found if not Path(name).is_dir()]
         if not found:
             raise ConfigError(f"--input {pattern}: no file matches the pattern; check the path")
@@ -142,7 +142,7 @@ def _files_of(pattern: str) -> Iterator[str]:
 
 
 def _files_in(folder: str) -> list[str]:
-    """All files below a folder with a known ending. Follows links to folders, each folder once."""
+    """Returns all files with a known ending below a folder. Follows links, but visits each folder once."""
     found: list[str] = []
     seen: set[tuple[int, int]] = set()
     for current, folders, names in os.walk(folder, onerror=_raise_unreadable, followlinks=True):
@@ -175,11 +175,11 @@ def _remote_files_of(pattern: str) -> list[str]:
 
 
 def _raise_unreadable(error: OSError) -> None:
-    raise ConfigError(f"--input {error.filename}: may not be read ({error.strerror}); check its permissions") from None
+    raise ConfigError(f"--input {error.filename}: cannot be read ({error.strerror}); check its permissions") from None
 
 
 def _is_data(path: str, beside: Sequence[str]) -> bool:
-    """True for data, also in formats that cannot be read (x.jsonl.bz2): these are refused, not skipped."""
+    """True for data, even in unsupported formats (x.jsonl.bz2), which are rejected instead of skipped."""
     suffixes = [suffix.lower() for suffix in Path(path).suffixes[-2:]]
     if path.endswith(_OWN_RECORDS) and path.removesuffix(".meta.json") + ".idx" in beside:
         return False  # the record of a dataset that an earlier run wrote beside its input
@@ -189,7 +189,7 @@ def _is_data(path: str, beside: Sequence[str]) -> bool:
 def _refuse_unread(path: str) -> None:
     for suffix in (suffix.lower() for suffix in Path(path).suffixes[-2:]):
         if suffix in _NOT_READ:
-            raise ConfigError(f"--input {path}: {suffix} is not read; unpack it first ({_NOT_READ[suffix]})")
+            raise ConfigError(f"--input {path}: {suffix} is not supported; unpack it first ({_NOT_READ[suffix]})")
 
 
 def _remote_source(url: str) -> tuple[InputFile, str]:
@@ -211,9 +211,9 @@ def _source(path: str) -> tuple[InputFile, tuple[int, int]]:
             with open(path, "rb") as file:
                 kind, array = look_into(file, path, status.st_size)
         else:
-            raise ConfigError(f"--input {path}: neither a file nor a pipe; give files that hold JSON lines")
+            raise ConfigError(f"--input {path}: neither a file nor a pipe; give files of JSON lines")
     except PermissionError:
-        raise ConfigError(f"--input {path}: may not be read; check its permissions") from None
+        raise ConfigError(f"--input {path}: permission denied; check its permissions") from None
     except FileNotFoundError:
         raise ConfigError(f"--input {path}: there is no such file (a broken link?); check the path") from None
     except OSError as error:

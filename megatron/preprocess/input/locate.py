@@ -1,4 +1,4 @@
-"""Finds the line of a document. Segments are cut by bytes, so lines are counted only when a message needs them."""
+"""Finds the line of a document. Segments are cut by bytes, so lines are counted only for messages."""
 
 from dataclasses import dataclass, replace
 
@@ -7,7 +7,7 @@ from megatron.preprocess.input.files import InputFile
 from megatron.preprocess.input.segments import Segment, count_lines
 from megatron.preprocess.worker_output import SegmentResult
 
-_QUICK = 1 << 30  # bytes searched for a line number while a failed run waits
+_QUICK = 1 << 30  # most bytes to search for a line number, because the failed run waits
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Lines:
         self._end = 0  # where the segments counted so far end
 
     def enter(self, source: InputFile, start: int) -> None:
-        """Sets the next segment by where it begins."""
+        """Sets the next segment by its source and start."""
         if self._source is None or source.path != self._source.path:
             self._source, self._first_start, self._end, self._before = source, start, start, 0
 
@@ -43,13 +43,13 @@ class Lines:
         self._end = result.stop
 
     def place(self, line: int) -> str:
-        """The place of a line of the next segment; lines count from 0, messages from 1."""
+        """Returns the place of a line of the next segment. `line` counts from 0, the message from 1."""
         assert self._source is not None
         share = count_lines(self._source, 0, self._first_start)  # a partition may begin inside a file
         return self._source.place(share + self._before + line + 1)
 
     def place_range(self, lost: Assigned, between: list[Assigned]) -> str:
-        """The lines of a lost segment that were not done, while the segments `between` are unfinished."""
+        """Returns the unprocessed lines of a lost segment; the segments `between` are also unfinished."""
         try:
             return self._place_range(lost, between)
         except (OSError, MegatronError):  # the lines of a missing or changed file cannot be counted

@@ -1,6 +1,6 @@
 """Cuts input files into segments, and reads a segment as batches of documents.
 
-The cut depends on the content alone, not on the number of workers or the partition.
+The cut depends only on the content, not on the number of workers or the partition.
 """
 
 import io
@@ -18,7 +18,7 @@ from megatron.preprocess.input.tables import count_rows, read_rows, row_group_ru
 
 SEGMENT_BYTES = 32 << 20
 BATCH_BYTES = 1 << 20
-BATCH_LINES = 4096  # approximate limit: a megabyte of tiny documents is many Python objects
+BATCH_LINES = 4096  # approximate; a megabyte of tiny documents would be many Python objects
 _FIRST_BYTES = 1 << 16
 
 
@@ -26,15 +26,15 @@ _FIRST_BYTES = 1 << 16
 class Segment:
     source: InputFile
     number: int  # counted from 0 over the whole share
-    start: int  # lines: the lines that begin in these bytes; parquet: these row groups; streams: 0 to len(data)
+    start: int  # lines: a byte range, with the lines that begin in it; parquet: row groups; streams: 0 to len(data)
     stop: int
     data: bytes | None  # streams: whole lines
-    position: int  # bytes on disk of the share that are consumed when it is done
+    position: int  # bytes on disk of the share that are consumed once it is done
 
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """The unit of distribution over ranks: one segment, or a whole stream."""
+    """Unit of distribution over ranks: one segment, or a whole stream."""
 
     source: InputFile
     start: int
@@ -45,7 +45,7 @@ class _Unit:
 def plan_segments(
     sources: Sequence[InputFile], *, segment_bytes: int = SEGMENT_BYTES, share: tuple[int, int] = (0, 1)
 ) -> Iterator[Segment]:
-    """The segments of share (rank, world): a contiguous run. The shares of all ranks together are the input."""
+    """Yields the contiguous segments of share (rank, world). The shares of all ranks add up to the input."""
     number = position = 0
     for unit in _units_of_share(sources, segment_bytes, share):
         if unit.source.kind in ("lines", "parquet"):
@@ -74,12 +74,12 @@ def _units_of_share(sources: Sequence[InputFile], segment_bytes: int, share: tup
     for source in sources:
         if source.kind == "stdin":
             way_out = "write it to files first, or run one partition"
-            raise ConfigError(f"--input {source.path}: a pipe cannot be shared by {world} partitions; {way_out}")
+            raise ConfigError(f"--input {source.path}: {world} partitions cannot share a pipe; {way_out}")
     units = list(_units(sources, segment_bytes))
     total = max(1, sum(unit.size for unit in units))
     before = 0
     for unit in units:
-        # By its middle: a unit across a border goes to the side with most of it.
+        # Assigned by its middle: a unit across a boundary goes to the side with most of it.
         middle = min(before * 2 + unit.size, total * 2 - 1)
         if middle * world // (total * 2) == rank:
             yield unit
@@ -112,7 +112,7 @@ def read_batches(segment: Segment, keys: Sequence[str]) -> Iterator[Batch]:
 
 
 def count_lines(source: InputFile, start: int, stop: int) -> int:
-    """The number of lines (or rows) that begin in these bytes (or are in these row groups)."""
+    """Counts the lines that begin in these bytes, or the rows in these row groups."""
     if source.kind == "parquet":
         return count_rows(source, start, stop)
     if stop <= start:
@@ -153,7 +153,7 @@ def _line_batches(file: BinaryIO, segment: Segment, keys: Sequence[str]) -> Iter
     while position < segment.stop:
         block = take_lines(file, min(wanted, segment.stop - position))
         if not block:
-            raise DataError(f"{segment.source.path}: became shorter while it was read; run again when it is complete")
+            raise DataError(f"{segment.source.path}: truncated while it was read; run again when it is complete")
         size = file.tell() - position
         if position == 0 and segment.data is None:
             block = block.removeprefix(UTF8_BOM)

@@ -18,12 +18,12 @@ from megatron.preprocess.input.files import STDIN, InputFile
 MAX_LINE_BYTES = 1 << 30  # a longer line means a damaged file or a decompression bomb
 _READ_BYTES = 1 << 18
 _GZIP_STEP_BYTES = 1 << 22  # most bytes decompressed in one step
-_ZSTD_READ_BYTES = 1 << 12  # zstd has no such limit, but 4 bytes expand to at most 128 KiB: 128 MiB from one read
+_ZSTD_READ_BYTES = 1 << 12  # zstd lacks such a limit; 4 bytes expand to at most 128 KiB, so one read to 128 MiB
 _LOOKED_THROUGH = 1 << 20  # bytes of a pipe to search for the beginning of an array
 
 
 def take_lines(stream: BinaryIO, size: int) -> bytes:
-    """Reads `size` bytes (less at the end of the stream) plus the rest of the last line; b"" at the end."""
+    """Reads `size` bytes, fewer at the end of the stream, plus the rest of the last line; b"" at the end."""
     block = stream.read(min(size, MAX_LINE_BYTES))
     if not block or block.endswith(b"\n"):
         return block
@@ -48,7 +48,7 @@ def _skip_line(stream: BinaryIO) -> None:
 
 
 class SourceStream:
-    """One input file, read once. A pipe may turn out to hold an array, and then `source` says so."""
+    """One input file, read once. `source` is updated if a pipe turns out to hold an array."""
 
     def __init__(self, source: InputFile) -> None:
         self.source = source
@@ -56,7 +56,7 @@ class SourceStream:
         self._lines = 0  # whole lines so far
 
     def pieces(self, size: int) -> Iterator[bytes]:
-        """Pieces of whole lines, at least `size` bytes each but the last. The cut depends on the content alone."""
+        """Yields pieces of whole lines, all but the last at least `size` bytes. Only the content determines the cut."""
         try:
             with _open(self.source) as raw:
                 stream = io.BufferedReader(_ChunkFile(self._line_chunks(raw)), _READ_BYTES)
@@ -87,7 +87,7 @@ class SourceStream:
         for chunk in chunks:
             head += chunk
             begun = head.lstrip()
-            # Whether this is an array is decided by what follows its first line.
+            # The content after the first line decides whether this is an array.
             if begun[:1] not in (b"", b"[") or begun.partition(b"\n")[2].strip() or len(head) > _LOOKED_THROUGH:
                 break
         if begins_array(head):
@@ -137,14 +137,14 @@ class SourceStream:
                         frame = None
         except zstandard.ZstdError as error:
             long_window = "too much memory" in str(error)
-            reason = "packed with a window over 128 MiB, pack it without --long" if long_window else str(error)
+            reason = "its window is over 128 MiB, compress it without --long" if long_window else str(error)
             raise _ZstdError(reason) from None
         if frame is not None:
             raise EOFError("it ends too early")
 
 
 class _ZstdError(Exception):
-    """ZstdError, a class that exists only if its package is installed."""
+    """Stands for ZstdError, a class that exists only if its package is installed."""
 
 
 def _without_mark(chunks: Iterator[bytes]) -> Iterator[bytes]:
@@ -159,7 +159,7 @@ def _without_mark(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 def _open(source: InputFile) -> Any:
     if source.identity == STDIN:
-        # Unbuffered: Python aborts at exit while a thread that waits for input holds the buffer's lock.
+        # Unbuffered, because Python aborts at exit if a thread that waits for input holds the buffer's lock.
         return nullcontext(getattr(sys.stdin.buffer, "raw", sys.stdin.buffer))
     return source.opened(0 if source.kind == "stdin" else _READ_BYTES)
 

@@ -1,4 +1,4 @@
-"""Reads row groups of Parquet files as batches of documents: only the wanted columns, a few pages at a time."""
+"""Reads row groups of Parquet files as batches of documents: only the needed columns, a few pages at a time."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ def _opened(source: InputFile) -> Iterator[Any]:
     from pyarrow import ArrowException
 
     try:
-        # Without these two a whole row group would be held in memory.
+        # Without pre_buffer=False and buffer_size a whole row group would be in memory.
         with source.opened(_BUFFER_BYTES) as raw:
             # For local files pyarrow's own reader is faster than a Python file.
             opened = raw if source.url is not None else source.path
@@ -35,7 +35,7 @@ def _opened(source: InputFile) -> Iterator[Any]:
 
 
 def row_group_runs(source: InputFile, segment_bytes: int) -> list[tuple[int, int, int]]:
-    """(start, stop, bytes on disk): runs of row groups that hold at least `segment_bytes`, or one group."""
+    """Returns (start, stop, bytes on disk) of runs of row groups with at least `segment_bytes`, or one group."""
     with _opened(source) as file:
         groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
         sizes = [max(1, group.total_byte_size) for group in groups]
@@ -97,7 +97,7 @@ def _to_batch(table: Any, columns: "Sequence[_Column]", first: int) -> Batch:
 
 
 class _Column:
-    """The column of a key: the column of that name, or else the path through structs that its dots spell."""
+    """Column of a key: the column of that name or, if missing, the dotted path through structs."""
 
     def __init__(self, schema: Any, key: str) -> None:
         self.key = key
@@ -160,7 +160,7 @@ def _may_hold_text(kind: Any) -> bool:
 
 
 def _python_values(array: Any) -> list[Any]:
-    """Texts as str; all as bytes if one is not UTF-8, so that it can be reported."""
+    """Returns texts as str, or all as bytes if one is not UTF-8, so that it can be reported."""
     import pyarrow
 
     if pyarrow.types.is_dictionary(array.type):
@@ -175,7 +175,7 @@ def _python_values(array: Any) -> list[Any]:
 
 
 def _strings(array: Any, dtype: type[np.integer[Any]]) -> list[str]:
-    """The same as `to_pylist`, five times as fast."""
+    """Does the same as `to_pylist`, five times as fast."""
     _, ends, data = array.buffers()
     offset = array.offset * np.dtype(dtype).itemsize
     bounds = np.frombuffer(ends, dtype, len(array) + 1, offset).tolist()

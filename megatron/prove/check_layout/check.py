@@ -1,4 +1,4 @@
-"""What tools/check_layout.py does and prints: it trains a script at its layout and by one process, and compares."""
+"""Implements tools/check_layout.py: trains a script at its layout and by one process, and prints the comparison."""
 
 import argparse
 import importlib.util
@@ -37,20 +37,20 @@ from megatron.training.initialize import build_run, tokenizer_of
 from megatron.training.settings import read_settings
 from megatron.utils.log import RankLog
 
-PRETRAIN_GPT = Path(__file__).resolve().parents[3] / "pretrain_gpt.py"
+PRETRAIN_GPT = Path(__file__).resolve().parents[2] / "cli" / "train.py"
 _PROVIDERS = ("datasets_provider", "model_provider", "forward_step")
 _FORM = (
     'give a script with the three providers of pretrain_gpt.py that calls pretrain() under `if __name__ == "__main__"`'
 )
 _NEAREST_CAUSE = ("counted tokens", "gradient", "weight")
-"""Kinds of differences, those first that are nearest to what is wrong."""
+"""Kinds of differences, the nearest to the cause first."""
 
 
 def compare_with_one_process(
     options: argparse.Namespace, argv: Sequence[str], source: StepSource, other_file: SettingsSource
 ) -> int:
-    """Prints what is compared, how far the layout is from one process, and the verdict; returns the exit code.
-    `source` reads steps and models of other programs, `other_file` their settings."""
+    """Prints what is compared, how far the layout is from one process, and the verdict; returns the exit code. `source`
+    reads steps and models of other programs, `other_file` their settings."""
     script = load_script(options.script)
     with tempfile.TemporaryDirectory(prefix="check-layout-") as cache:
         config, ranks, introduction = _settings(options, argv, Path(cache), source, other_file)
@@ -74,7 +74,7 @@ def compare_with_one_process(
 def _settings(
     options: argparse.Namespace, argv: Sequence[str], cache: Path, source: StepSource, other_file: SettingsSource
 ) -> tuple[RunConfig, int, list[str]]:
-    """What is trained at the layout, the number of its ranks, and lines that say so."""
+    """Returns the settings to train at the layout, the number of ranks, and introductory lines."""
     given = read_settings(argv, needs_data=options.script is None, source=source, other_file=other_file)
     ranks = ranks_of(given, options.ranks)
     config = reproducible(given, ranks, options.steps, cache)
@@ -82,7 +82,7 @@ def _settings(
     vocab_size = tokenizer.vocab_size if tokenizer is not None else config.tokenizer.vocab_size or 0
     introduction = [
         f"{_layout(config, ranks)} on {ranks} ranks, and one process: {options.steps} steps on the CPU, in fp64, "
-        "without dropout, at a constant learning rate, every token's loss with a weight of its own"
+        "without dropout, at a constant learning rate, each token's loss with its own weight"
     ]
     if options.plant:
         introduction.append(f"planted on purpose: {options.plant}")
@@ -90,7 +90,7 @@ def _settings(
     if is_large(config, ranks, vocab_size) and not options.full:
         small = shrink(config, ranks)
         introduction.append(
-            f"shrunk to be quick (--full runs it as it is): {', '.join(changed_settings(config, small))}"
+            f"shrunk to be quick (--full keeps the sizes): {', '.join(changed_settings(config, small))}"
         )
         config = small
     return config, ranks, introduction
@@ -110,16 +110,16 @@ def _layout(config: RunConfig, ranks: int) -> str:
 
 
 def _with_kernels_of_a_cpu(config: RunConfig, introduction: list[str]) -> RunConfig:
-    """The kernels of the run where they can compute fp64; the introduction says what replaces native ones."""
+    """Selects the run's kernels where they can compute fp64, and adds to the introduction what replaces native ones."""
     asked, kernels = config.kernels.kernels, replace(config.kernels, cuda_graphs=False)
     if asked.split(",")[0].strip() == "native":
         kernels = replace(kernels, kernels=asked.replace("native", "auto", 1))
-        introduction.append(f"--kernels {asked} is taken as {kernels.kernels}: the native kernels know no fp64")
+        introduction.append(f"--kernels {asked} is taken as {kernels.kernels}: the native kernels do not support fp64")
     table = resolve(kernels.spec, "cpu", attention=kernels.attention)
     if any(choice.backend.startswith("native") for choice in table.choices):
         introduction.append(
-            "this compares layouts, not kernels: in fp64 a fallback runs in place of each native one (docs/kernels.md "
-            "says what compares those)"
+            "this compares layouts, not kernels: in fp64 a fallback replaces each native one (docs/kernels.md "
+            "describes how those are compared)"
         )
     return replace(config, kernels=kernels)
 
@@ -133,7 +133,7 @@ def _train(
     *,
     fault: str | None = None,
 ) -> RunOutcome | ReplicaError:
-    """A few steps in fp64 and silently, with a planted fault if one is named. The error: replicas that differ."""
+    """Trains a few steps in fp64, with a planted `fault` if named. Returns an error if replicas differ."""
 
     def body(rank: int) -> bytes:
         launch = LaunchInfo(rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks)
@@ -153,7 +153,7 @@ def _train(
 
 
 def load_script(path: str | None) -> ModuleType:
-    """The module of `path`, by default that of pretrain_gpt.py; it must have the three providers."""
+    """Returns the module of `path`, by default pretrain_gpt.py; it must have the three providers."""
     file = PRETRAIN_GPT if path is None else Path(path)
     spec = importlib.util.spec_from_file_location("pretrain_script", file)
     if not file.is_file() or spec is None or spec.loader is None:
@@ -163,7 +163,7 @@ def load_script(path: str | None) -> ModuleType:
         spec.loader.exec_module(module)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a script that trains when it is imported leaves by SystemExit
+    except BaseException as error:  # a script that trains on import raises SystemExit
         raise ConfigError(f"--script {file}: cannot be imported: {in_one_line(error)}; {_FORM}") from error
     missing = [name for name in _PROVIDERS if not hasattr(module, name)]
     if missing:
@@ -175,7 +175,7 @@ def load_script(path: str | None) -> ModuleType:
 
 
 def _other_samples(got: RunOutcome, expected: RunOutcome, data: DataConfig) -> str | None:
-    """Why nothing else can be equal: the two runs did not read the same samples."""
+    """Explains why the two runs did not read the same samples, so nothing else can be equal; None if they did."""
     steps = zip(got.samples, expected.samples, strict=True)
     step = next((number for number, (ours, theirs) in enumerate(steps, 1) if ours != theirs), None)
     if step is None:
@@ -204,7 +204,7 @@ def _table(differences: Sequence[Difference]) -> str:
 
 
 def _verdict(differences: Sequence[Difference], tolerance: float, ranks: int) -> tuple[bool, str]:
-    """Whether all are within the tolerance, and the line that says so or names the difference to begin with."""
+    """Returns whether all are within the tolerance, and a line with the verdict that names the first difference."""
     off = [difference for difference in differences if not _size(difference) <= tolerance]
     if not off:
         return True, f"EQUAL within {tolerance:g}: {ranks} ranks train what one process trains"
@@ -221,5 +221,5 @@ def _distance_to_cause(difference: Difference) -> int:
 
 
 def _size(difference: Difference) -> float:
-    """NaN is further apart than any number."""
+    """Size of a difference; NaN counts as larger than any number."""
     return math.inf if math.isnan(difference.size) else difference.size

@@ -1,4 +1,4 @@
-"""Faults that tools/check_layout.py can plant, to show a user that each is found: a function each, of the same name."""
+"""Faults that tools/check_layout.py can plant, to show that it finds each: one function per fault, of the same name."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,17 +21,17 @@ from megatron.training.assemble import Parts
 
 
 def no_gradient_reduction(parts: Parts) -> None:
-    """Data-parallel ranks keep their own gradients."""
+    """Makes data-parallel ranks keep their own gradients."""
     state = parts.engine.parallel
     _needs(state.dp_cp.size > 1, "no-gradient-reduction", "two ranks with different data; give --ranks N")
     axes = {"dp", "cp", "dp_cp", "expert_dp", "shard", "expert_shard", "replicate"}
     for collective in ("start_all_reduce", "start_scatter_sum_in_place"):
         _leave_out(collective, axes)
-    collectives.scatter_into = _keep_own_piece  # of ZeRO 2 and 3
+    collectives.scatter_into = _keep_own_piece  # for ZeRO 2 and 3
 
 
 def no_replica_sum(parts: Parts) -> None:
-    """The gradients of replicas (norms under --sequence-parallel, a tied table, shared keys) are not summed."""
+    """Skips the sum of replicas' gradients (norms under --sequence-parallel, a tied table, shared keys)."""
     specs = parts.checkpoints.specs.values()
     here = any(parts.engine.parallel.axis(name).size > 1 for spec in specs for name in spec.replica_axes)
     anywhere = any(all_gather_json(here, parts.engine.parallel.world, bool))
@@ -41,23 +41,23 @@ def no_replica_sum(parts: Parts) -> None:
 
 
 def one_weight_off(parts: Parts) -> None:
-    """The last rank starts with one weight a millionth larger."""
+    """Makes one weight of the last rank a millionth larger at the start."""
     if not _is_last(parts.engine.parallel):
         return
     with torch.no_grad():
-        # Not one of a row that only pads a table: these are zero.
+        # Skips rows that only pad a table: these are zero.
         weight = next(p for p in parts.engine.model.parameters() if p.dim() > 1 and p.abs().max() > 0).view(-1)
         weight[weight.abs().argmax()] *= 1 + 1e-6
 
 
 def lost_token(parts: Parts) -> None:
-    """The last rank that reads data leaves one counted token out of each batch."""
+    """Makes the last rank that reads data leave one counted token out of each batch."""
     if _is_last(parts.engine.parallel):
         _change_batches(parts, "lost-token", "loss_mask", (0, 0), lambda mask: 0 * mask[0, 0])
 
 
 def last_token(parts: Parts) -> None:
-    """The last token of each batch of the last data-parallel rank is to predict the first of its sample."""
+    """Makes the last token of each batch of the last data-parallel rank predict the first token of its sample."""
     dp, pp = parts.engine.parallel.dp, parts.engine.parallel.pp
     if dp.rank == dp.size - 1 and pp.rank == pp.size - 1:  # the other stages have no labels
         _change_batches(parts, "last-token", "labels", (-1, -1), lambda labels: labels[-1, 0])
@@ -77,17 +77,17 @@ def _change_batches(
 
 
 def own_chunk_attention(parts: Parts) -> None:
-    """Context-parallel attention: a token sees its own chunk of the sequence alone."""
+    """Limits context-parallel attention to each token's own chunk of the sequence."""
     _attend_within(parts, "own-chunk-attention", lambda chunk, last: chunk)
 
 
 def last_chunk(parts: Parts) -> None:
-    """Context-parallel attention: the last chunk of a sequence does not see the chunks before it."""
+    """Hides the earlier chunks from the last chunk of a sequence in context-parallel attention."""
     _attend_within(parts, "last-chunk", lambda chunk, last: chunk == last)
 
 
 def _attend_within(parts: Parts, fault: str, group: Callable[[Tensor, int], Tensor]) -> None:
-    """Tokens see those of their own group of chunks, as if each group were a document."""
+    """Limits attention to tokens of the same group of chunks, as if each group were a document."""
     size = parts.engine.parallel.cp.size
     _needs(size > 1, fault, "--context-parallel-size above 1")
     visible = SharedSequence.visible
@@ -104,7 +104,7 @@ def _attend_within(parts: Parts, fault: str, group: Callable[[Tensor, int], Tens
 
 
 def last_stage(parts: Parts) -> None:
-    """The last layer of the last pipeline stage leaves the last token that it holds of each sequence as it was."""
+    """Makes the last layer of the last pipeline stage leave its last token of each sequence unchanged."""
     pp = parts.engine.parallel.pp
     _needs(pp.size > 1, "last-stage", "--pipeline-model-parallel-size above 1")
     if pp.rank < pp.size - 1:
@@ -114,7 +114,7 @@ def last_stage(parts: Parts) -> None:
 
 
 def wide_window(parts: Parts) -> None:
-    """Tokens look back one token further than --window-size says."""
+    """Lets tokens attend one token further back than --window-size."""
     models = [module for module in parts.engine.model.modules() if isinstance(module, GPT)]
     windows = [model.config.window for model in models]
     _needs(any(window is not None and window[0] >= 0 for window in windows), "wide-window", "--window-size")
@@ -128,7 +128,7 @@ def wide_window(parts: Parts) -> None:
 
 
 def unscaled_positions(parts: Parts) -> None:
-    """The last rank turns queries and keys by the angles of an unscaled context."""
+    """Makes the last rank rotate queries and keys by the angles of an unscaled context."""
     rotary = [module for module in parts.engine.model.modules() if isinstance(module, RotaryEmbedding)]
     scaled = [module for module in rotary if module.config.rope_scaling != "none"]
     way = "rotary positions with a scaling, such as --use-rope-scaling"
@@ -147,11 +147,11 @@ def _is_last(state: ParallelState) -> bool:
 
 def _needs(there: bool, fault: str, what: str) -> None:
     if not there:
-        raise ConfigError(f"--plant {fault}: this layout has nothing to break so; it needs {what}")
+        raise ConfigError(f"--plant {fault}: this layout has nothing that this fault breaks; it needs {what}")
 
 
 def _leave_out(collective: str, axes: set[str]) -> None:
-    """Patches this process, which ends with the check."""
+    """Patches this process, which ends with the check, to skip a collective over `axes`."""
     original = getattr(collectives, collective)
 
     def broken(tensor: Tensor, axis: Axis, *rest: object) -> object:
@@ -161,5 +161,5 @@ def _leave_out(collective: str, axes: set[str]) -> None:
 
 
 def _keep_own_piece(output: Tensor, tensor: Tensor, axis: Axis, op: Any, *, async_op: bool) -> None:
-    """A reduce-scatter without the others."""
+    """Replaces a reduce-scatter by this rank's own piece."""
     output.copy_(tensor.chunk(axis.size)[axis.rank])

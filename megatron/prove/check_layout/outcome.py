@@ -1,4 +1,4 @@
-"""Trains a few steps and keeps their numbers, gradients and weights; joins those of all ranks; compares two such runs.
+"""Trains a few steps and keeps their numbers, gradients and weights; joins them over ranks; compares two runs.
 
 The equivalence tests use the same functions as tools/check_layout.py.
 """
@@ -28,7 +28,7 @@ Numbers = dict[str, list[float]]
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """The numbers that one rank reported, the samples that it read, and its shards."""
+    """Numbers that one rank reported, the samples that it read, and its shards."""
 
     numbers: Numbers  # by their kind, in the order of the steps
     samples: list[list[int]]  # read in each step
@@ -38,7 +38,7 @@ class RankOutcome:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """The outcome of all ranks, with whole tensors."""
+    """Outcome of all ranks, with whole tensors."""
 
     numbers: Numbers
     samples: list[list[int]]
@@ -52,13 +52,13 @@ def outcome_to_bytes(outcome: RankOutcome) -> bytes:
 
 
 def outcome_from_bytes(content: bytes) -> RankOutcome:
-    """Runs nothing but the two constructors."""
+    """Unpickles an outcome; the only code that runs is that of the two constructors."""
     with torch.serialization.safe_globals([RankOutcome, Shard]):
         return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def train_outcome(parts: Parts, steps: int) -> RankOutcome:
-    """Trains so many steps on weighted batches, then evaluates the first step's batches."""
+    """Trains `steps` steps on weighted batches, then evaluates the first step's batches."""
     trainer, model, specs = parts.trainer, parts.engine.model, parts.checkpoints.specs
     read: list[Batch] = []
     trainer.train_batches = _kept(map(uneven_weights, trainer.train_batches), read)
@@ -68,7 +68,7 @@ def train_outcome(parts: Parts, steps: int) -> RankOutcome:
     first: list[Batch] = []
     for step in range(steps):
         result = trainer.iterate()
-        assert result is not None, "no iteration is left out here"
+        assert result is not None, "no iteration is skipped here"
         for kind, number in _numbers(result).items():
             numbers.setdefault(kind, []).append(number)
         samples.append([number for batch in read for number in torch.as_tensor(batch.get("sample_ids", ())).tolist()])
@@ -100,10 +100,10 @@ def _numbers(result: StepResult) -> dict[str, float]:
 
 
 def uneven_weights(batch: Mapping[str, Any]) -> Batch:
-    """Gives the loss of every token a weight of its own, an integer from 1 to 21 that depends on sample and position.
+    """Gives each token's loss its own weight, an integer from 1 to 21 that depends on sample and position.
 
-    No token is left out, so an error in any of them shows; samples weigh differently much, so that a mean of means is
-    not the mean. The batch of a script's own dataset is left as it is.
+    No token is left out, so an error in any of them shows. Samples have different total weights, so a mean of means is
+    not the mean. Batches of a script's own dataset stay unchanged.
     """
     if not {"loss_mask", "sample_ids"} <= batch.keys():
         return batch
@@ -113,20 +113,20 @@ def uneven_weights(batch: Mapping[str, Any]) -> Batch:
 
 
 def join(ranks: Sequence[RankOutcome]) -> RunOutcome:
-    """Whole tensors from the ranks' shards; a ReplicaError where replicas or reported numbers differ."""
+    """Joins the ranks' shards to whole tensors. Raises ReplicaError if replicas or reported numbers differ."""
     gradients = whole_tensors([rank.gradients for rank in ranks], what="gradient of ")
     weights = whole_tensors([rank.weights for rank in ranks])
     first = ranks[0]
     for number, other in enumerate(ranks):
         for kind, ours in first.numbers.items():
-            if repr(ours) != repr(other.numbers[kind]):  # NaN is like NaN here
-                raise ReplicaError(f"rank 0 and rank {number} report another {kind}: {ours} and {other.numbers[kind]}")
+            if repr(ours) != repr(other.numbers[kind]):  # NaN equals NaN here
+                raise ReplicaError(f"rank 0 and rank {number} report {kind} {ours} and {other.numbers[kind]}")
     samples = [sorted(set().union(*step)) for step in zip(*(rank.samples for rank in ranks), strict=True)]
     return RunOutcome(first.numbers, samples, gradients, weights)
 
 
 def whole_tensors(parts: Sequence[Stored], agree_to: float = COPIES_AGREE, what: str = "") -> dict[str, Tensor]:
-    """Every parameter from the ranks' shards; replicas must agree, and no element may be missing."""
+    """Joins every parameter from the ranks' shards; replicas must agree, and no element may be missing."""
     wholes: dict[str, Tensor] = {}
     for rank, part in enumerate(parts):
         for name, (spec, stored) in part.items():
@@ -137,7 +137,7 @@ def whole_tensors(parts: Sequence[Stored], agree_to: float = COPIES_AGREE, what:
             if not off <= agree_to:
                 holders = [n for n, other in enumerate(parts[:rank]) if name in other]
                 listed = f"rank{'s' if len(holders) > 1 else ''} {', '.join(map(str, holders))}"
-                raise ReplicaError(f"{what}{name}: copies are {off:.1e} apart, that of rank {rank} and of {listed}")
+                raise ReplicaError(f"{what}{name}: copies are {off:.1e} apart: rank {rank} and {listed}")
             spec.put(whole, stored)
     holes = [name for name, whole in wholes.items() if whole.isnan().any()]
     if holes:
@@ -153,11 +153,11 @@ class Difference:
 
 
 def relative_differences(got: RunOutcome, expected: RunOutcome) -> list[Difference]:
-    """The relative difference of every number and tensor, in the order of the steps and of the model.
+    """Returns the relative difference of every number and tensor, in the order of the steps and of the model.
 
-    Tensors are compared by their norms. The scale is that of the expected tensor, but not less than what is negligible
-    beside the others: some gradients are zero in exact arithmetic (that of the key's bias), and an optimizer such as
-    Adam makes steps of whatever rounding left there.
+    Tensors are compared by their norms, relative to the expected tensor. The scale has a lower bound, below which a
+    tensor is negligible beside the others. Some gradients, such as that of the key's bias, are zero in exact
+    arithmetic, and an optimizer such as Adam turns the rounding that is there into full steps.
     """
     _check_same_names("number", got.numbers, expected.numbers)
     found = [

@@ -1,7 +1,7 @@
 """Runs a function on several ranks of this machine: forked processes, gloo on the CPU, no port and no launcher.
 
-The ranks meet through a file in a private folder, so nobody else can join them. Each sends its result to the parent
-through a pipe, as bytes that the caller makes and reads; nothing is unpickled here.
+The ranks meet through a file in a private folder, which no other user can join. Each sends its result to the parent
+through a pipe, as bytes that the caller encodes and decodes; nothing is unpickled here.
 """
 
 import json
@@ -30,12 +30,12 @@ from megatron.training.exit import as_megatron_error, in_one_line
 Body = Callable[[int], bytes]
 
 _GRACE = 2.0
-"""Seconds to hear of the cause when the first failure is that of a rank which lost another."""
+"""Seconds to wait for the cause after a rank reports that it lost another."""
 _RESULT, _FAILURE = b"R", b"F"
 
 
 class RankError(MegatronError):
-    """What a rank ended with."""
+    """Error that a rank ended with."""
 
     def __init__(self, rank: int, text: str, exit_code: int, calls: str = "") -> None:
         super().__init__(text)
@@ -43,7 +43,7 @@ class RankError(MegatronError):
 
     @property
     def follows_another(self) -> bool:
-        """Whether this rank only lost its peers."""
+        """True if this rank only lost its peers."""
         return bool(self.calls) and self.exit_code == PeerLostError.exit_code
 
 
@@ -63,7 +63,7 @@ class _Rank:
 
 
 def run_ranks(count: int, body: Body, timeout: timedelta) -> list[bytes]:
-    """`body(rank)` in `count` processes, which have a default process group if they are several; results by rank.
+    """Runs `body(rank)` in `count` processes, with a process group if there are several; returns results by rank.
 
     The first rank that fails is reported, and the others are killed.
     """
@@ -78,7 +78,7 @@ def run_ranks(count: int, body: Body, timeout: timedelta) -> list[bytes]:
         finally:
             for each in ranks:
                 if each.process.is_alive():
-                    each.process.kill()  # a stopped process hears nothing less
+                    each.process.kill()  # a stopped process reacts to no other signal
                 each.process.join()
 
 
@@ -127,8 +127,8 @@ def _death(rank: int, exit_code: int | None) -> str:
 
 
 def _run_rank(rank: int, count: int, body: Body, meeting: Path, send: Connection, timeout: timedelta) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its ranks
-    torch.set_num_threads(1)  # a forked child must not enter the parent's OpenMP team: it would wait for ever
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent kills its ranks
+    torch.set_num_threads(1)  # a forked child must not enter the parent's OpenMP team: it would hang
     set_scheduling("auto", LaunchInfo(world_size=count, local_world_size=count))
     try:
         if count > 1:
@@ -142,7 +142,7 @@ def _run_rank(rank: int, count: int, body: Body, meeting: Path, send: Connection
     except BaseException as error:
         send.send_bytes(_FAILURE + _failure(rank, error))
         sys.stdout.flush()
-        os._exit(1)  # a group that is left alone would wait for the others
+        os._exit(1)  # leaving the group would wait for the others
 
 
 def _failure(rank: int, error: BaseException) -> bytes:

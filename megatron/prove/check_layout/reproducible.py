@@ -1,4 +1,4 @@
-"""The user's settings as tools/check_layout.py runs them: reproducible, smaller if need be, or on one process."""
+"""Adapts the user's settings to tools/check_layout.py: reproducible, smaller if need be, or on one process."""
 
 from dataclasses import replace
 from math import prod
@@ -30,15 +30,15 @@ from megatron.model.parameters import parameters
 
 MOST_PARAMETERS = 30_000_000
 MOST_WORK = 6e11
-"""Bounds below which nothing is shrunk: parameters of all replicas, and floating-point operations of both runs."""
+"""Limits below which nothing is shrunk: parameters of all replicas, and floating-point operations of both runs."""
 _FEW_RANKS, _MOST_RANKS = 8, 128
 _SHORT, _CHUNK, _NARROW_HEAD, _FEW_EXPERTS = 32, 4, 8, 4
 
 
 def ranks_of(config: RunConfig, asked: int | None) -> int:
-    """The number of ranks, checked as a training checks it: as asked, else the fewest that hold the layout.
+    """Returns the number of ranks, checked as in training: as asked, else the fewest that hold the layout.
 
-    Up to eight there are two or more data-parallel ranks: with a single other axis, a wrong group can look right.
+    Up to eight ranks, two or more are data-parallel: with a single other axis, a wrong group can look right.
     """
     unit = config.parallel.fewest_ranks
     if asked is None:
@@ -51,7 +51,7 @@ def ranks_of(config: RunConfig, asked: int | None) -> int:
         ranks = asked
     if ranks > _MOST_RANKS:
         raise ConfigError(
-            f"this layout needs {ranks} processes on this machine, and check_layout.py starts at most {_MOST_RANKS}; "
+            f"this layout needs {ranks} processes on this machine, but check_layout.py starts at most {_MOST_RANKS}; "
             "give smaller parallel sizes of the same kinds"
         )
     _check_world(config, ranks)
@@ -67,13 +67,12 @@ def _fits(config: RunConfig, ranks: int) -> bool:
 
 
 def _check_world(config: RunConfig, ranks: int) -> None:
-    """Checks the settings for this number of ranks, without --profile-ranks, which number the ranks of the user's own
-    launch."""
+    """Checks the settings for this number of ranks, without --profile-ranks, which refer to the user's own launch."""
     check_world(replace(config, profile=ProfileConfig()), ranks)
 
 
 def plain_run(config: RunConfig, ranks: int, steps: int) -> RunConfig:
-    """Settings of `steps` steps on CPUs with one batch size and one learning rate, which nothing skips or traces."""
+    """Returns settings of `steps` steps on CPUs with one batch size and one learning rate, without skips or traces."""
     plan = BatchPlan.on(config, ranks)
     training = replace(
         config.training,
@@ -99,7 +98,7 @@ def plain_run(config: RunConfig, ranks: int, steps: int) -> RunConfig:
 
 
 def reproducible(config: RunConfig, ranks: int, steps: int, cache: Path) -> RunConfig:
-    """What a comparison to rounding needs: no randomness, no files, a learning rate that moves weights at once."""
+    """Prepares a comparison to rounding: no randomness, no files, a learning rate that moves weights at once."""
     plain, optimizer = plain_run(config, ranks, steps), config.optimizer
     if optimizer.weight_decay_incr_style != "constant":
         decay = optimizer.end_weight_decay or 0.0
@@ -125,16 +124,16 @@ def reproducible(config: RunConfig, ranks: int, steps: int, cache: Path) -> RunC
 
 
 def _without_table_of_load(config: RunConfig) -> TokenizerConfig:
-    """No checkpoint is loaded, so there are no rows beyond those of the tokenizer, which a vocabulary size says."""
+    """Drops the vocabulary size, because no checkpoint is loaded and the tokenizer has no rows beyond its own."""
     tokenizer = config.tokenizer
     own = tokenizer.vocab_file is not None or tokenizer.tokenizer_model is not None
-    if config.checkpoint.load is None or not own or tokenizer.kind == "TikTokenizer":  # whose size is a setting
+    if config.checkpoint.load is None or not own or tokenizer.kind == "TikTokenizer":  # its size is a setting
         return tokenizer
     return replace(tokenizer, vocab_size=None)
 
 
 def alone(config: RunConfig) -> RunConfig:
-    """The same training by one process."""
+    """Returns the settings of the same training by one process."""
     return replace(config, parallel=ParallelConfig())
 
 
@@ -148,8 +147,8 @@ def is_large(config: RunConfig, ranks: int, vocab_size: int) -> bool:
 
 
 def shrink(config: RunConfig, ranks: int) -> RunConfig:
-    """A small model and batch of the same structure: sizes divide as before, shared heads and layers stay shared, and
-    the vocabulary and the data stay."""
+    """Returns a small model and batch of the same structure: sizes divide as before, shared heads and layers stay
+    shared. The vocabulary and the data are unchanged."""
     seq_length = _short(config)
     small = replace(config, data=replace(config.data, seq_length=seq_length))
     layers, cut = _few_layers(config)
@@ -167,7 +166,7 @@ def shrink(config: RunConfig, ranks: int) -> RunConfig:
 
 
 def changed_settings(before: RunConfig, after: RunConfig) -> list[str]:
-    """Lines such as `--num-layers 32 -> 4`, one for each setting that differs."""
+    """Returns lines such as `--num-layers 32 -> 4`, one for each setting that differs."""
     return [
         f"{spelled(before, setting.name)} -> {spelled(after, setting.name).rpartition(' ')[2]}"
         for setting in all_settings()
@@ -176,7 +175,7 @@ def changed_settings(before: RunConfig, after: RunConfig) -> list[str]:
 
 
 def _short(config: RunConfig) -> int:
-    """A short sequence length that divides as before, with a few tokens in every context-parallel chunk."""
+    """Returns a short sequence length that divides as before, with a few tokens in every context-parallel chunk."""
     chunks = 2 * config.parallel.context_parallel_size
     unit = chunks * config.parallel.tensor_model_parallel_size
     return min(config.data.seq_length, unit * -(-max(_SHORT, _CHUNK * chunks) // unit))
@@ -204,15 +203,15 @@ def _small_model(config: RunConfig, layers: int, seq_length: int) -> Any:
 
 
 def _short_context(model: ModelConfig, shorter: float) -> dict[str, Any]:
-    """The original context length of a rotary scaling, shortened too: else the scaling would change next to nothing."""
+    """Shortens the original context length of a rotary scaling too; else the scaling would hardly matter."""
     names = {"llama3": "rope_original_max_position", "yarn": "yarn_original_max_position_embeddings"}
     name = names.get(model.rope_scaling)
     return {} if name is None else {name: max(1, round(getattr(model, name) * shorter))}
 
 
 def _few_heads(config: RunConfig) -> tuple[int, int]:
-    """(groups, heads): each rank still has several groups, one, or part of one; each group has fewer queries, but more
-    than one if it had."""
+    """Returns (groups, heads). Each rank still has several groups, one, or part of one; a group has fewer queries, but
+    more than one if it had."""
     model, parallel = config.model, config.parallel
     tp, unit = parallel.tensor_model_parallel_size, parallel.tensor_model_parallel_size
     if parallel.cp_attention == "a2a":
@@ -226,7 +225,7 @@ def _few_heads(config: RunConfig) -> tuple[int, int]:
 
 
 def _few_layers(config: RunConfig) -> tuple[int, ParallelConfig]:
-    """Layers, and how they are cut into stages: a stage that had more layers than another still has."""
+    """Returns the layers and their stages: a stage that had more layers than another still has."""
     parallel, layers = config.parallel, config.model.num_layers
     pp, stages = parallel.pipeline_model_parallel_size, stage_layers(config.model.num_layers, parallel)
     if config.moe.is_on and not config.moe.moe_layer_freq.strip().isdigit():
@@ -235,7 +234,7 @@ def _few_layers(config: RunConfig) -> tuple[int, ParallelConfig]:
         chunks = min(2, stages.chunks)
         extra = parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
         group = parallel.microbatch_group_size_per_virtual_pipeline_stage
-        each = 2 if extra else 1  # of which the first and the last stage keep a layer
+        each = 2 if extra else 1  # the first and the last stage keep one of them
         return pp * chunks * each - extra, replace(
             parallel,
             num_layers_per_virtual_pipeline_stage=parallel.num_layers_per_virtual_pipeline_stage and each,
@@ -279,7 +278,7 @@ def _small_batch(config: RunConfig, ranks: int) -> Any:
     micro, count = min(plan.micro_batch_size, 2), plan.micro_batches(plan.final_batch_size)
     pp, group = config.parallel.pipeline_model_parallel_size, config.parallel.micro_batch_group
     few = min(count, 2 * pp)
-    if group is not None and group > pp:  # shrunk to pp + 1: as before one group, several, or a smaller last one
+    if group is not None and group > pp:  # shrunk to pp + 1: still one group, several, or a smaller last one
         few = pp + 1 if count == group else 2 * (pp + 1) - (count % group > 0)
     return replace(
         training, micro_batch_size=micro, global_batch_size=micro * dp * few, gradient_accumulation_steps=None

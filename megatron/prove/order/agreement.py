@@ -1,4 +1,4 @@
-"""Whether all members of each communicator ask the same of it, in the same order."""
+"""Checks that all members of each communicator issue the same operations, in the same order."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from megatron.prove.order.events import Communicator, MessageSide, Op, Recording, Wait
 
 _ROUTED = ("tp", "ep")
-"""The axes over which experts' rows travel, as many as the router sends."""
+"""Axes over which experts' rows travel, as many as the router sends."""
 
 
 def disagreements(recordings: Mapping[int, Recording], *, peers_are_real: bool = False) -> list[str]:
-    """A line for the first disagreement of each communicator; the recorded ranks stand for the others of their kind.
+    """Returns a line for the first disagreement of each communicator. Recorded ranks stand for their class.
 
-    Made-up peers send made-up counts of tokens: sizes that these decide are compared only where the peers were real.
+    Scripted peers send made-up counts of tokens, so sizes that depend on these are compared only with real peers.
     """
     ops = (op for each in recordings.values() for op in each.ops)
     routed = _ROUTED if not peers_are_real and any(op.kind == "all_to_all" and op.size < 0 for op in ops) else ()
@@ -35,7 +35,7 @@ def _of_groups(recordings: Mapping[int, Recording]) -> Iterator[str]:
                 other = made[member][number] if number < len(made[member]) else None
                 if other is None or other.name != group.name:
                     yield (
-                        f"groups are made in another order: number {number} is {group} on rank {rank} "
+                        f"ranks make groups in different orders: number {number} is {group} on rank {rank} "
                         f"and {other or 'none'} on rank {member}"
                     )
                     return
@@ -71,7 +71,7 @@ def _first_difference(
         return None
     (longer, more), (shorter, fewer) = sorted([(a, of_a), (b, of_b)], key=lambda each: -len(each[1]))
     missing = more[len(fewer)]
-    return f"operation {len(fewer) + 1} of {group}, {missing}, is on rank {longer} and not on rank {shorter}"
+    return f"operation {len(fewer) + 1} of {group}, {missing}, is on rank {longer} but not on rank {shorter}"
 
 
 def _content(op: Op) -> tuple[object, ...]:
@@ -79,7 +79,7 @@ def _content(op: Op) -> tuple[object, ...]:
 
 
 def _of_messages(recordings: Mapping[int, Recording]) -> Iterator[str]:
-    """Checks the messages of each pair of ranks in order, because nccl matches them by order alone; our tags show
+    """Checks the messages of each pair of ranks in order, because nccl matches them only by order. Our tags show
     whether sender and receiver mean the same message."""
     sides: dict[tuple[str, int, int], dict[str, list[MessageSide]]] = defaultdict(lambda: {"send": [], "recv": []})
     groups: dict[str, Communicator] = {}

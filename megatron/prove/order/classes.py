@@ -1,10 +1,10 @@
-"""Which ranks of a layout do the same, so that a few of them stand for thousands.
+"""Finds classes of ranks that do the same, so that a few ranks stand for thousands.
 
-Data-parallel replicas run one program on other data. Shifting all ranks by whole replicas maps every group of the
-layout to a group, so of the programs of one replica it can be shown that all replicas end. Where expert parallelism
-spans several replicas, these together are the unit. With several instances of the optimizer the ranks of each are
-shifted among themselves, all instances alike, and instances as a whole; one that is no whole number of units is a part
-of the unit.
+Data-parallel replicas run one program on different data. Shifting all ranks by whole replicas maps every group of the
+layout to a group, so it is enough to prove that the programs of one replica end. If expert parallelism spans several
+replicas, these together are the unit of the shift. With several instances of the optimizer, the ranks of each are
+shifted among themselves, all instances alike. Instances are also shifted as a whole. An instance that is not a whole
+number of units is a part of the unit.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from megatron.prove.order.events import Op, Recording
 
 
 def representatives(layout: Layout) -> list[int]:
-    """One rank of each class (tensor, context, expert and pipeline coordinate), ascending."""
+    """Returns one rank of each class (tensor, context, expert and pipeline coordinate), in ascending order."""
     return sorted({representative(layout, rank) for rank in range(layout.world_size)})
 
 
@@ -27,16 +27,16 @@ def representative(layout: Layout, rank: int) -> int:
 
 
 def _unit(layout: Layout) -> int:
-    """Neighbouring ranks of the data- and context-parallel ones, of which each has a class of its own."""
+    """Returns the number of neighbouring data- and context-parallel ranks that have a class each."""
     unit = lcm(layout.cp, layout.ep)
     return unit if layout.shard % unit == 0 else lcm(unit, layout.shard)
 
 
 def others(layout: Layout, *, divided: bool = False) -> list[int]:
-    """Ranks that are recorded besides the representatives, to check that each does what its class does: the first of
-    the next replica on the first and on the last stage, and the last of all ranks. Where replicas are `divided`,
-    sums over a tensor-parallel group are of pieces that depend on the replica, so these ranks' groups are recorded
-    whole."""
+    """Returns ranks that are recorded besides the representatives, to check that each does what its class does. These
+    are the first rank of the next replica on the first and on the last stage, and the last of all ranks. If replicas
+    are `divided`, sums over a tensor-parallel group cover pieces that depend on the replica, so whole groups are
+    recorded."""
     wide = layout.cp * layout.dp
     following = min(_unit(layout), wide - 1) * layout.tp
     chosen = {following, following + layout.tp * wide * (layout.pp - 1), layout.world_size - 1}
@@ -48,8 +48,8 @@ def others(layout: Layout, *, divided: bool = False) -> list[int]:
 def difference(
     recording: Recording, model: Recording, stands_for: Callable[[int], int], *, divided: bool = False
 ) -> str | None:
-    """Where a rank does not do what the representative of its class does. Where replicas are `divided`, sizes depend on
-    the replica."""
+    """Describes the first operation in which a rank differs from the representative of its class. Where replicas are
+    `divided`, sizes depend on the replica."""
     ours, theirs = _program(recording, stands_for, divided), _program(model, stands_for, divided)
     for number, (one, other) in enumerate(zip(ours, theirs), 1):
         if one != other:

@@ -1,4 +1,4 @@
-"""Records what the ranks of a layout do, from the start of a run to its stop, and proves their order."""
+"""Records what the ranks of a layout do, from the start of a run to its stop, and proves that they do not deadlock."""
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,21 +27,21 @@ from megatron.utils.log import RankLog
 
 @dataclass(frozen=True)
 class ClusterRecording:
-    """What one rank of each class did in one run, and some others of them."""
+    """Recordings of one run: one rank of each class, and some further ranks."""
 
     layout: Layout
     programs: Mapping[int, Recording]
-    """By rank: the representatives."""
+    """Recordings of the representatives, by rank."""
     copies: Mapping[int, Recording]
     divided: bool = False
-    """Whether replicas divide what they update."""
+    """True if replicas divide what they update."""
     alike: bool = True
-    """Whether replicas ask for the same. With Muon the replica that computes a matrix sends it to its own ranks first:
-    then ranks of one class are not compared, and their groups' agreement is what is shown."""
+    """True if replicas issue the same operations. With Muon the replica that computes a matrix first sends it to its
+    own ranks. Ranks of one class are then not compared; only their groups are shown to agree."""
 
     def findings(self, weaker: Iterable[Rules] = ()) -> list[str]:
-        """Every reason for which these ranks could wait for ever; none is a proof that they do not. What does not end
-        under the strictest rules is tried under `weaker` ones, too; what ends under the strictest ends under all."""
+        """Returns every reason why these ranks could hang; an empty list proves that they do not. What hangs under the
+        strictest rules is also tried under `weaker` ones; what ends under the strictest ends under all."""
         stands_for = partial(representative, self.layout)
         found = disagreements({**self.programs, **self.copies})
         for rank, copy in self.copies.items() if self.alike else ():
@@ -64,9 +64,9 @@ def record_runs(
     workers: int = 1,
     report: Report = lambda: None,
 ) -> dict[str, ClusterRecording]:
-    """The two runs that a training is made of, whether or not the settings ask for both: one from its start over its
-    steps, evaluations and a save to its stop, and one that goes on from a checkpoint. `folder` is for the files.
-    `before`: where `save_by_one_process` saved that checkpoint; unset, it is saved here."""
+    """Records the two runs of a training, even if the settings ask for only one of them. The new run has its steps,
+    evaluations, a save and its stop; the resumed run starts from a checkpoint. Files go to `folder`. `before` is the
+    directory of that checkpoint from `save_by_one_process`; unset, it is saved here."""
     if before is None:
         before = folder / "before"
         save_by_one_process(config, before, script)
@@ -82,8 +82,8 @@ def record_runs(
 
 
 def _as_often_as_can_be(asked: CheckpointConfig, local: Path) -> CheckpointConfig:
-    """The settings of saves, changed so that every kind that is asked for happens within two steps, in directories of
-    this machine. Non-persistent steps are not copied to other ranks: that needs a directory of each machine's own."""
+    """Changes the settings of saves so that every requested kind happens within two steps, in directories of this
+    machine. Non-persistent steps are not copied to other ranks, which needs a directory on each machine."""
     between = asked.non_persistent_ckpt_type is not None
     return replace(
         asked,
@@ -99,18 +99,18 @@ def _as_often_as_can_be(asked: CheckpointConfig, local: Path) -> CheckpointConfi
 
 
 def compared_ranks(config: RunConfig, world_size: int) -> list[int]:
-    """Ranks that are compared with the representative of their class."""
+    """Returns ranks that are compared with the representative of their class."""
     whole_groups = config.parallel.zero > 0 or config.optimizer.uses_muon
     return others(config.parallel.layout(world_size), divided=whole_groups)
 
 
 def by_one_process(config: RunConfig) -> RunConfig:
-    """All that decides what `save_by_one_process` saves."""
+    """Returns all settings that decide what `save_by_one_process` saves."""
     return replace(alone(config), checkpoint=CheckpointConfig())
 
 
 def save_by_one_process(config: RunConfig, folder: Path, script: ModuleType) -> None:
-    """The checkpoint that the resumed run goes on from: every layout loads it."""
+    """Saves the checkpoint from which the resumed run continues; every layout can load it."""
     config = replace(by_one_process(config), checkpoint=CheckpointConfig(save=str(folder)))
     assert config.training.global_batch_size is not None
     run = build_run(config, LaunchInfo(), device=torch.device("cpu"), log=RankLog(0, io.StringIO()), needs_data=False)
@@ -128,7 +128,7 @@ def record_clusters(
     workers: int = 1,
     report: Report = lambda: None,
 ) -> dict[str, ClusterRecording]:
-    """`copies` unset: those of `compared_ranks`."""
+    """Records one rank of each class, and `copies`, by default those of `compared_ranks`."""
     config = next(iter(runs.values()))
     layout = config.parallel.layout(world_size)
     chosen, compared = representatives(layout), compared_ranks(config, world_size) if copies is None else copies

@@ -1,4 +1,4 @@
-"""What one rank asks of its communicators, in the order in which it asks; no torch."""
+"""Operations that one rank issues on its communicators, in order. Imports no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class MessageSide:
-    """One side of a point-to-point message."""
+    """Side of a point-to-point message."""
 
     side: Literal["send", "recv"]
     peer: int
@@ -17,7 +17,7 @@ class MessageSide:
     tag: int = 0
 
     def way(self, rank: int) -> tuple[int, int]:
-        """(sender, receiver), where `rank` has this side."""
+        """Returns (sender, receiver) if `rank` has this side."""
         return (rank, self.peer) if self.side == "send" else (self.peer, rank)
 
     def __str__(self) -> str:
@@ -27,20 +27,20 @@ class MessageSide:
 
 @dataclass(frozen=True)
 class Op:
-    """A collective, a send, a receive, or several of these in one batch."""
+    """Collective, send, receive, or several of these in one batch."""
 
     number: int
-    """Among all operations of the rank."""
+    """Number among all operations of the rank."""
     group: str
     kind: str
     size: int = 0
-    """Elements of this rank's input; -1 where it depends on data."""
+    """Elements of this rank's input; -1 if they depend on data."""
     dtype: str = ""
     detail: str = ""
-    """The reduction, the root."""
+    """Reduction or root of a collective."""
     messages: tuple[MessageSide, ...] = ()
     given: int = field(default=0, compare=False)
-    """Elements of this rank's input, also where their number depends on data."""
+    """Elements of this rank's input, even if they depend on data."""
 
     @property
     def is_collective(self) -> bool:
@@ -55,7 +55,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Wait:
-    """The computation from here on uses the operation's result."""
+    """Point from which the computation uses the operation's result."""
 
     op: int
 
@@ -69,7 +69,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Mark:
-    """The name of what follows: a step, an evaluation, a save."""
+    """Name of the events that follow: a step, an evaluation, a save."""
 
     name: str
 
@@ -80,10 +80,10 @@ Event = Op | Wait | Compute | Mark
 @dataclass(frozen=True)
 class Communicator:
     name: str
-    """Equal on all members if they made their groups in the same order."""
+    """Name, equal on all members if they made their groups in the same order."""
     ranks: tuple[int, ...]
     what: str = ""
-    """Its axis."""
+    """Axis of the layout."""
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.ranks[:4])) + (f", ... {self.ranks[-1]}" if len(self.ranks) > 4 else "")
@@ -92,11 +92,11 @@ class Communicator:
 
 @dataclass(frozen=True)
 class Recording:
-    """All that one rank did."""
+    """Groups and events of one rank."""
 
     rank: int
     groups: dict[str, Communicator] = field(default_factory=dict)
-    """By name, in the order in which they were made."""
+    """Communicators by name, in the order in which they were made."""
     events: Sequence[Event] = ()
 
     @property

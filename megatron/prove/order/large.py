@@ -17,16 +17,15 @@ from megatron.engine import assembly as build
 from megatron.utils.task import Task
 
 _BUCKET = 4096
-"""Elements: several buckets of gradients, as a large model has."""
+"""Elements of a bucket, small enough for several buckets of gradients, as in a large model."""
 _collect, _write_files = save.collect_notes, save.Save.write
 
 
 @contextmanager
 def as_large_on_accelerators() -> Iterator[None]:
-    """Within the context steps are asynchronous and gradients travel in several buckets. The ranks that exist only in
-    the recording need no disk space and write no files; the first of them makes no directory for this one, and what a
-    thread does beside the training has ended, on all ranks alike, when the training looks. All read one checkpoint, so
-    its manifest is read once."""
+    """Makes steps asynchronous, and reduces gradients in several buckets. Ranks exist only in the recording, so they
+    need no disk space and write no files, and the first rank makes no directory for this one. A background task has
+    ended, on all ranks alike, when the training looks. All ranks read one checkpoint, whose manifest is read once."""
     manifest = cache(found_step.verified_manifest)
     with (
         patch.object(Engine, "asynchronous", True),
@@ -41,7 +40,7 @@ def as_large_on_accelerators() -> Iterator[None]:
 
 
 def _of_the_first(folder: Path, ranks: Iterable[int]) -> list[Part]:
-    """What the first of the ranks has written, without shares: the others have written nothing here."""
+    """Returns what the first of the ranks has written, without shares: the others have written nothing here."""
     return [replace(part, shares={}) for part in _collect(folder, [min(ranks)])]
 
 

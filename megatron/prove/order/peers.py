@@ -1,4 +1,4 @@
-"""The other ranks of a recorded one: made up, or real ones over gloo."""
+"""Peers of a recorded rank: scripted, or real ones over gloo."""
 
 import hashlib
 import io
@@ -11,23 +11,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 Said = dict[tuple[str, int, int], list[Tensor]]
-"""Broadcasts, by the classes of a group's ranks (their digest), the number of these ranks (a part of a group may have
-the same classes) and a count."""
+"""Broadcasts by group and count. A group is known by the digest of its ranks' classes and by its size, because a part
+of a group may have the same classes."""
 Done = dist.Work | None
-"""The operation's work, where it is executed."""
+"""Work of an operation that is executed, else None."""
 MakePeers = Callable[[Any, tuple[int, ...]], Any]
-"""(what torch says of a new communicator, its ranks in the world) -> those who answer on it. They have the methods of a
-process group of torch, each of which answers one operation."""
+"""Function from (torch's options of a new communicator, its ranks in the world) to its peers. These have the methods of
+torch's process group, each of which answers one operation."""
 
 
 def gloo_peers(options: Any, ranks: tuple[int, ...]) -> Any:
-    """Real ranks: every operation is executed over gloo."""
+    """Returns real peers: every operation is executed over gloo."""
     return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout)
 
 
 @dataclass
 class Script:
-    """What the ranks recorded so far have broadcast. Each recorded rank stands for all ranks of its class."""
+    """Broadcasts of the ranks recorded so far. Each recorded rank stands for all ranks of its class."""
 
     stands_for: Callable[[int], int] = int
     broadcasts: Said = field(default_factory=dict)
@@ -47,13 +47,12 @@ def unpack_broadcasts(content: bytes) -> Said:
 
 
 class Scripted:
-    """Peers that hold the same values as this rank. One is added to every sum, so that no count, and no divisor, is
-    zero."""
+    """Peers that hold the same values as this rank. Sums are one larger, so that no count and no divisor is zero."""
 
     def __init__(self, script: Script, options: Any, ranks: tuple[int, ...]) -> None:
         self.rank, self.size = options.group_rank, options.group_size
         self._said = script.broadcasts
-        # One entry for each rank: the world is another group than one rank of each class.
+        # One entry per rank, so the world differs from a group with one rank of each class.
         self._like = hashlib.sha256(repr(sorted(map(script.stands_for, ranks))).encode()).hexdigest()
         self._broadcasts = 0
 

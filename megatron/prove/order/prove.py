@@ -26,9 +26,9 @@ from megatron.training.settings import read_settings
 
 _VOCABULARY = 127
 _LONG = 4
-"""Stages of a pipeline that is cut further than others."""
+"""Smallest number of stages of a pipeline that is shrunk further."""
 _SHOWN = 6
-"""Operations of a first step that are listed one by one."""
+"""Number of operations of a first step that are listed one by one."""
 
 
 def prove(
@@ -40,9 +40,9 @@ def prove(
     source: StepSource = OWN_STEPS,
     other_file: SettingsSource = no_other_file,
 ) -> int:
-    """Prints what is proved, what every class of ranks does in its first step, and the verdict; the exit code.
-    `workers`: processes that record at a time. `source` reads steps and models of other programs,
-    `other_file` their settings."""
+    """Prints what is proved, what every class of ranks does in its first step, and the verdict; returns the exit code.
+    At most `workers` processes record at a time. The `source` reads steps and models of other programs, `other_file`
+    their settings."""
     module = load_script(script)
     given = read_settings(argv, needs_data=script is None, opens_files=False, source=source, other_file=other_file)
     check_world(given, world_size)
@@ -72,7 +72,7 @@ def prove(
 
 
 def for_order(config: RunConfig, world_size: int, cache: Path) -> RunConfig:
-    """The settings that decide who talks to whom and when, with a model, batches and data as small as they can be."""
+    """Keeps the settings that decide the order of operations, with the smallest model, batches and data."""
     plain = plain_run(config, world_size, 2)
     data = DataConfig(
         seq_length=config.data.seq_length,
@@ -86,7 +86,7 @@ def for_order(config: RunConfig, world_size: int, cache: Path) -> RunConfig:
     )
     same_order = replace(
         plain,
-        training=replace(plain.training, check_for_nan_in_loss_and_grad=False),  # of made-up messages
+        training=replace(plain.training, check_for_nan_in_loss_and_grad=False),  # messages are made up
         parallel=replace(plain.parallel, check_replicas_every=config.parallel.check_replicas_every and 1),
         data=data,
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=_VOCABULARY),
@@ -98,10 +98,10 @@ def for_order(config: RunConfig, world_size: int, cache: Path) -> RunConfig:
 
 
 def _as_few_as_the_order_needs(config: RunConfig, world_size: int) -> RunConfig:
-    """Of a long pipeline less than a comparison of numbers needs. Two micro-batches more than stages fill it, alternate
-    on every stage and empty it (interleaved chunks take whole rounds, and zero-bubble spreads what it defers over two);
-    that no schedule by itself hangs with more of them is proved in tests/cluster/test_pipelines.py.
-    Of equal stages one layer is enough where nothing begins in a layer and ends in the next."""
+    """Shrinks pipelines of four or more stages; ordering needs fewer layers than numerics. Two micro-batches more than
+    stages fill it, alternate on every stage and empty it; tests/cluster/test_pipelines.py proves the rest. One layer
+    per equal stage is enough if nothing begins in a layer and ends in the next. Interleaved chunks need whole rounds,
+    and zero-bubble defers over two micro-batches: these schedules stay unchanged."""
     parallel, training, layers = config.parallel, config.training, config.model.num_layers
     pp, dp = parallel.pipeline_model_parallel_size, config.parallel.layout(world_size).dp
     if pp < _LONG or stage_layers(layers, parallel).chunks > 1 or SCHEDULES[parallel.schedule].defers_wgrads:
@@ -135,14 +135,14 @@ def _introduction(given: RunConfig, config: RunConfig, world_size: int) -> list[
         f"two runs: start, two steps, {evaluations}{saves} and stop{left_out}; start, load of a "
         "checkpoint, a step and stop",
         f"cut to what the order of operations depends on: {', '.join(cut)}",
-        "rules: a collective or a first message connects and waits for its peers; the operations of a communicator "
-        "run in order; all streams share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) or have their own "
-        "(docs/scale.md)",
+        "rules (docs/scale.md): A collective or a first message connects and waits for its peers. The operations of a "
+        "communicator run in order. All streams share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) or have "
+        "their own",
     ]
 
 
 class _Progress:
-    """Shows progress; called for each rank that was recorded."""
+    """Shows progress; called after each recorded rank."""
 
     def __init__(self, config: RunConfig, world_size: int) -> None:
         classes = representatives(config.parallel.layout(world_size))
@@ -159,7 +159,7 @@ class _Progress:
 
 
 def first_steps(cluster: ClusterRecording) -> list[str]:
-    """A paragraph for each kind of first step, and the classes that do it."""
+    """Returns a paragraph for each kind of first step, with the classes that do it."""
     doing: dict[tuple[str, ...], list[int]] = {}
     for rank, recording in cluster.programs.items():
         doing.setdefault(_first_step(recording, cluster), []).append(rank)
@@ -183,7 +183,7 @@ def _first_step(recording: Recording, cluster: ClusterRecording) -> tuple[str, .
 
 
 def _said(op: Op, recording: Recording, cluster: ClusterRecording) -> str:
-    """Peers by their place, so that ranks of different replicas and slices can be compared."""
+    """Describes an operation, with peers by stage, so that ranks of different replicas can be compared."""
     axis = recording.groups[op.group].what
     if op.is_collective:
         return f"{axis} {op}"

@@ -1,4 +1,4 @@
-"""Records ranks one after the other, or several at a time in processes of their own; what is recorded is the same."""
+"""Records ranks one after the other, or several at a time in separate processes, with the same result."""
 
 import io
 import traceback
@@ -32,19 +32,19 @@ from megatron.utils.pool import WorkerDiedError, WorkerPool
 FIRST_STEP, LATER = "first step", "later"
 
 Report = Callable[[], None]
-"""Called when a rank was recorded."""
+"""Called after a rank was recorded."""
 Recordings = dict[str, dict[int, Recording]]
-"""By the name of the run, and by rank."""
+"""Recordings by name of the run and by rank."""
 
 
 class RecordError(MegatronError):
-    """Why a process could not record its ranks."""
+    """Error of a process that could not record its ranks."""
 
     def __init__(self, lines: tuple[str, ...], exit_code: int = 2, calls: str = "") -> None:
         super().__init__("; ".join(lines))
         self._lines, self.exit_code, self.calls = lines, exit_code, calls
 
-    def __reduce__(self) -> "tuple[type[RecordError], tuple[Any, ...]]":  # a process sends it to another one
+    def __reduce__(self) -> "tuple[type[RecordError], tuple[Any, ...]]":  # sent between processes
         return RecordError, (self._lines, self.exit_code, self.calls)
 
     @property
@@ -57,7 +57,7 @@ class _Task:
     run: str
     ranks: tuple[int, ...]
     heard: bytes
-    """What the group before it has broadcast or was told (`waves`), packed."""
+    """Broadcasts by or to the group recorded before (`waves`), packed."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class _Answer:
     task: _Task
     recordings: Mapping[int, Recording]
     said: bytes
-    """`heard`, and what these ranks have broadcast, packed."""
+    """Broadcasts in `heard` and by these ranks, packed."""
 
 
 def record_ranks(
@@ -77,8 +77,8 @@ def record_ranks(
     workers: int = 1,
     report: Report = lambda: None,
 ) -> Recordings:
-    """What each of `ranks` does in each of `runs`, on the CPU, with made-up peers. `workers`: processes at a time; the
-    recordings do not depend on it."""
+    """Records each of `ranks` in each of `runs`, on the CPU, with made-up peers, in `workers` processes at a time. The
+    recordings do not depend on `workers`."""
     recordings: Recordings = {run: {} for run in runs}
     said: dict[tuple[str, int | None], bytes] = {(run, None): pack_broadcasts({}) for run in runs}
     with _answering(_Recorder(runs, layout, script), workers, report) as answers_to:
@@ -92,9 +92,9 @@ def record_ranks(
 
 
 def waves(layout: Layout, ranks: Iterable[int]) -> list[dict[tuple[int, ...], int | None]]:
-    """`ranks` by tensor-parallel group, in the order in which they are recorded: the first of all groups, the first of
-    every other stage, and the rest. With each group the first rank of the one that is recorded before it: what that one
-    broadcasts, and what was broadcast to it, is known when it is recorded."""
+    """Groups `ranks` by tensor-parallel group, in the order of recording: the first group, the first of every other
+    stage, and the rest. Each group comes with the first rank of a group recorded before it, whose broadcasts, sent and
+    received, are then known."""
     groups: dict[int, list[int]] = {}
     for rank in sorted(ranks):
         groups.setdefault(rank // layout.tp, []).append(rank)
@@ -136,14 +136,14 @@ def _answering(
 
 
 def _or_failure(recorder: "_Recorder", task: _Task, note: Callable[[None], None]) -> _Answer | RecordError:
-    torch.set_num_threads(1)  # a forked process must not enter its parent's OpenMP team: it would wait for ever
+    torch.set_num_threads(1)  # a forked process must not enter its parent's OpenMP team: it would hang
     try:
         return recorder(task, note)
     except Exception as error:
         told, calls = as_megatron_error(error), traceback.format_exc()
         if isinstance(told, MegatronError):
             return RecordError(told.lines, told.exit_code, calls)
-        return RecordError((f"{in_one_line(told)}; --traceback shows the calls that led there",), 2, calls)
+        return RecordError((f"{in_one_line(told)}; --traceback shows the calls",), 2, calls)
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class _Recorder:
 
 
 def _in_own_directories(config: RunConfig, group: int) -> RunConfig:
-    """The settings with directories of this group's own for what it saves: several groups save at the same time."""
+    """Gives this group its own directories for saves, because several groups save at the same time."""
     asked = config.checkpoint
     save, local = asked.save, asked.non_persistent_local_ckpt_dir
     own = replace(

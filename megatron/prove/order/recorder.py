@@ -1,11 +1,11 @@
-"""Records what a rank asks of torch.distributed, at the process group: whoever calls, ours or `fully_shard`, is seen.
+"""Records a rank's operations at torch's process group, which sees all callers, such as `fully_shard`:
 
     with recorded(rank=3, world_size=1024) as tape:
         ...                             # builds the state, trains a step
     recording = tape.recording
 
-The rank is alone in its process. Its peers are scripted: they hold what this rank holds, and their messages are made
-up, so that its own control flow goes on. With `peers=gloo_peers` the world is real and the operations are executed.
+The rank is alone in its process. Its peers are scripted: they hold the same values as this rank, and their messages
+are made up, so that its control flow continues. With `peers=gloo_peers` the operations are executed by real ranks.
 """
 
 import sys
@@ -23,11 +23,11 @@ from megatron.prove.order.peers import MakePeers, Script
 
 BACKEND = "recorded"
 _DATA_DECIDES = -1
-_TorchGroup: Any = dist.ProcessGroup  # which overloads its methods in ways that torch itself does not call
+_TorchGroup: Any = dist.ProcessGroup  # its overloads include ones that torch never calls
 
 
 class Tape:
-    """The recording in progress of the one rank of this process."""
+    """Recording in progress of the one rank of this process."""
 
     def __init__(self, rank: int, world_size: int, peers: MakePeers) -> None:
         self.rank, self.world_size, self.peers = rank, world_size, peers
@@ -58,8 +58,8 @@ class Tape:
         return self._count
 
     def length_was_sent(self, group: str, kind: str, tensor: Tensor) -> bool:
-        """Whether these are the bytes of a plain value, whose length the members have just told each other: made-up
-        peers say what this rank says, and a rank with another value would say another length."""
+        """Returns whether these are the bytes of a plain value, whose length the members have just exchanged. Made-up
+        peers have this rank's value; a real rank with another value would send another length."""
         before = self._last.get(group)
         told = before is not None and (before.kind, before.size, before.dtype) == (kind, 1, "int64")
         return told and tensor.dtype == torch.uint8
@@ -83,7 +83,7 @@ class Tape:
         return group
 
     def batched(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """`batch_isend_irecv` as nccl takes it: one operation."""
+        """Wraps `batch_isend_irecv` to record one operation, as nccl does."""
 
         def batch(operations: Sequence[Any]) -> Any:
             self._batch = []
@@ -101,7 +101,7 @@ class Tape:
         self._groups.clear()
 
     def _name_groups(self) -> None:
-        """A group is told its axis after it was made."""
+        """Updates the communicators' axes, which groups get after they are made."""
         for group in self._groups:
             made = self._made[group.communicator]
             self._made[made.name] = Communicator(made.name, made.ranks, group.axis)
@@ -111,7 +111,7 @@ class Tape:
 def recorded(
     rank: int, world_size: int, *, peers: MakePeers | None = None, store: dist.Store | None = None
 ) -> Iterator[Tape]:
-    """Within the context this process is `rank` of a world whose every communicator is recorded."""
+    """Makes this process `rank` of a world in which every communicator is recorded, within the context."""
     tape, hook = Tape(rank, world_size, peers or Script()), sys.excepthook
     dist.Backend.register_backend(
         BACKEND, lambda options, _: tape.make_group(options), extended_api=True, devices=["cpu"]
@@ -124,7 +124,7 @@ def recorded(
         tape.close()
         if dist.is_initialized():
             dist.destroy_process_group()
-        sys.excepthook = hook  # torch puts the rank before what it prints
+        sys.excepthook = hook  # torch's hook prefixes the rank
 
 
 class _RecordedWork(dist.Work):
@@ -143,7 +143,7 @@ class _RecordedWork(dist.Work):
 
 
 class _RecordedGroup(_TorchGroup):
-    """One communicator. torch calls these methods, in its own names."""
+    """Recorded communicator. torch calls these methods, by its own names."""
 
     def __init__(self, tape: Tape, name: str, ranks: tuple[int, ...], peers: Any) -> None:
         super().__init__(ranks.index(tape.rank), len(ranks))
@@ -158,7 +158,7 @@ class _RecordedGroup(_TorchGroup):
         return "world" if len(self.ranks) == self.tape.world_size else str(self.group_desc)
 
     def _get_backend(self, device: torch.device) -> "_RecordedGroup":
-        return self  # torch 2.14 asks it whether it coalesces messages; this one does not
+        return self  # torch 2.14 asks it for coalescing, which this one lacks
 
     def getBackendName(self) -> str:
         return BACKEND
@@ -166,7 +166,7 @@ class _RecordedGroup(_TorchGroup):
     def _collective(
         self, kind: str, answer: Any, *asked: Any, given: Any = None, size: int | None = None, detail: str = ""
     ) -> dist.Work:
-        """`asked`: the arguments of `answer`. `given`: this rank's input, where it is not the first of them."""
+        """Records a collective and returns `answer(*asked)`. `given`: this rank's input, if not first in `asked`."""
         tensors = [each for each in _flat((given, asked)) if isinstance(each, Tensor)]
         axis = self.axis
         for each in tensors:
@@ -252,8 +252,8 @@ _SENDABLE = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool)
 
 
 def _check_sendable(tensor: Tensor, kind: str, axis: str) -> None:
-    """What nccl refuses and gloo may take: types that it lacks, and tensors with gaps or of another order in memory (of
-    a message, where sender and receiver need not have the same, it would send the wrong numbers with a warning)."""
+    """Raises for what nccl rejects and gloo may accept: unsupported dtypes, and tensors that are not contiguous. For a
+    message, nccl would only warn and send wrong numbers, because sender and receiver may have different strides."""
     if tensor.is_contiguous() and (tensor.is_floating_point() or tensor.dtype in _SENDABLE):
         return
     gaps = "" if tensor.is_contiguous() else f" that is not contiguous (strides {list(tensor.stride())})"
@@ -263,7 +263,7 @@ def _check_sendable(tensor: Tensor, kind: str, axis: str) -> None:
 
 
 def _named(group: Any, *names: str) -> Any:
-    """The method by the name that this torch has for it."""
+    """Returns the method under the first name that this version of torch has."""
     return next(getattr(group, name) for name in names if hasattr(group, name))
 
 

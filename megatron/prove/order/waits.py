@@ -1,12 +1,11 @@
-"""Plays recordings of all ranks against each other under the rules of nccl and CUDA, until all have ended or none can
-go on. docs/scale.md says where each rule is documented.
+"""Plays recordings of all ranks against each other under the rules of nccl and CUDA, until all have ended or all wait.
 
-A rank is a host, which issues operations in its program's order, and a device. Each communicator's operations are a
-stream, the computation is another; a stream's entries run one after the other, and an operation also waits for the
-computation issued before it. Streams hand their entries over through hardware queues, whose head holds up what is
-behind it until it can start. An operation starts on each side alone and ends when it has started on all.
+A rank is a host, which issues operations in its program's order, and a device. Each communicator's operations form a
+stream, and so does the computation. A stream's entries run one after the other, and an operation also waits for the
+computation issued before it. Streams pass entries through hardware queues, whose head blocks the entries behind it
+until it can start. Each side of an operation starts on its own, and the operation ends when all have started.
 
-More constraints never let more happen, so whatever ends under a stricter set of rules ends under a weaker one.
+A run that completes under the strictest rules also completes under weaker ones. docs/scale.md cites the rules.
 """
 
 from collections import defaultdict
@@ -17,26 +16,26 @@ from megatron.prove.order.events import Communicator, Compute, Event, Mark, Op, 
 
 _COMPUTE = "computation"
 Key = tuple[object, ...]
-"""What the sides of one operation have in common."""
+"""Key that the sides of one operation have in common."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What holds up what. The default is a GPU with a queue for every stream."""
+    """Rules of what blocks what. The default is a GPU with a queue for every stream."""
 
     first_use_blocks: bool = True
-    """The first operation of a communicator, and the first message of a pair of ranks, connect them: the host waits
-    until the others issue theirs."""
+    """True if the first operation of a communicator, and the first message of a pair of ranks, connect them: the host
+    waits until the others issue theirs."""
     wait_blocks: bool = False
-    """The host waits where the computation does: blocking waits, and results that are read."""
+    """True if the host waits wherever the computation does: blocking waits, and results that are read."""
     collectives_connect: bool = False
-    """Every collective may connect: nccl makes the connections of an algorithm at the algorithm's first use."""
+    """True if every collective may connect: nccl makes the connections of an algorithm at its first use."""
     launch_blocks: bool = False
-    """The host waits for the end of everything that it hands over (`CUDA_LAUNCH_BLOCKING=1`)."""
+    """True if the host waits for the end of all it issues (`CUDA_LAUNCH_BLOCKING=1`)."""
     one_queue: bool = False
-    """All streams share one hardware queue."""
+    """True if all streams share one hardware queue."""
     sharing: frozenset[str] = frozenset()
-    """The streams of communicators for these axes share one queue; the others have their own."""
+    """Axes whose communicators' streams share one queue; other streams have their own."""
 
     def queue_of(self, stream: str, axis: str) -> str:
         return "shared" if self.one_queue or axis in self.sharing else stream
@@ -44,14 +43,14 @@ class Rules:
 
 INDEPENDENT = Rules()
 ONE_QUEUE = Rules(one_queue=True)
-"""`CUDA_DEVICE_MAX_CONNECTIONS=1`."""
+"""Rules under `CUDA_DEVICE_MAX_CONNECTIONS=1`."""
 LAUNCH_BLOCKS = Rules(launch_blocks=True)
 STRICTEST = Rules(wait_blocks=True, one_queue=True, collectives_connect=True)
 
 
 @dataclass
 class Outcome:
-    """When everything was over, or who waits for whom for ever."""
+    """Time at which all ended, or the ranks that wait for each other forever."""
 
     seconds: float
     stuck: list[str] = field(default_factory=list)
@@ -59,7 +58,7 @@ class Outcome:
 
 @dataclass(eq=False)
 class _Entry:
-    """One operation, or a piece of computation, on one rank's device."""
+    """Operation, or a piece of computation, on one rank's device."""
 
     rank: int
     what: str
@@ -70,7 +69,7 @@ class _Entry:
     keys: list[Key] = field(default_factory=list)
     after: "list[_Entry]" = field(default_factory=list)
     open: int = 0
-    """Sides that have not met yet."""
+    """Number of sides that have not met yet."""
     start: float | None = None
     end: float | None = None
 
@@ -163,7 +162,7 @@ class _Rank:
         return True
 
     def _connect(self, op: Op, group: Communicator) -> bool:
-        """Whether all whom the operation connects are there."""
+        """Returns whether all ranks that the operation connects have arrived."""
         waiting: list[Key] = []
         for key in _sides(self.number, op):
             if self.world.rules.collectives_connect and op.is_collective:
@@ -226,7 +225,7 @@ class _Rank:
         return started
 
     def _members(self, key: Key) -> list[int]:
-        """The recorded ranks that have a side of the operation `key`; found once for all operations of its kind."""
+        """Returns the recorded ranks that have a side of the operation `key`; cached for all operations of its kind."""
         group, kind = key[:2]
         key = key[:2] if kind == "all" else key[:4]
         if key not in self.members:
@@ -237,8 +236,8 @@ class _Rank:
     # the diagnosis
 
     def _who_holds(self, entry: _Entry) -> list[int]:
-        """The ranks that `entry` waits for: they have not started their side of it, or of what blocks it on this
-        rank."""
+        """Returns the ranks that `entry` waits for: they have not started their side of it, or of what blocks it on
+        this rank."""
         seen: set[int] = set()
         while entry.start is None and id(entry) not in seen:
             seen.add(id(entry))
@@ -254,7 +253,7 @@ class _Rank:
         return []
 
     def blocked(self) -> tuple[str, list[int]]:
-        """The operation that this rank waits in, and the ranks it waits for."""
+        """Returns the operation that this rank waits in, and the ranks it waits for."""
         if self.place < len(self.events):
             return self.waits_in, self.waiting_for()
         entry = next(each for each in self.entries if each.end is None)
@@ -262,15 +261,15 @@ class _Rank:
 
 
 def _sides(rank: int, op: Op) -> list[Key]:
-    """The parts of an operation that ranks must start together: a collective, or each of its messages."""
+    """Returns the parts of an operation that ranks must start together: a collective, or each of its messages."""
     if op.is_collective:
         return [(op.group, "all")]
     return [(op.group, "message", *each.way(rank)) for each in op.messages]
 
 
 def _ring(world: _World) -> list[str]:
-    """The ring of ranks that wait for each other, or the chain of waiting ranks up to one that has ended: a line per
-    rank."""
+    """Describes the ring of ranks that wait for each other, or the chain of waiting ranks up to one that has ended: a
+    line per rank."""
     rank = next((rank for rank in world.ranks.values() if not rank.ended), None)
     lines: dict[int, str] = {}
     while rank is not None and rank.number not in lines and not rank.ended:
@@ -285,5 +284,5 @@ def _ring(world: _World) -> list[str]:
 
 
 def play(recordings: Mapping[int, Recording], rules: Rules = STRICTEST, transfer: float = 0.0) -> Outcome:
-    """Plays `recordings`, given by rank. Where a communicator has more members, the recorded ones stand for all."""
+    """Plays `recordings`, given by rank. If a communicator has more members, the recorded ones stand for all."""
     return _World(recordings, rules, transfer).run()

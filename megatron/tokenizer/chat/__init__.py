@@ -1,4 +1,4 @@
-"""Conversations to ids with a tokenizer's chat template, and which of the ids are the assistant's answers."""
+"""Encodes conversations with a tokenizer's chat template, and marks the ids of the assistant's answers."""
 
 from typing import TYPE_CHECKING
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 def build_chat_encoder(config: "TokenizerConfig", eod_id: int | None, *, flag: str = "--sft") -> ChatEncoder:
-    """Returns the encoder that `flag` needs. The format is Megatron-LM's where its type of tokenizer is named, else the
-    tokenizer's own template."""
+    """Returns the encoder that `flag` needs. Its format is the one that the settings name, by default the tokenizer's
+    own template, and Megatron-LM's for --tokenizer-type SFTTokenizer."""
     if TOKENIZERS[config.kind] is not HUGGING_FACE or config.tokenizer_model is None:
         raise ConfigError(
             f"{flag}: {config.kind} has no chat template; give --tokenizer-type HuggingFaceTokenizer --tokenizer-model "

@@ -1,9 +1,9 @@
-"""Conversations to ids, with a Hugging Face tokenizer and the chat template beside it.
+"""Encodes conversations to ids with a Hugging Face tokenizer and the chat template beside it.
 
-The ids, and which of them are answers, are those of `transformers` (`apply_chat_template(messages,
-return_assistant_tokens_mask=True)`), which is not used. Two intended differences: text of a message or tool that
-spells a special token is refused, since with it somebody could forge the end of a turn or a turn of another role; and
-where an answer ends in a character that takes several tokens, all of them count.
+The ids and the mask of answers equal those of `apply_chat_template(messages, return_assistant_tokens_mask=True)` of
+`transformers`, which is not used. Two differences are intended. Text of a message or tool that spells a special token
+is rejected, because it could forge the end of a turn or a turn of another role. If the last character of an answer
+takes several tokens, all of them count.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ from megatron.tokenizer.chat.template import ChatError, ChatTemplate, Message, R
 from megatron.tokenizer.huggingface import SETTING, find_json, load_spelling, named_tokens, read_json, refuse_outside
 
 _FLAG = "--sft-tokenizer-prompt-format"
-_BATCH = 64  # conversations; the process that renders gets them together
-_VERSION = 1  # of what is counted; another one makes conversations be encoded again
+_BATCH = 64  # conversations per message to the rendering process
+_VERSION = 1  # of the rule that marks answers; a new version makes all conversations be encoded again
 
 
 class ChatEncoder:
@@ -47,7 +47,7 @@ class ChatEncoder:
         self.template = self._template()
 
     def check(self) -> None:
-        """Rejects a template that cannot be compiled."""
+        """Rejects a template that does not compile."""
         self.template.check()
         self.template.close()
 
@@ -68,7 +68,7 @@ class ChatEncoder:
             )
         if self._form.ends_with_eod and self._eod_id is None:
             raise ConfigError(
-                f"{_FLAG} {self.format}: ends a conversation with the end-of-document token, and {SETTING} {folder} "
+                f"{_FLAG} {self.format}: ends a conversation with the end-of-document token, but {SETTING} {folder} "
                 f"names none (eos_token in tokenizer_config.json); name one, or use {_FLAG} default"
             )
         return ChatTemplate(
@@ -82,7 +82,7 @@ class ChatEncoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of everything that decides the ids and which of them count."""
+        """Hash of everything that decides the ids and which of them count."""
         identity = {
             "version": _VERSION,
             "tokenizer": {name: value for name, value in self._description.items() if name != "version"},
@@ -96,17 +96,17 @@ class ChatEncoder:
 
     @cached_property
     def _rust(self) -> Any:
-        """One of its own, in which the text of a special token is that token: a template writes them as text. The place
-        of a token covers its white space, which some files leave out."""
+        """Separate tokenizer that reads the text of a special token as that token, because templates write them as
+        text. Its offsets include a token's white space, which some files trim."""
         from tokenizers.processors import ByteLevel
 
         rust = load_spelling(self._json_file)
-        rust.post_processor = ByteLevel(trim_offsets=False)  # no more than that, as no tokens are added
+        rust.post_processor = ByteLevel(trim_offsets=False)  # sufficient, because no tokens are added
         return rust
 
     @cached_property
     def _searches(self) -> list[tuple[str, Callable[[str], str], re.Pattern[str]]]:
-        """Where special tokens are looked for: in the text, and `normalized` ones in the normalized text, too."""
+        """Searches for special tokens: in the text, and for `normalized` ones also in the normalized text."""
         searches: list[tuple[str, Callable[[str], str], list[str]]] = [("", str, self._special)]
         if normalizer := self._rust.normalizer:
             made = list(filter(None, map(normalizer.normalize_str, self._normalized)))
@@ -116,9 +116,9 @@ class ChatEncoder:
     def encode_all(
         self, conversations: Iterable[tuple[Sequence[Message], Sequence[Any] | None]]
     ) -> Iterator[list[tuple[Ids, np.ndarray]] | ChatError]:
-        """For each conversation the ids, and for each id whether what is predicted from it counts: whether the next one
-        is of an answer. Several of these if the template shows an answer in another way once more is said: each as the
-        model sees it when it answers. Or why it cannot be encoded; ends after a template that reached a limit."""
+        """Yields, for each conversation, ids and whether the prediction from each id belongs to an answer. There are
+        several pairs if the template shows an answer differently once later messages follow: each as the model sees it
+        when it answers. A ChatError replaces a conversation that cannot be encoded. A LimitError ends the iteration."""
         left = iter(conversations)
         try:
             while batch := list(islice(left, _BATCH)):
@@ -138,12 +138,12 @@ class ChatEncoder:
             yield next(found) if isinstance(each, bytes) else each
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> tuple[str, list[int]]:
-        """The text and ids of a conversation and the prompt to answer it."""
+        """Returns the text and ids of a conversation, followed by the prompt to answer it."""
         (found,) = self.template.render([self._request(messages, tools, prompt=True)])
         if isinstance(found, ChatError):
             raise found
         text = found[0].text + self._form.before_answer
-        with library_errors(lambda reason: ChatError(f"the tokenizer gives up on it ({reason})")):
+        with library_errors(lambda reason: ChatError(f"the tokenizer fails on it ({reason})")):
             return text, list(self._rust.encode(text, add_special_tokens=False).ids)
 
     def _request_or_why(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> bytes | ChatError:
@@ -167,14 +167,14 @@ class ChatEncoder:
             return error
 
     def _encoded(self, rendered: Rendered) -> tuple[Ids, np.ndarray]:
-        with library_errors(lambda reason: ChatError(f"the tokenizer gives up on it ({reason})")):
+        with library_errors(lambda reason: ChatError(f"the tokenizer fails on it ({reason})")):
             encoding = self._rust.encode(rendered.text, add_special_tokens=False)
         ids, answers = np.array(encoding.ids, dtype=np.int32), np.zeros(len(encoding.ids), dtype=bool)
         starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
-        # Searched, not compared with all: a template may mark a million answers, and this process has no limits.
+        # Binary search, because a template may mark a million answers and this process has no limits.
         starts, ends = np.minimum.accumulate(starts[::-1])[::-1], np.maximum.accumulate(ends)
         for start, end in rendered.answers:
-            answers[ends.searchsorted(start, "right") : starts.searchsorted(end)] = True  # a token on the border too
+            answers[ends.searchsorted(start, "right") : starts.searchsorted(end)] = True  # tokens on the edges too
         if self._form.ends_with_eod and len(ids) and ids[-1] != self._eod_id:
             ids, answers = np.append(ids, np.int32(self._eod_id or 0)), np.append(answers, True)
         return ids, np.append(answers[1:], False)
@@ -182,18 +182,18 @@ class ChatEncoder:
     def _refuse_special_text(self, named: str, value: Any) -> None:
         for text in _texts(value):
             for how, read, tokens in self._searches:
-                with library_errors(lambda reason: ChatError(f"the tokenizer gives up on {named} ({reason})")):
+                with library_errors(lambda reason: ChatError(f"the tokenizer fails on {named} ({reason})")):
                     found = tokens.search(read(text))
                 if found:
                     raise ChatError(
-                        f"{named} holds the text {found.group()!r}{how}, which is a special token: it would end a turn "
-                        "or begin one; remove it from the text"
+                        f"{named} holds the text {found.group()!r}{how}, which is a special token that could end or "
+                        "begin a turn; remove it from the text"
                     )
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in a JSON value, names of fields included: templates write those of tool calls, too."""
-    left = [value]  # no recursion: a value may be nested as deeply as JSON is read
+    """Yields all texts in a JSON value and the names of fields, because templates also write those of tool calls."""
+    left = [value]  # no recursion, because a value may be nested as deeply as the JSON reader allows
     while left:
         each = left.pop()
         if isinstance(each, str):
@@ -216,6 +216,6 @@ def _own_template(folder: Path) -> tuple[str, Path]:
     if not isinstance(given, str):
         raise ConfigError(
             f"{SETTING} {folder}: has no chat template (chat_template.jinja, or chat_template in "
-            "tokenizer_config.json); put the one there with which the model is to be used"
+            "tokenizer_config.json); add the template with which the model will be used"
         )
     return given, settings

@@ -1,6 +1,6 @@
-"""The formats of --sft-tokenizer-prompt-format as chat templates, with the assistant's answers marked.
+"""Formats of --sft-tokenizer-prompt-format as chat templates, with the assistant's answers marked.
 
-All but `default` are Megatron-LM's, which ends each conversation with the end-of-document token and counts it.
+All but `default` come from Megatron-LM, which ends each conversation with the end-of-document token and counts it.
 """
 
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class PromptFormat:
     template: str | None  # None: the tokenizer's own
-    tokens: tuple[str, ...] = ()  # that the template needs as tokens of the vocabulary
+    tokens: tuple[str, ...] = ()  # required in the vocabulary
     ends_with_eod: bool = True
-    spells_tokens: bool = False  # the messages have their special tokens in them already
-    before_answer: str = ""  # what a template of ours writes before an answer, and not yet after a question
+    spells_tokens: bool = False  # the messages already contain their special tokens
+    before_answer: str = ""  # written before an answer, so missing at the end of a prompt
 
 
 _ANSWER = "{% generation %}TEXT{% endgeneration %}"

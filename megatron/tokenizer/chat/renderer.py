@@ -1,11 +1,11 @@
-"""Renders a chat template. A program of its own, which `template.py` starts with nothing of the run that needs it.
+"""Renders chat templates in a separate program, which `template.py` starts without any resources of the run.
 
-A template comes with a model that somebody else made. It is rendered in jinja2's sandbox and sees plain JSON only, in a
-process without files, sockets and environment, with limits of memory, CPU time and output. It is told no date: the ids
-of a conversation must not depend on the day.
+A template comes with a model of another author, so it is untrusted. It is rendered in jinja2's sandbox and sees plain
+JSON only. Its process has no files, sockets and environment, and limits of memory, CPU time and output. It gets no
+date, because the ids of a conversation must not depend on the day.
 
-Standard input has a frame with the setup, then frames with conversations; a frame is its length and JSON. Standard
-output has a frame for each of them.
+Standard input carries a frame with the setup, then frames with conversations. A frame is its length and JSON. Standard
+output carries one frame per input frame.
 """
 
 import json
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 if TYPE_CHECKING:
     import jinja2
 
-# Around the text of {% generation %} blocks. Unicode promises that these are never characters.
+# Mark the text of {% generation %} blocks. Unicode guarantees that these are never characters.
 BEGIN, END = "\ufdd0", "\ufdd1"
 MARKS = re.compile(f"[{BEGIN}{END}]")
 ADDRESS = re.compile(r" at 0x[0-9a-f]+>")
@@ -30,15 +30,15 @@ MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 LENGTH_BYTES = 8
 Texts = list[tuple[str, list[tuple[int, int]]]]
-"""Each text, and where the assistant's answers begin and end in it."""
+"""Texts, each with the begin and end of the assistant's answers in it."""
 
 
 class OutputLimitError(Exception):
-    """The output is larger than its limit."""
+    """Raised for output above its limit."""
 
 
 class UnknownAnswerError(Exception):
-    """The number of the message, counted from 1, whose beginning is not known."""
+    """Raised with the number (from 1) of a message whose beginning is unknown."""
 
 
 class _Renderer:
@@ -49,8 +49,8 @@ class _Renderer:
         self._names, self._ends, self._most = setup["names"], tuple(setup["ends"]), setup["output_bytes"]
 
     def answer(self, request: Mapping[str, Any]) -> Texts:
-        """The prompt to answer; or the whole conversation and where the answers are in it, as several texts if the
-        template shows an answer in another way once more is said."""
+        """Returns the prompt to answer, or the whole conversation with the places of its answers. There are several
+        texts if the template shows an answer differently once later messages follow."""
         messages, tools = request["messages"], request["tools"]
         if request["prompt"]:
             return [self._without_marks(self._render(messages, tools, prompt=True))]
@@ -60,15 +60,15 @@ class _Renderer:
     def _render(self, messages: Sequence[Any], tools: Any, *, prompt: bool = False) -> str:
         values = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
         text = bounded(self._template.generate(**values, **self._names), self._most)
-        if printed := set(ADDRESS.findall(text)):  # it may be the text of a message
+        if printed := set(ADDRESS.findall(text)):  # legitimate if it comes from a message
             given = f"{self._source}{json.dumps([messages, tools], ensure_ascii=False)}"
             if not printed.issubset(ADDRESS.findall(given)):
-                raise ValueError("it prints the address of an object, another one each time; add | list or ()")
+                raise ValueError("it prints the address of an object, which differs each time; add | list or ()")
         return text
 
     def _answers_by_prefix(self, whole: str, messages: Sequence[Any], tools: Any) -> Texts:
-        """An answer begins where the conversation before it, with the prompt to answer, ends; and it ends where the
-        conversation with it ends. That is a text of its own unless the conversation goes on from it."""
+        """Finds answers by rendering prefixes. An answer is the difference between the conversation before it, with the
+        prompt to answer, and the conversation with it. A prefix that later messages change becomes a separate text."""
         texts: Texts = [(whole, [])]
         for place in reversed([i for i, message in enumerate(messages) if message["role"] == "assistant"]):
             before = self._render(messages[:place], tools, prompt=True)
@@ -81,8 +81,8 @@ class _Renderer:
         return [(text, answers[::-1]) for text, answers in reversed(texts) if answers] or [(whole, [])]
 
     def _end_of_turn(self, text: str, start: int, end: int) -> int:
-        """The end of an answer, without the white space that a template puts after the end-of-turn token: the model
-        does not generate that."""
+        """Returns the end of an answer, without the template's white space after the end-of-turn token, which the model
+        does not generate."""
         stripped = start + len(text[start:end].rstrip())
         return stripped if text[start:stripped].endswith(self._ends) else end
 
@@ -110,7 +110,7 @@ def compiled(source: str) -> "jinja2.Template":
         return nodes.Output([nodes.TemplateData(content)]).set_lineno(line)
 
     class Answers(Extension):
-        """{% generation %} ... {% endgeneration %}, around what the assistant has generated."""
+        """Tags {% generation %} ... {% endgeneration %}, which enclose the assistant's text."""
 
         tags = {"generation"}  # noqa: RUF012  (of jinja2)
 
@@ -123,7 +123,7 @@ def compiled(source: str) -> "jinja2.Template":
         raise TemplateError(str(message))
 
     def refuse_random(*_: object, **__: object) -> str:
-        raise TemplateError("random and lipsum give another text each time")
+        raise TemplateError("random and lipsum give a different text each time")
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Answers, loopcontrols]
@@ -137,12 +137,12 @@ def compiled(source: str) -> "jinja2.Template":
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """As `transformers` has it: jinja2's own escapes what HTML would read."""
+    """Writes JSON as in `transformers`; jinja2's own tojson escapes HTML characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def bounded(pieces: Iterable[str], most: int) -> str:
-    """The pieces as one text of at most so many characters."""
+    """Joins the pieces; raises if the text exceeds `most` characters."""
     kept, length = [], 0
     for piece in pieces:
         length += len(piece)
@@ -153,8 +153,8 @@ def bounded(pieces: Iterable[str], most: int) -> str:
 
 
 def limited(kind: int, value: int, *, for_good: bool = True) -> bool:
-    """Sets a limit of this process, which nothing raises again if it is `for_good`. False where the system does not set
-    such a limit."""
+    """Sets a limit of this process, permanently if `for_good`. Returns False if the system does not support such a
+    limit."""
     _, most = resource.getrlimit(kind)
     value = value if most == resource.RLIM_INFINITY else min(value, most)
     try:
@@ -165,7 +165,7 @@ def limited(kind: int, value: int, *, for_good: bool = True) -> bool:
 
 
 def more_time(seconds: int) -> None:
-    """Allows so much CPU time from now on. The system counts whole seconds, of the process's life."""
+    """Allows this much more CPU time. The system counts whole seconds since the process started."""
     limited(resource.RLIMIT_CPU, math.ceil(time.process_time()) + seconds, for_good=False)
 
 
@@ -190,7 +190,7 @@ def _parts(content: bytes) -> Iterable[bytes]:
 
 
 def attempt(seconds: int, most: int, work: Callable[[], Any]) -> bytes:
-    """What `work` returns as JSON, or why there is nothing."""
+    """Returns the result of `work` as JSON, or the reason why there is none."""
     more_time(seconds)
     try:
         answer = json_bytes(work())
@@ -205,7 +205,7 @@ def attempt(seconds: int, most: int, work: Callable[[], Any]) -> bytes:
         return _failure("output")
     except UnknownAnswerError as error:
         return _failure("unknown", str(error))
-    except Exception as error:  # a template can raise whatever Python raises
+    except Exception as error:  # a template can raise any Python exception
         return _failure("refused", str(error)[:1000] or type(error).__name__)
 
 

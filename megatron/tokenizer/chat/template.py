@@ -1,6 +1,6 @@
-"""A chat template, rendered by a process of its own (`renderer.py`), and what its limits are.
+"""A chat template, rendered by a separate process (`renderer.py`) with limits.
 
-The template comes with a model that somebody else made: it may loop, or fill the memory.
+The template comes with a model of another author, so it may loop or exhaust the memory.
 """
 
 import importlib.util
@@ -25,21 +25,21 @@ from megatron.tokenizer.chat.renderer import LENGTH_BYTES, MARKED, MARKS, frame,
 from megatron.utils.process import how_to_continue
 
 _SAFE_JINJA = (3, 1, 6)  # older sandboxes have known holes
-_MESSAGE_BYTES = 1 << 20  # of requests that are sent together
+_MESSAGE_BYTES = 1 << 20  # requests that are sent together
 _STOPPED_AFTER, _STOPPED_EVERY = 5.0, 30.0  # seconds without an answer, after which a stopped process is reported
 
 Message = Mapping[str, Any]
 
 
 class ChatError(Exception):
-    """Why this conversation cannot be encoded. Whoever knows its place makes a DataError of it."""
+    """Raised for a conversation that cannot be encoded. Callers that know its place turn it into a DataError."""
 
     ends = False
-    """True if the template is to blame, so that no other conversation need be tried."""
+    """True if the template is to blame, so that trying other conversations is pointless."""
 
 
 class LimitError(ChatError):
-    """The template reached a limit, or its process ended."""
+    """Raised if the template reaches a limit, or its process ends."""
 
     ends = True
 
@@ -48,12 +48,12 @@ class LimitError(ChatError):
 class Rendered:
     text: str
     answers: tuple[tuple[int, int], ...]
-    """Of the assistant: characters start <= i < end of the text."""
+    """Character ranges [start, end) of the assistant's answers."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of the process that renders. `output_bytes` and `cpu_seconds` are of one conversation."""
+    """Limits of the rendering process. `output_bytes` and `cpu_seconds` apply per conversation."""
 
     memory_bytes: int = 1 << 30
     cpu_seconds: int = 5
@@ -70,11 +70,11 @@ class ChatTemplate:
         ends: Sequence[str],
         limits: Limits | None = None,
     ) -> None:
-        """`named`: the template's place, for messages. `special_tokens`: by the names that templates use (bos_token).
-        `ends`: the texts of all special tokens; one of them ends a turn."""
+        """Stores the template. Messages call it `named`. Keys of `special_tokens` are the names that templates use
+        (bos_token). Texts of all special tokens are in `ends`; any of them may end a turn."""
         self.source, self.named, self.limits = source, named, limits or Limits()
         self.marked = MARKED.search(source) is not None
-        """Whether the template itself says what the assistant's answers are."""
+        """True if the template marks the assistant's answers itself."""
         self._setup = {
             "source": source,
             "names": dict(special_tokens),
@@ -86,18 +86,18 @@ class ChatTemplate:
         self._process: _Process | None = None
 
     def check(self) -> None:
-        """Rejects a template that cannot be compiled."""
+        """Rejects a template that does not compile."""
         self._started()
 
     def close(self) -> None:
-        """Ends the process that renders; a later call starts another one."""
+        """Ends the rendering process; a later call starts another one."""
         if self._process is not None:
             self._process.end()
         self._process = None
 
     def render(self, requests: Iterable[bytes]) -> Iterator[tuple[Rendered, ...] | ChatError]:
-        """The texts of each request, or why there are none. The next one is rendered while the caller uses one. Ends
-        after a `LimitError`."""
+        """Yields the texts of each request, or an error. The next request is rendered while the caller uses a result.
+        A `LimitError` ends the iteration."""
         group: list[bytes] = []
         for each in requests:
             if group and sum(map(len, group)) + len(each) > _MESSAGE_BYTES:
@@ -109,7 +109,7 @@ class ChatTemplate:
 
     def _render(self, requests: Sequence[bytes]) -> Iterator[tuple[Rendered, ...] | ChatError]:
         process = self._started()
-        self._process = None  # another rendering that begins meanwhile has a process of its own
+        self._process = None  # a concurrent rendering starts a separate process
         left = len(requests)
         try:
             process.send(b"".join(map(frame, requests)))
@@ -121,7 +121,7 @@ class ChatTemplate:
                 left -= 1
                 yield found
         finally:
-            if left:  # no answer to one request may be taken for that to another
+            if left:  # otherwise a later request could receive the answer of an earlier one
                 process.end()
             else:
                 self._process = process
@@ -137,21 +137,20 @@ class ChatTemplate:
 
     def _error(self, kind: str, why: str) -> ChatError:
         if kind == "memory":
-            return LimitError(self._limit(f"takes more memory than {_size(self.limits.memory_bytes)}"))
+            return LimitError(self._limit(f"takes more than {_size(self.limits.memory_bytes)} of memory"))
         if kind == "output":
             return LimitError(self._limit(f"writes more than {_size(self.limits.output_bytes)} for one conversation"))
         if kind == "endless":
             return LimitError(f"{self.named} does not end ({_shown(why)})")
         if kind == "unknown":
             return ChatError(
-                f"{self.named} does not begin message {int(why)} with its own prompt to answer "
-                "(add_generation_prompt), so where the answer begins is not known; put {% generation %} and "
-                "{% endgeneration %} around the assistant's text in the template"
+                f"{self.named} does not begin message {int(why)} with its own add_generation_prompt text, so the "
+                "answer's start is unknown; put {% generation %} and {% endgeneration %} around the assistant's text"
             )
-        return ChatError(f"{self.named} refuses it ({_shown(why)})")
+        return ChatError(f"{self.named} rejects it ({_shown(why)})")
 
     def _no_text(self) -> str:
-        return f"{self.named} makes its process answer what is no text; use another template"
+        return f"{self.named} makes its process return something other than text; use another template"
 
     def _limit(self, what: str) -> str:
         return f"{self.named} {what}, the limit of templates; correct it, or use another one"
@@ -160,9 +159,9 @@ class ChatTemplate:
         if code == -signal.SIGXCPU:
             return self._limit(f"takes more than {self.limits.cpu_seconds} s of CPU time for one conversation")
         if code == -signal.SIGKILL:
-            return f"{self.named}: the process that renders it was killed (out of memory?); make room, or correct it"
+            return f"{self.named}: its rendering process was killed (out of memory?); free some memory, or correct it"
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return f"{self.named}: the process that renders it ended ({how}); correct the template, or use another one"
+        return f"{self.named}: its rendering process ended ({how}); correct the template, or use another one"
 
     def _started(self) -> "_Process":
         if self._process is not None and self._process.usable:
@@ -185,8 +184,8 @@ class ChatTemplate:
             raise ConfigError(self._no_text()) from None
         if not limits_memory:
             logging.getLogger(__name__).warning(
-                "%s: this system sets no limit of memory (RLIMIT_AS) for the process that renders it; CPU time and "
-                "output are limited",
+                "%s: this system does not limit the memory of its rendering process (RLIMIT_AS); CPU time and output "
+                "are limited",
                 self.named,
             )
         self._process = process
@@ -199,13 +198,13 @@ class ChatTemplate:
 
 
 def request(messages: Sequence[Message], tools: Sequence[Any] | None = None, *, prompt: bool = False) -> bytes:
-    """A conversation as it is rendered; with `prompt`, followed by the prompt to answer it."""
+    """Encodes a request to render a conversation; with `prompt`, followed by the prompt to answer it."""
     try:
         content = json_bytes({"messages": list(messages), "tools": tools, "prompt": prompt})
     except RecursionError:
-        raise ChatError("its values are nested too deeply; make it flatter") from None
+        raise ChatError("its values are nested too deeply; flatten them") from None
     if MARKS.search(content.decode("utf-8", "surrogatepass")):
-        raise ChatError("its text holds U+FDD0 or U+FDD1, which Unicode keeps free of meaning; remove it")
+        raise ChatError("its text holds U+FDD0 or U+FDD1, which are noncharacters of Unicode; remove it")
     return content
 
 
@@ -216,7 +215,7 @@ class _EndedError(Exception):
 
 
 class _Process:
-    """One that renders: without files, sockets, environment, terminal and working directory of ours."""
+    """Rendering process. It inherits no files, sockets, environment, terminal or working directory."""
 
     def __init__(self, setup: Mapping[str, Any], named: str) -> None:
         command = [sys.executable, "-I", "-S", "-B", str(renderer.__file__)]
@@ -230,29 +229,29 @@ class _Process:
                 close_fds=True,
                 cwd="/",
                 env={},
-                start_new_session=True,  # the terminal's signals are meant for us, and its end follows ours
+                start_new_session=True,  # the terminal's signals are for this process, which ends the other one
             )
         except OSError as error:
-            raise ConfigError(f"{named}: the process that renders it could not be started ({error})") from None
+            raise ConfigError(f"{named}: its rendering process could not be started ({error})") from None
         self._named, self._owner = named, os.getpid()
-        os.set_blocking(_open(self._popen.stdin).fileno(), False)  # what fits is written, and the rest waits
+        os.set_blocking(_open(self._popen.stdin).fileno(), False)  # partial writes; `send` waits for the rest
         self.end = weakref.finalize(self, _end, self._popen, self._owner)
         self.send(json_bytes(setup))
 
     @property
     def usable(self) -> bool:
-        """A fork of this process has the pipes, too, and must not use them."""
+        """True if it runs and this process owns it. A fork inherits the pipes, but must not use them."""
         return self._owner == os.getpid() and self._popen.poll() is None
 
     def send(self, content: bytes) -> None:
         stream, left = _open(self._popen.stdin), memoryview(frame(content))
-        with suppress(BrokenPipeError):  # its end is seen where its answer is read
+        with suppress(BrokenPipeError):  # reading the answer detects that the process has ended
             while left:
                 self._wait(stream, select.POLLOUT)
                 left = left[os.write(stream.fileno(), left) :]
 
     def receive(self, most: int) -> Any:
-        """A JSON value of at most so many bytes."""
+        """Receives a JSON value of at most `most` bytes."""
         length = int.from_bytes(self._read(LENGTH_BYTES), "big")
         if length > most:
             raise ValueError(length)
@@ -268,7 +267,7 @@ class _Process:
         return bytes(content)
 
     def _wait(self, stream: IO[bytes], event: int) -> None:
-        """Waits for the process, and says so if it is stopped: nothing else would end the wait."""
+        """Waits for the process, and warns if it is stopped, because the wait has no timeout."""
         poll, seconds = select.poll(), _STOPPED_AFTER
         poll.register(stream, event)
         while not poll.poll(seconds * 1000):
@@ -292,7 +291,7 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
 
 
 def _texts(content: Iterable[Any]) -> tuple[Rendered, ...]:
-    """Checks that they are what they should be: what comes from the process is a stranger's."""
+    """Validates the texts from the process, which are untrusted."""
     texts = []
     for text, answers in content:
         within = tuple((start, end) for start, end in answers)
@@ -303,10 +302,10 @@ def _texts(content: Iterable[Any]) -> tuple[Rendered, ...]:
 
 
 def _packages(named: str) -> list[str]:
-    """The folders of the packages that render, which the process finds by no other way."""
+    """Returns the folders of jinja2 and its dependency, which the isolated process cannot find otherwise."""
     specs = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
     places = [Path(spec.origin).parent.parent for spec in specs if spec is not None and spec.origin is not None]
-    if len(places) < len(specs):  # torch brings them along, but some builds of torch leave them out
+    if len(places) < len(specs):  # torch depends on them, but some builds of torch leave them out
         raise ConfigError(f"{named}: needs the package jinja2: pip install jinja2")
     return [str(place.resolve()) for place in dict.fromkeys(places)]
 
@@ -315,7 +314,7 @@ def _check_version(named: str, version: str) -> None:
     numbers = re.findall(r"\d+", version)[:3]
     if tuple(map(int, numbers)) < _SAFE_JINJA:
         raise ConfigError(
-            f"{named}: jinja2 {version} has holes through which a template could run code; pip install -U jinja2"
+            f"{named}: the sandbox of jinja2 {version} has holes that let a template run code; pip install -U jinja2"
         )
 
 
@@ -324,5 +323,5 @@ def _size(count: int) -> str:
 
 
 def _shown(text: str) -> str:
-    """A stranger's text in one line without control characters."""
+    """Returns untrusted text as one line without control characters."""
     return "".join(each if each.isprintable() else "?" for each in " ".join(text.split())[:200])

@@ -1,1 +1,1 @@
-"""The fast encoder and the checks that its ids equal those of the exact one. Importing it loads nothing."""
+"""Fast encoder, with checks that its ids equal the exact one's. Importing this package loads nothing."""

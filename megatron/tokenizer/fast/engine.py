@@ -11,15 +11,15 @@ from megatron.tokenizer.fast.kinds import FastKind, NotFastError
 from megatron.utils.process import resident_bytes
 
 INSTALL = "pip install gigatoken"
-# The library caches every word it has seen, without limit. After this growth of the process it is rebuilt.
+# The library caches every word without limit. It is rebuilt after this growth of the process.
 CACHE_BYTES = 16 << 20
 CHECK_BYTES = 1 << 20
-# The same in bytes of text, where the size of the process cannot be read.
+# The same limit in bytes of text, for systems where the size of the process cannot be read.
 REBUILD_BYTES = 1 << 28
 
 
 class EnginePanicError(Exception):
-    """The library panicked on a text and has been rebuilt."""
+    """Raised after the library panicked on a text and was rebuilt."""
 
 
 class FastEngine:
@@ -43,16 +43,16 @@ class FastEngine:
         self._since_check = self._since_build = 0
 
     def encode(self, data: bytes) -> Ids:
-        """Ids of one text, given in UTF-8. The library's working memory grows with the text."""
+        """Returns the ids of one text in UTF-8. The library's working memory grows with the text."""
         self._since_check += len(data)
         if self._since_check > CHECK_BYTES:
             self._bound_memory()
         try:
             return self._encode(data).astype(np.int32)  # the library's arrays use four times the memory, or 4 KB more
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of the library's own Rust, which has no Python name
+            if type(error).__name__ != "PanicException":  # the library's, which cannot be imported
                 raise
-            logging.getLogger(__name__).warning("gigatoken gave up on a text (%s); tokenizers takes it", error)
+            logging.getLogger(__name__).warning("gigatoken failed on a text (%s); tokenizers encodes it", error)
             self._build()
             raise EnginePanicError from None
 
@@ -63,6 +63,6 @@ class FastEngine:
         if size - self._size > self._growth or (not size and self._since_build > REBUILD_BYTES):
             del self._library, self._encode  # freed before the next one is built
             self._build()
-            # If that freed little, something else in the process has grown, so the next rebuild comes later.
+            # If that freed little, other memory of the process has grown, so the next rebuild is delayed.
             freed = size - self._size
             self._growth = CACHE_BYTES if freed > CACHE_BYTES // 2 else 2 * self._growth

@@ -11,17 +11,17 @@ import numpy.typing as npt
 _SCANNED = 0x20000
 _OLD_IDEOGRAPHS = ((0x20000, 0x2A6D7), (0x2A700, 0x2B735))
 _PRIVATE = 0xE0000
-# A small letter in one table, a letter without case in another.
+# A small letter in one Unicode table, a letter without case in the other.
 _PHARYNGEAL_FRICATIVE = 0x0295
 _BLOCK = 1 << 20
 
 
 class FallbackTexts:
-    """Finds such texts at a cost that is negligible beside the fast encoder's.
+    """Finds such texts at a negligible cost compared with the fast encoder's.
 
-    A character is unsafe if Python's Unicode table does not have it: it is new, so one of the two encoders may treat it
-    as a letter and the other not. Where text is composed (normal form C) before encoding, a character that composition
-    reorders or joins is unsafe as well, unless it is so old (Unicode 3.2) that every table has it.
+    A character is unsafe if Python's Unicode table lacks it: it is new, so the encoders may disagree about it being a
+    letter. If text is composed (normal form C) before encoding, characters that composition reorders or joins are also
+    unsafe. Those of Unicode 3.2 are exempt, because every table has them.
     """
 
     def __init__(self, *, composes: bool = False, cased: bool = False, plain_tokens: Sequence[str] = ()) -> None:
@@ -29,11 +29,11 @@ class FallbackTexts:
         self._tokens = re.compile("|".join(map(re.escape, plain_tokens))) if plain_tokens else None
 
     def holds_token(self, text: str) -> bool:
-        """True if the text contains an added token: such a text must not be cut."""
+        """True if the text contains an added token, so that it must not be cut."""
         return self._tokens is not None and self._tokens.search(text) is not None
 
     def find(self, texts: Sequence[str], encoded: Sequence[bytes]) -> set[int]:
-        """The positions of the texts to fall back on; `encoded` are the same texts in UTF-8."""
+        """Returns the positions of the texts that need the fallback; `encoded` are the same texts in UTF-8."""
         found = {i for i, text in enumerate(texts) if self.holds_token(text)} if self._tokens else set()
         if self._any(b"".join(encoded)):
             found.update(i for i, data in enumerate(encoded) if self._any(data))
@@ -56,7 +56,7 @@ class FallbackTexts:
 
 
 def _table(composes: bool, cased: bool) -> npt.NDArray[np.bool_]:
-    """Which characters are unsafe."""
+    """Marks the unsafe characters."""
     table = np.zeros(0x110000, dtype=np.bool_)
     categories = [*map(unicodedata.category, map(chr, range(_SCANNED)))]
     table[:_SCANNED] = np.array(categories) == "Cn"
@@ -70,7 +70,7 @@ def _table(composes: bool, cased: bool) -> npt.NDArray[np.bool_]:
 
 
 def _composing() -> Iterator[int]:
-    """Newer characters that normal form C reorders, changes or joins to the one before."""
+    """Yields newer characters that normal form C reorders, changes or joins to the preceding one."""
     for code in range(0x300, _SCANNED):
         character = chr(code)
         if unicodedata.ucd_3_2_0.category(character) != "Cn":

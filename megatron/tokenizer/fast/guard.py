@@ -1,9 +1,9 @@
-"""Guards the fast encoder: its ids equal those of the exact one, or the run stops and names the difference.
+"""Guards the fast encoder: its ids equal the exact one's, or the run stops and reports the difference.
 
-1. Only kinds of tokenizer that were proved equal are encoded fast (kinds.py).
+1. Only kinds of tokenizer with proven equality use the fast encoder (kinds.py).
 2. At the start both encode probe texts with this vocabulary (probe_texts.py).
 3. Texts that two Unicode tables may treat differently fall back to the exact encoder (fallback_texts.py).
-4. A sample of all text is encoded again by the exact encoder. A difference is an EncoderDifference.
+4. The exact encoder encodes a sample of all text again. A difference raises EncoderDifference.
 """
 
 import logging
@@ -23,17 +23,17 @@ from megatron.tokenizer.fast.words import WORD_END, split_at_words
 
 ExactEncoder = Callable[[str], Ids]
 
-# One piece of this size is sampled per stretch: 0.2 % of the text, a tenth of the fast encoder's time.
+# One piece of this size is compared per stretch: 0.2 % of the text, a tenth of the fast encoder's time.
 PIECE = 2048
 STRETCH = 1 << 20
-# At least one sample in so much text, whatever the choice by content gives.
+# Every stretch of this many characters has at least one sample, whichever texts the content selects.
 LONGEST_UNSAMPLED = 4 * STRETCH
-# The first texts are all compared, so that a small input is not left to chance.
+# The first texts are all compared, so that small inputs are covered too.
 WARM_UP = 4 * PIECE
 EXCERPT = 60
-# Longer texts are encoded in parts of so many characters, which bounds the memory beside a text and its ids.
+# Longer texts are encoded in parts of this many characters, which bounds the memory besides a text and its ids.
 PART = 1 << 20
-# So many ids are searched at once for those of a piece.
+# Number of ids that are searched at once for those of a piece.
 SEARCHED = 1 << 18
 
 
@@ -46,7 +46,7 @@ def build_guarded(
     eod_token: str | None,
     announce: bool = True,
 ) -> "GuardedEncoder | None":
-    """The guarded fast encoder, or None to use the exact one. `description` is the tokenizer.json."""
+    """Builds the guarded fast encoder; returns None to use the exact one. `description` returns the tokenizer.json."""
     if encoder == "exact":
         return None
     try:
@@ -70,7 +70,7 @@ def _build(description: dict[str, Any], exact: ExactEncoder, eod_token: str | No
         try:
             differs = not np.array_equal(engine.encode(data), exact(text))
         except EnginePanicError:
-            raise NotFastError("gigatoken gave up on one of the test texts") from None
+            raise NotFastError("gigatoken failed on one of the test texts") from None
         if differs:
             raise NotFastError(f"it differs on this vocabulary, as at {text[:60]!r}")
     return GuardedEncoder(engine, exact, fallback)
@@ -101,7 +101,7 @@ class GuardedEncoder:
         return arrays
 
     def _encode_in_parts(self, text: str) -> Ids:
-        ids = bytearray()  # grows in place, where joining arrays would hold the ids twice
+        ids = bytearray()  # grows in place; joining arrays would hold the ids twice
         for part in split_at_words(text, PART):
             data = _utf8(part, of=text)
             unsafe = self._fallback.find([part], [data])
@@ -109,7 +109,7 @@ class GuardedEncoder:
         return np.frombuffer(ids, dtype=np.int32)
 
     def _encode_with_fallback(self, text: str) -> Ids:
-        """Encodes the unsafe parts of a long text exactly, and the rest fast."""
+        """Encodes the unsafe parts of a long text with the exact encoder, the rest with the fast one."""
         if len(text) <= PIECE or self._fallback.holds_token(text):
             return self._exact(text)
         parts = list(split_at_words(text, PIECE))
@@ -126,7 +126,7 @@ class GuardedEncoder:
             return self._exact(text)
 
     def _sample(self, text: str) -> Sequence[int]:
-        """Where the pieces to compare begin. Chosen by content, so independent of the number of workers."""
+        """Returns the starts of the pieces to compare. Content selects them, so workers do not matter."""
         size = len(text)
         self._unsampled += size
         chance = zlib.crc32(f"{size}{text[:32]}{text[-32:]}".encode()) / (1 << 32)
@@ -140,14 +140,14 @@ class GuardedEncoder:
         return [int((number + chance) / pieces * max(0, size - PIECE)) for number in range(pieces)]
 
     def _compare(self, index: int, text: str, ids: Ids, start: int, after: int | None) -> int | None:
-        """Compares the piece at `start`, and returns where it was found. The next piece lies behind it, so the ids of a
-        text are searched once in all; `after` None: a piece before was not found, and no other is looked for."""
+        """Compares the piece at `start` and returns its position in the ids. The next piece lies behind it, so the ids
+        of a text are searched once. `after` None means that an earlier piece was not found; then none is searched."""
         piece, at_words = _cut(text, start)
         if at_words and after is not None:
             position = find_ids(self._exact(piece), ids, after)
             if position is not None:
                 return position
-        # A piece cut inside a word need not occur in the ids; then it, or all of a short text, is encoded again.
+        # A piece cut inside a word may be missing from the ids; then it, or all of a short text, is encoded again.
         whole = text if at_words and len(text) <= STRETCH else piece
         if whole is not text and self._fallback.find([piece], [piece.encode()]):
             return after  # the engine has not encoded it
@@ -157,7 +157,7 @@ class GuardedEncoder:
         return None if at_words else after
 
     def _excerpt(self, text: str) -> str:
-        """A part of the text that still shows the difference, shortened by halving."""
+        """Returns a part of the text that still shows the difference, found by halving."""
         while len(text) > EXCERPT:
             middle = len(text) // 2
             halves = [part for part in (text[:middle], text[middle:]) if self._differ(part)]
@@ -179,7 +179,7 @@ def _utf8(part: str, *, of: str) -> bytes:
 
 
 def _cut(text: str, start: int) -> tuple[str, bool]:
-    """About PIECE characters from `start`, and whether they are cut where every known pattern ends a word."""
+    """Returns about PIECE characters from `start`, and whether both cuts are word ends in every known pattern."""
     if len(text) <= PIECE:
         return text, True
     first = WORD_END.search(text, start, start + PIECE) if start else None
@@ -190,7 +190,7 @@ def _cut(text: str, start: int) -> tuple[str, bool]:
 
 
 def find_ids(part: Ids, whole: Ids, start: int = 0) -> int | None:
-    """Where `part` begins in `whole`, at `start` or behind it; None if it is not there. Copies one block at a time."""
+    """Returns the position of `part` in `whole` from `start`, or None. Copies one block at a time."""
     wanted = part.astype(np.int32).tobytes()
     for begin in range(start, len(whole) - len(part) + 1, SEARCHED):
         block = whole[begin : begin + SEARCHED + len(part) - 1].astype(np.int32, copy=False).tobytes()

@@ -1,7 +1,7 @@
 """Recognises the tokenizer.json files that the fast encoder computes exactly.
 
-A closed list, proved by comparing every character and millions of random texts; everything else uses the exact
-encoder. The fast library ignores settings that it does not know, so every setting must be checked here.
+The list is closed. Each kind was verified with every character and millions of random texts; all others use the exact
+encoder. The fast library ignores unknown settings, so this module must check every setting.
 """
 
 import re
@@ -23,8 +23,8 @@ _CASED = (
 _OTHER = r" ?[^\s\p{L}\p{N}]+"
 _SPACE = r"\s+(?!\S)|\s+"
 
-# The patterns exactly as in the files of these families. A similar one may differ in meaning: written with
-# possessive quantifiers, OpenAI's own spelling of cl100k means something else to the exact library's engine.
+# The patterns exactly as in the files of these families. Similar patterns may differ: OpenAI's own spelling of cl100k
+# has possessive quantifiers, which the exact library's engine reads differently.
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_SPLIT = "|".join((_CONTRACTIONS, _LETTERS, r"\p{N}{1,3}", _OTHER + r"[\r\n]*", r"\s*[\r\n]+", _SPACE))
 CL100K_SPLIT = "|".join((_CONTRACTIONS, _LETTERS, r"\p{N}{1,3}", _OTHER + r"[\r\n]*", r"\s*[\r\n]", _SPACE))
@@ -42,7 +42,7 @@ _IN_ALPHABET = re.compile("[" + re.escape("".join(CHARACTER_OF_BYTE)) + "]+").fu
 
 
 class NotFastError(Exception):
-    """Why the fast encoder cannot be used; the text completes a sentence."""
+    """Raised if the fast encoder cannot be used. Its text follows a colon in messages."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class FastKind:
 
 
 def fast_kind(description: dict[str, Any], eod_token: str | None) -> FastKind:
-    """The kind of a parsed tokenizer.json; NotFastError if it is not on the list."""
+    """Returns the kind of a parsed tokenizer.json. Raises NotFastError if it is not on the list."""
     model = description.get("model") or {}
     _check_model(model)
     vocab = {token: index for token, index in model["vocab"].items() if _IN_ALPHABET(token)}
@@ -94,14 +94,14 @@ def _check_model(model: dict[str, Any]) -> None:
 
 
 def _check_merges(vocab: dict[str, int], merges: list[Merge]) -> None:
-    """Refuses merges whose order depends on the implementation."""
+    """Rejects merges whose order depends on the implementation."""
     if len(set(merges)) != len(merges):
-        raise NotFastError("a merge stands in its list twice")
+        raise NotFastError("its list of merges has one twice")
     made = [vocab.get(left + right, -1) for left, right in merges]
     if -1 in made:
         raise NotFastError("a merge makes a token that the vocabulary lacks")
     if any(one == other for one, other in pairwise(made)):
-        raise NotFastError("two merges make one token")
+        raise NotFastError("two merges make the same token")
 
 
 def _composes(normalizer: dict[str, Any] | None) -> bool:
@@ -129,9 +129,9 @@ def _pre_tokenizer(pre: dict[str, Any] | None) -> dict[str, Any]:
     # Every known pattern matches every character, so splitting at matches and keeping them is the same.
     cuts = (str(split.get("behavior")).lower(), bool(split.get("invert"))) in (("isolated", False), ("removed", True))
     if pattern not in KNOWN_SPLITS or not cuts:
-        raise NotFastError(f"its word pattern is none of the known ones ({str(pattern)[:40]}...)")
+        raise NotFastError(f"its word pattern is unknown ({str(pattern)[:40]}...)")
     if bytes_of.get("use_regex", True) or bytes_of.get("add_prefix_space", True):
-        raise NotFastError("it splits words twice, or puts a space before each")
+        raise NotFastError("it splits words twice, or adds a space before each")
     return {"type": "Sequence", "pretokenizers": [{"type": "Split", "pattern": {"Regex": pattern}}]}
 
 
@@ -140,5 +140,5 @@ def _plain_tokens(added: Iterable[dict[str, Any]], eod_token: str | None) -> tup
     plain = tuple(content for content in contents if content != eod_token)
     for content in plain:
         if not content.strip():
-            raise NotFastError(f"its added token {content!r} is found in nearly every text")
+            raise NotFastError(f"its added token {content!r} occurs in nearly every text")
     return plain

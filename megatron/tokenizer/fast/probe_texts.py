@@ -1,4 +1,4 @@
-"""Probe texts: texts that each broke some tokenizer once, and texts made from the vocabulary."""
+"""Probe texts: texts that each once broke some tokenizer, and texts made from the vocabulary."""
 
 import unicodedata
 from collections.abc import Iterator, Mapping
@@ -42,7 +42,7 @@ def probe_texts(vocab: Mapping[str, int]) -> Iterator[str]:
 
 
 def _ascii_pairs() -> Iterator[str]:
-    """Pairs of printable or white ASCII characters."""
+    """Yields pairs of printable or white ASCII characters."""
     characters = "\t\n\r" + "".join(map(chr, range(32, 127)))
     kinds = "\n\r aZ0_'/!\t"
     yield from ("".join(first + second for second in characters) for first in kinds)
@@ -50,7 +50,7 @@ def _ascii_pairs() -> Iterator[str]:
 
 
 def _characters() -> Iterator[str]:
-    """Characters of every script and category between a letter, a digit, a mark and white space."""
+    """Yields characters of every script and category between a letter, a digit, a mark and white space."""
     sample = [chr(code) for code in range(0xA0, 0x20000, CHARACTER_STEP)]
     assigned = [character for character in sample if unicodedata.category(character) not in ("Cn", "Cs", "Co")]
     for start in range(0, len(assigned), 50):
@@ -58,7 +58,7 @@ def _characters() -> Iterator[str]:
 
 
 def _tokens(vocab: Mapping[str, int]) -> Iterator[str]:
-    """Tokens of the vocabulary, joined with and without spaces."""
+    """Yields tokens of the vocabulary, joined with and without spaces."""
     step = max(1, len(vocab) // TOKENS_TRIED)
     tried = [token_bytes(token).decode("utf-8", errors="ignore") for token in list(vocab)[::step]]
     for start in range(0, len(tried), 50):

@@ -1,11 +1,11 @@
-"""Splits long texts where a word ends, so that the parts' encodings concatenate to the encoding of the whole."""
+"""Splits long texts at word ends, so that the parts' encodings concatenate to the encoding of the whole."""
 
 import re
 from collections.abc import Iterator
 
-# In every known pattern a word ends where a space follows a visible character.
+# In every known pattern a word ends before a space that follows a visible character.
 WORD_END = re.compile(r"(?<=\S) ")
-# In GPT-2's pattern no word spans a visible character and a line end either, and none looks past that point.
+# In GPT-2's pattern no word spans a visible character and a line end either, or looks past that point.
 WORD_OR_LINE_END = re.compile(r"(?<=\S)[ \n]")
 
 

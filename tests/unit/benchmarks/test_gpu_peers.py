@@ -74,7 +74,7 @@ def test_where_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert place.startswith(f"{__file__}:") and modes == ["warn", "default"]
     assert gpu_peers.host_waits(lambda: None) == []
     said = gpu_peers.verdicts(NAMED["tiny"], {"ours": {"host_waits": [place], "ms": 1.0}})
-    assert said == [f"ours: the host waits for the device in a step: {place}"]
+    assert said == [f"ours: a step has host syncs: {place}"]
 
 
 def turns(*seconds: float) -> list[dict[str, float]]:
@@ -92,7 +92,7 @@ def test_the_verdict_is_about_the_fastest() -> None:
     said = gpu_peers.table(task.size, result)
     assert "plain                  left out: RuntimeError: CUDA out of memory" in said
     assert "ours-graphs against compiled, the fastest peer: 2.000x: ahead" in said
-    assert f"ours-graphs: {12 * 1024 / 0.5 / 85_000:.2f}x of what is published" in said
+    assert f"ours-graphs: {12 * 1024 / 0.5 / 85_000:.2f}x of the published result" in said
 
 
 @pytest.mark.parametrize(("failures", "made"), [(0, True), (2, True), (4, True), (5, False)])

@@ -122,14 +122,14 @@ def test_a_case_for_more_devices_than_there_are_is_a_row(
     monkeypatch.setattr(tool, "devices", lambda kind: 2)
     monkeypatch.setattr(tool, "run_within", lambda *_: tool.Ended(0, (), 1.0))
     assert tool.main(["--cases", "TP2 x PP2", "--connections", "8"]) == 0
-    assert "left out: needs 4 devices, 2 are here" in capsys.readouterr().out
+    assert "left out: needs 4 devices, found 2" in capsys.readouterr().out
 
 
 def test_one_device_is_refused(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(tool, "devices", lambda kind: 1)
     with pytest.raises(SystemExit):
         tool.main(["--device", "cuda"])
-    assert "--device cuda: 1 found, and two are needed" in capsys.readouterr().err
+    assert "--device cuda: needs two devices, found 1" in capsys.readouterr().err
 
 
 def test_kernels_are_compared_where_they_are_asked_for(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

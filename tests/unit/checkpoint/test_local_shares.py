@@ -41,7 +41,9 @@ def test_every_share_goes_to_factor_minus_one_others(jump: int, factor: int, wor
 
 
 def test_numbers_of_ranks_that_do_not_fit_and_copies_beside_their_originals_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--replication: 12, the number of ranks, is no multiple of .* 4 .* 2; give"):
+    with pytest.raises(
+        ConfigError, match=r"--replication: 12, the number of ranks, is not a multiple of .* 4 .* 2; give"
+    ):
         Copies.of(4, 2, 12)
     with pytest.raises(ConfigError, match=r"--replication-jump 1: ranks 0 and 1 .* see the same .* /dev/shm/x; give"):
         Copies.of(1, 2, 4).check_apart(["a", "a", "b", "b"], "/dev/shm/x")
@@ -110,7 +112,7 @@ def test_a_changed_record_is_not_read(tmp_path: Path) -> None:
 def test_a_name_that_cannot_be_read_is_no_missing_name(tmp_path: Path) -> None:
     assert lineage.name_of(tmp_path) is None and lineage.name_of(tmp_path / "not there") is None
     (tmp_path / paths.LINEAGE).mkdir()
-    with pytest.raises(CheckpointError, match=r"cannot be read \(Is a directory\), which says which non-persistent"):
+    with pytest.raises(CheckpointError, match=r"cannot be read \(Is a directory\); it identifies this run"):
         lineage.name_of(tmp_path)
 
 

@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "a negative start": (lambda body: weight_of(body, QKV).update(start=-4), "begins at byte -4"),
     "a start behind the file": (
         lambda body: starts_of(body).update({SQUARE: 10**9}),
-        "exp_avg_sq torch.float32 ends at byte .*, which has",
+        "exp_avg_sq torch.float32 ends at byte .*, which ends at",
     ),
     "a weight behind the file": (lambda body: weight_of(body, QKV).update(start=10**9), "ends at byte"),
     "two kinds that overlap": (
@@ -207,7 +207,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "the last offset of a row shifted by one element": (
         lambda body: piece_of(body, LAST).update(offset=piece_of(body, LAST)["offset"] + 1),
-        "has elements in none of the 4 files",
+        "has elements in none of its 4 files",
     ),
     "a share of another length": (
         lambda body: piece_of(body, QKV).update(share=piece_of(body, QKV)["share"] + 1),
@@ -223,17 +223,17 @@ FOUND_DEEP: dict[str, tuple[Change, str]] = {
         lambda body: starts_of(body).update(
             {kind: start + 4 for kind, start in starts_of(body).items() if kind == SQUARE}
         ),
-        "by the manifest from byte",
+        "; the manifest says byte",
     ),
     "a weight shifted by one element": (
         lambda body: weight_of(body, LAST).update(start=weight_of(body, LAST)["start"] + 4),
-        "by the manifest from byte",
+        "; the manifest says byte",
     ),
     "starts of two weights of one shape exchanged": (
         lambda body: exchange(weight_of(body, SCALE), weight_of(body, LAST), "start"),
-        "by the manifest from byte",
+        "; the manifest says byte",
     ),
-    "a tensor in another row": (lambda body: piece_of(body, QKV).update(row=5), "by the manifest from byte"),
+    "a tensor in another row": (lambda body: piece_of(body, QKV).update(row=5), "; the manifest says byte"),
     "offsets of two tensors of one shape exchanged": (
         lambda body: (
             exchange(piece_of(body, SCALE), piece_of(body, LAST), "offset"),

@@ -130,7 +130,7 @@ def test_whole_hugging_face_folders(tmp_path: Path) -> None:
     ("change", "words"),
     [
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it has to be a whole number from 1 to 16384"),
-        ({"num_hidden_layers": 10**4}, "describes 10000 layers and 0 experts, and the weights are 11 tensors"),
+        ({"num_hidden_layers": 10**4}, "describes 10000 layers and 0 experts, but the weights are 11 tensors"),
         (
             {"vocab_size": 10**30},
             "vocab_size is a number of 100 bits; it has to be a whole number from 1 to 2147483647",
@@ -231,7 +231,7 @@ def run_of_one_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("optimizer", "extra", "step"), "x", "its optimizer state cannot be restored .*; give --no-load-optim"),
         (("extra",), 7, "its values of the engine cannot be restored"),
         ("data", {"train_samples": "x"}, "its number of training samples cannot be restored"),
-        ("consumed_train_samples", 10**30, "that is negative, or greater than any"),
+        ("consumed_train_samples", 10**30, "or a size is negative or too large"),
     ],
 )
 def test_other_values_besides_tensors_than_a_run_saves(

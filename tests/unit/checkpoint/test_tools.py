@@ -192,9 +192,12 @@ def test_generate_needs_the_checkpoint_alone(run: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--prompt", "abc" * 20], "60 tokens, and the model has 32 positions"),
+        (["--prompt", "abc" * 20], "60 tokens, but the model has 32 positions"),
         (["--prompt", "abc", "--temperature", "0"], "use --greedy"),
-        (["--prompt", "abc", "--greedy", "--top-k", "3"], "--greedy: nothing is drawn"),
+        (
+            ["--prompt", "abc", "--greedy", "--top-k", "3"],
+            "--greedy: --temperature, --top-k and --top-p have no effect",
+        ),
         (["--prompt", ""], "empty prompt"),
         (["--prompt", "abc", "--dtype", "int8"], "--dtype int8"),
         (["--prompt", "abc", "--device", "abacus"], "--device abacus"),

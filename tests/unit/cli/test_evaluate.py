@@ -90,7 +90,7 @@ BAD: dict[str, tuple[Any, tuple[str, ...], str]] = {
     "one choice": ([item(), item(choices=["x"])], ("--task", "choices"), "line 2: has no 'choices'"),
     "an empty choice": ([item(choices=["x", " "])], ("--task", "choices"), "line 1: choice 1 is empty"),
     "a choice twice": ([item(choices=["x", "x"])], ("--task", "choices"), "choice 1 is the same as choice 0"),
-    "gold beyond the choices": ([item(gold=2)], ("--task", "choices"), "gold is 2, .*from 0 to 1"),
+    "gold beyond the choices": ([item(gold=2)], ("--task", "choices"), "gold is 2; .*from 0 to 1"),
     "gold as a text": ([item(gold="range")], ("--task", "choices"), "gold is 'range'"),
     "nothing after the end of a document": (
         ['{"text": ""}'],
@@ -180,7 +180,7 @@ def test_a_choice_that_begins_another_is_said(evaluate: Evaluate, tmp_path: Path
     data = lines(tmp_path / "a.jsonl", item(), item(choices=["range", "range(100)"]))
     code, told, output = evaluate("--data", data, "--task", "choices")
     assert code == 0 and json.loads(output.read_text())["items"] == 2
-    assert len(told) == 1 and "1 items have a choice that begins another" in told[0] and "line 2" in told[0]
+    assert len(told) == 1 and "1 items have a choice that is a prefix of another" in told[0] and "line 2" in told[0]
 
 
 def test_the_tokenizer_of_another_model_is_named(evaluate: Evaluate, tmp_path: Path) -> None:

@@ -162,10 +162,10 @@ def test_what_is_never_read_is_explained(native: Path, capsys: pytest.CaptureFix
     (native.parent / "bad-iter_0000400").mkdir()
     assert verify([str(native.parent)]) == 0
     told = capsys.readouterr().out
-    assert ".tmp-iter_0000600.run: a save that was not completed" in told
+    assert ".tmp-iter_0000600.run: an incomplete save" in told
     assert "bad-iter_0000400: a step that was found damaged" in told
     assert verify([str(half)]) == 4
-    assert "a save that was not completed" in capsys.readouterr().out
+    assert "an incomplete save" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("written", ["classic", "torch_dist"])

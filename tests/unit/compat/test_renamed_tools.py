@@ -48,7 +48,7 @@ ROOT = Path(__file__).resolve().parents[3]
             "--task LAMBADA --valid-data lambada.jsonl --strict-lambada --load c",
             "python tools/evaluate.py --task lambada --strict-lambada --data lambada.jsonl --load c",
         ),
-        ("tasks/main.py", "--task RACE --load c", "--task RACE: not built"),
+        ("tasks/main.py", "--task RACE --load c", "--task RACE: not supported"),
     ],
 )
 def test_the_new_command_is_told(name: str, flags: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:

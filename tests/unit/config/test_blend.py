@@ -47,7 +47,7 @@ def test_words(words: list[str], prefixes: tuple[str, ...], weights: Weights) ->
         ([], "an empty path"),
         (
             [f"p{i}" for i in range(32768)],
-            "--valid-data-path p0 p1 p2 p3 p4 p5 p6 p7 ...: 32768 sources; at most 32767",
+            "--valid-data-path p0 p1 p2 p3 p4 p5 p6 p7 ...: 32768 sources, above the limit of 32767",
         ),
     ],
 )

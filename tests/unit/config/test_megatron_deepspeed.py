@@ -64,7 +64,7 @@ def test_a_flag_that_changes_no_result_is_said(flags: str, line: str) -> None:
     [
         ("--zero-stage 3 --remote-device nvme", "--remote-device nvme: parameters are kept in host memory"),
         ("--curriculum-learning", "--curriculum-learning: not supported; every token passes every layer"),
-        ("--ds-inference", "--ds-inference: not supported; generation has its own tool; use tools/generate.py"),
+        ("--ds-inference", "--ds-inference: not supported; use tools/generate.py for generation"),
         ("--train-tokens 1000", "--train-tokens 1000: not supported; use --train-samples"),
         ("--partition-activations", "--partition-activations: not supported yet; use --sequence-parallel"),
         ("--deepspeed_mpi", "--deepspeed_mpi: not supported; ranks come from torchrun or Slurm"),

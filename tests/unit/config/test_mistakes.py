@@ -9,7 +9,6 @@ import pytest
 
 from megatron.config import check_paths, check_settings, check_world
 from megatron.config.run import all_settings, build
-from megatron.config.sources import _ELSEWHERE, spelling_table
 from megatron.errors import ConfigError
 from tests.helpers.other_programs import parse_args
 from tests.unit.config.commands import SMALL, argv, without
@@ -136,7 +135,7 @@ ADDED = {
     "--cycle-momentum": ("--cycle-momentum: not supported yet", "leave it out"),
     "--lr-schedule WarmupLR --lr-decay-style cosine": ("--lr-schedule WarmupLR and --lr-decay-style", "keep one"),
     "--optimizer soap": ("--optimizer soap: not supported yet", "use muon or adam"),
-    "--optimizer muon --muon-tp-mode blockwise": ("--muon-tp-mode blockwise: each rank", "leave it out"),
+    "--optimizer muon --muon-tp-mode blockwise": ("--muon-tp-mode blockwise: updates of each rank", "leave it out"),
     "--optimizer muon --muon-num-ns-steps 6": ("--muon-num-ns-steps 6 with", "--muon-num-ns-steps 5 or 10"),
     "--optimizer muon --muon-coefficient-type polar_express": ("--muon-num-ns-steps 5 with", "8 or more"),
     "--use-precision-aware-optimizer --exp-avg-dtype fp16": ("--exp-avg-dtype fp16: a scale", "use bf16"),
@@ -150,7 +149,7 @@ ADDED = {
     "--moe-router-load-balancing-type sinkhorn": ("--moe-router-load-balancing-type sinkhorn", "use seq_aux_loss"),
     "--moe-shared-expert-gate": ("--moe-shared-expert-gate: not supported yet", "leave it out"),
     "--fp4-format e2m1": ("--fp4-format e2m1: not supported", "--bf16"),
-    "--use-sharp": ("--use-sharp: not supported", "use data parallelism as it is"),
+    "--use-sharp": ("--use-sharp: not supported", "data parallelism has no such option"),
     "--topk 0": ("--topk 0: --moe-router-topk 0: out of range", "give a whole number of at least 1"),
     "--deepspeed --deepspeed_config ds.json": (
         "--deepspeed_config ds.json: no such file",
@@ -181,10 +180,13 @@ ADDED = {
     "--sft --reset-position-ids": ("--sft and --reset-position-ids exclude each other", "keep one"),
     "--sft --fim-data": ("--sft and --fim-data exclude each other", "keep one"),
     "--sft --sft-tokenizer-prompt-format chatml": ("--sft-tokenizer-prompt-format chatml", "nemotron-h-aligned"),
-    "--save x --non-persistent-save-interval 5": ("--non-persistent-save-interval 5: where", "-ckpt-type"),
+    "--save x --non-persistent-save-interval 5": ("--non-persistent-save-interval 5: the place", "-ckpt-type"),
     "--save x --non-persistent-ckpt-type local": ("--non-persistent-ckpt-type local: needs", "-local-ckpt-dir"),
     "--save x --non-persistent-ckpt-type in_memory": ("--non-persistent-ckpt-type in_memory: ", "/dev/shm/NAME"),
-    "--save x --non-persistent-ckpt-type global --non-persistent-global-ckpt-dir x": ("is that of --save", "another"),
+    "--save x --non-persistent-ckpt-type global --non-persistent-global-ckpt-dir x": (
+        "is the same as --save",
+        "another",
+    ),
     "--save x --save-interval 4 --save-retain-interval 6": ("--save-retain-interval 6", "--save-interval 4"),
     "--no-position-embedding --position-embedding-type learned_absolute": ("--no-position-embedding", "keep one"),
     "--loss-scale 0 --fp16": ("--loss-scale 0", "above 0"),
@@ -305,7 +307,7 @@ def test_files_must_exist(tmp_path_factory: pytest.TempPathFactory) -> None:
             check_paths(parse_args(argv(command, f"--merge-file {place}")))
     wrong = command.replace("corpus ", "corpus.bin ")
     with pytest.raises(
-        ConfigError, match=r"--data-path .*corpus.bin.idx: no such file; give the prefix without its ending: .*corpus$"
+        ConfigError, match=r"--data-path .*corpus.bin.idx: no such file; give the prefix without its suffix: .*corpus$"
     ):
         check_paths(parse_args(argv(wrong, f"--merge-file {folder}/merges.txt")))
     os.mkfifo(folder / "pipe")
@@ -326,11 +328,6 @@ def test_files_must_exist(tmp_path_factory: pytest.TempPathFactory) -> None:
         check_paths(parse_args(argv(without(SMALL, "--vocab-size"), model)))
 
 
-def test_the_names_of_other_trainers_lead_to_flags_that_exist() -> None:
-    assert set(_ELSEWHERE.values()) <= set(spelling_table())
-    assert not set(_ELSEWHERE) & set(spelling_table()), "a flag of ours is not unknown"
-
-
 @pytest.mark.parametrize("flag", ["--data-path", "--valid-data-path"])
 def test_a_source_behind_a_url_is_told_how_to_be_fetched(flag: str) -> None:
     given = [flag, "0.5", "https://me:pw@h.org/a/web?key=1", "0.5", "s3://b/code"]
@@ -339,6 +336,6 @@ def test_a_source_behind_a_url_is_told_how_to_be_fetched(flag: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_paths(parse_args(command))
     lines = str(error.value).splitlines()
-    assert f"{flag} s3://b/code: training reads local files; fetch it to each node before (python " in str(error.value)
+    assert f"{flag} s3://b/code: training reads local files; first fetch it to each node (python " in str(error.value)
     assert any("--input s3://b/code --output-prefix code) and give that prefix" in line for line in lines)
     assert "pw" not in str(error.value) and "no such file" not in str(error.value) and "h.org/a/web" in str(error.value)

@@ -111,7 +111,7 @@ def test_each_kind_of_script_trains_as_the_plain_command_does(kind: str) -> None
         ("--apply-wd-to-qk-layernorm", "--apply-wd-to-qk-layernorm: has no effect without --qk-layernorm"),
         ("--eval-micro-batch-size 2", "--eval-micro-batch-size 2: has no effect without --eval-iters above 0"),
         ("--validation-set-names a b", "--validation-set-names a b: has no effect without --multiple-validation-sets"),
-        ("--test-mode", "--test-mode: no tests run beside a training; tools/check_layout.py compares layouts"),
+        ("--test-mode", "--test-mode: training runs no tests; tools/check_layout.py compares layouts"),
         (
             "--check-weight-hash-across-dp-replicas-interval 5",
             "--check-weight-hash-across-dp-replicas-interval 5: taken as --check-replicas-every",

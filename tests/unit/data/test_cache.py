@@ -357,14 +357,14 @@ class TestAnotherUser:
         own = CachePlace(theirs, trusted=frozenset({os.getuid() + 1}))  # where the third would write himself
         found, notes = self.read(own)
         assert found == [10, 11, 12] and len(notes) == 1
-        assert f"belongs to user {os.getuid()}" in notes[0] and "--data-cache-path" in notes[0]
+        assert f"owned by the untrusted user {os.getuid()}" in notes[0] and "--data-cache-path" in notes[0]
 
     @pytest.mark.parametrize("name", ["*description.json", "*-a.npy"])
     def test_a_file_that_everybody_may_write_is_not(self, tmp_path: Path, name: str) -> None:
         place = self.stored(tmp_path)
         next(place.directory.glob(name)).chmod(0o666)
         found, notes = self.read(place)
-        assert found == [10, 11, 12] and "everybody may write it" in notes[0]
+        assert found == [10, 11, 12] and "or world-writable" in notes[0]
         assert self.read(place) == ([10, 11, 12], []), "replaced by one that is trusted"
 
     def test_a_directory_that_the_user_names_is_trusted(self, tmp_path: Path) -> None:

@@ -64,5 +64,5 @@ def test_another_size(tmp_path: Path) -> None:
     path.write_bytes(bytes(5000))
     sound = checksums_of(path, block_bytes=BLOCK)
     os.truncate(path, 4999)
-    with pytest.raises(DataError, match="4999 bytes, and 5000 were written"):
+    with pytest.raises(DataError, match="4999 bytes, but 5000 were written"):
         verify_blocks(path, sound)

@@ -188,7 +188,7 @@ def test_a_stopped_worker_is_named_until_it_goes_on(monkeypatch: pytest.MonkeyPa
     batches.close()
     assert len(lines) > 1 and set(lines) == {
         f"warning: data worker {worker.pid} is stopped (SIGSTOP, or a debugger), and all wait for it: "
-        f"kill -CONT {worker.pid} lets it go on"
+        f"kill -CONT {worker.pid} continues it"
     }
 
 
@@ -331,6 +331,6 @@ def test_bin_cut_while_mapped_fails_the_run(tmp_path: Path) -> None:
     dataset = GPTDataset(IndexedDataset(prefix), first=0, last=300, num_samples=10000, seq_length=8, seed=1)
     os.truncate(f"{prefix}.bin", 4096)
     batches = loader(dataset, num_workers=1)
-    with pytest.raises(DataError, match=r"a data worker died .*SIGBUS.*was cut while in use"):
+    with pytest.raises(DataError, match=r"a data worker died .*SIGBUS.*was truncated while in use"):
         for _ in range(50):
             next(batches)

@@ -106,7 +106,7 @@ def test_swapped_parts_are_found(tmp_path: Path) -> None:
         first.rename(tmp_path / "aside")
         second.rename(first)
         (tmp_path / "aside").rename(second)
-    with pytest.raises(DataError, match="is partition 1 of 2 by its record and 0 of 2 by its name"):
+    with pytest.raises(DataError, match="partition 1 of 2 by its record, but 0 of 2 by its name"):
         run_merge([tmp_path / "parts"], tmp_path / "merged")
     assert names(tmp_path) == ["parts"]
 
@@ -191,7 +191,7 @@ def test_damaged_part_is_refused_by_name(tmp_path: Path) -> None:
 def test_record_of_other_files_is_refused(tmp_path: Path) -> None:
     one, two = write(tmp_path / "1", some_documents(1, 4)), write(tmp_path / "2", some_documents(2, 4))
     record_path(two).write_bytes(record_path(one).read_bytes())
-    refused(tmp_path, [one, two], r"2\.meta\.json: index_fingerprint: the record is of other")
+    refused(tmp_path, [one, two], r"2\.meta\.json: index_fingerprint: the record describes other")
 
 
 def test_cut_part_is_refused(tmp_path: Path) -> None:
@@ -216,13 +216,13 @@ def test_missing_and_doubled_partitions(tmp_path: Path) -> None:
 def test_partition_beyond_the_last(tmp_path: Path) -> None:
     write_parts(tmp_path / "parts", some_documents(1, 4), 2)
     write(tmp_path / "parts" / "corpus_part002_of_002_text_document", [])
-    refused(tmp_path, [tmp_path / "parts"], "there are 2 partitions, numbered from 0")
+    refused(tmp_path, [tmp_path / "parts"], "the 2 partitions are numbered from 0")
 
 
 def test_keys_beside_other_datasets(tmp_path: Path) -> None:
     write_parts(tmp_path / "parts", [], 1)
     write(tmp_path / "parts" / "other", [])
-    refused(tmp_path, [tmp_path / "parts"], "other is no partition, and there are partitions of text_document")
+    refused(tmp_path, [tmp_path / "parts"], "other is not a partition, but others are partitions of text_document")
 
 
 def test_differences_are_refused_with_both_named(tmp_path: Path) -> None:
@@ -239,12 +239,12 @@ def test_differences_are_refused_with_both_named(tmp_path: Path) -> None:
 def test_inputs_that_are_none(tmp_path: Path) -> None:
     one = write(tmp_path / "one", some_documents(1, 3))
     (tmp_path / "empty").mkdir()
-    refused(tmp_path, [tmp_path / "empty"], r"holds no \.bin and \.idx")
+    refused(tmp_path, [tmp_path / "empty"], r"contains no \.bin and \.idx")
     refused(tmp_path, [tmp_path / "x*"], "matches no dataset")
     refused(tmp_path, [tmp_path / "nothing"], r"nothing\.idx does not exist")
     refused(tmp_path, [one, one], "named twice")
     refused(tmp_path, [one, f"{one}.bin"], "named twice")
-    refused(tmp_path, [one], "is an input as well", output="one", overwrite=True)
+    refused(tmp_path, [one], "is also an input", output="one", overwrite=True)
 
 
 def test_existing_output_and_another_writer(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_tool_says_when_there_is_no_record(tmp_path: Path, capsys: pytest.Captur
     one = write(tmp_path / "one", some_documents(1, 3))
     two = write(tmp_path / "two", some_documents(2, 3), record=False)
     assert main(["--input", one, two, "--output-prefix", str(tmp_path / "m")]) == 0
-    assert "m: no record was written: " in (said := capsys.readouterr().err) and "two came without one" in said
+    assert "m: no record was written: " in (said := capsys.readouterr().err) and "two had no record" in said
     assert not record_path(tmp_path / "m").exists() and IndexedDataset(tmp_path / "m").num_documents == 6
 
 

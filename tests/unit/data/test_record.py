@@ -113,7 +113,7 @@ def test_other_version(tmp_path: Path) -> None:
     prefix, _ = make(tmp_path)
     content = json.loads(record_path(prefix).read_text())
     record_path(prefix).write_text(json.dumps(content | {"version": 2}))
-    with pytest.raises(DataError, match="version 2, and only 1 is known"):
+    with pytest.raises(DataError, match="version 2, but only 1 is supported"):
         read_record(prefix)
 
 
@@ -147,7 +147,7 @@ def test_a_record_without_checksums_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"algorithm": "md5"}, "algorithm 'md5', and only sha256"),
+        ({"algorithm": "md5"}, "algorithm 'md5'; only sha256"),
         ({"size": -1}, "size -1"),
         ({"block_bytes": 0}, "blocks of 0 bytes"),
         ({"block_bytes": 12}, "blocks of 12 bytes"),
@@ -195,5 +195,5 @@ def test_an_impossible_number_is_refused(tmp_path: Path, name: str, value: int) 
 def test_numbers_of_other_files_are_refused(tmp_path: Path, changes: dict[str, int | str]) -> None:
     prefix, record = make(tmp_path)
     name, said = next(iter(changes.items()))
-    with pytest.raises(DataError, match=rf"d\.meta\.json: {name} {said}, and the files have"):
+    with pytest.raises(DataError, match=rf"d\.meta\.json: {name} {said}, but the files have"):
         check(prefix, dataclasses.replace(record, **changes))  # type: ignore[arg-type]

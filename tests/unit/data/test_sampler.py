@@ -117,7 +117,7 @@ def test_samples_of_a_step_do_not_depend_on_the_layout(kind: str) -> None:
 def test_cyclic_refusals() -> None:
     with pytest.raises(DataError, match="7 samples do not fill one block of 8"):
         next(cyclic_batches(7, 0, shape(4, 0, 2)))
-    with pytest.raises(ConfigError, match="6 samples consumed do not end on a block of 4"):
+    with pytest.raises(ConfigError, match="the 6 samples consumed are not whole blocks of 4"):
         next(cyclic_batches(100, 6, shape(2, 0, 2)))
 
 

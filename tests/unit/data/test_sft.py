@@ -135,11 +135,11 @@ def test_what_is_too_long_or_not_answered_is_counted(tmp_path: Path) -> None:
     talks = [chat("ab", "c" * 40), chat("a" * 20, "b"), chat("only asked"), chat("a", "b"), chat("x", "y", "z")]
     built = build(write_chats(tmp_path / "c.jsonl", talks))
     notes = "\n".join(built.notes)
-    assert "2 conversations are longer than --seq-length 12: 1 cut at their end, 1 without an answer before it" in notes
-    assert "1 conversation has no answer of the assistant and nothing to learn (line 3), left out" in notes
+    assert "2 conversations are longer than --seq-length 12: 1 truncated, 1 left out (no answer within it)" in notes
+    assert "left out: 1 conversation has no answer of the assistant to learn from (line 3)" in notes
     assert built.train is not None
     assert any(shown(built.train[i]) == "|aBCCCCCCCCCCC" for i in range(len(built.train)))
-    with pytest.raises(DataError, match=r"none of 1 conversations has an answer within --seq-length 12"):
+    with pytest.raises(DataError, match=r"--seq-length 12: none of 1 conversations of .* has an answer"):
         build(write_chats(tmp_path / "long.jsonl", [chat("a" * 20, "b")]))
     with pytest.raises(DataError, match="no conversation has an answer of the assistant"):
         build(write_chats(tmp_path / "asked.jsonl", [chat("a")]))
@@ -169,7 +169,7 @@ def test_a_system_message_begins_a_conversation(tmp_path: Path) -> None:
         ('{"messages": [', "line 2: not JSON"),
         ("\xff", "line 2: not JSON"),
         ("[" * 10**5, "line 2: not JSON"),
-        ('{"text": "a"}', "line 2: no messages; a line is to be"),
+        ('{"text": "a"}', "line 2: no messages; a line must be"),
         ('{"messages": []}', "line 2: no messages"),
         ('["a"]', "line 2: no messages"),
         ('{"messages": ["a"]}', "line 2: message 1 has no role"),
@@ -199,7 +199,7 @@ def test_all_wrong_lines_are_counted(tmp_path: Path) -> None:
 def test_what_the_settings_need(tmp_path: Path) -> None:
     path = write_chats(tmp_path / "c.jsonl", [chat("a", "b")])
     config = DataConfig(data_path=(str(path),), seq_length=12, sft=True)
-    with pytest.raises(ConfigError, match=r"--sft: .* pass chat=run\.chat"):
+    with pytest.raises(ConfigError, match=r"--sft: .* add chat=run\.chat"):
         build_train_valid_test(config, num_samples=(1, 0, 0), seed=1, vocab_size=None, eod_id=None)
     with pytest.raises(MegatronError, match=r"none\.jsonl: no such file; give a JSONL"):
         build(tmp_path / "none.jsonl")

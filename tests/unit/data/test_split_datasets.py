@@ -141,7 +141,7 @@ def test_training_cannot_do_without(tmp_path: Path, prefixes: dict[str, str]) ->
 def test_source_without_a_split_shares_its_weight(tmp_path: Path, prefixes: dict[str, str]) -> None:
     tiny = write_dataset(tmp_path / "tiny", [[1, 2, 3]])
     built = build(data_path=("1", prefixes["a"], "1", tiny), split="8,1,1")
-    assert any(note.startswith(f"valid: {tiny} has nothing for it") for note in built.notes)
+    assert any(note.startswith(f"valid: {tiny} has no valid data") for note in built.notes)
     assert built.valid is not None and len(built.valid) >= 20
 
 
@@ -214,8 +214,8 @@ def test_pread_gives_the_same(prefixes: dict[str, str]) -> None:
     ("settings", "message"),
     [
         ({}, "--data-path: not given"),
-        ({"data_path": "a", "valid_data_path": "b"}, "--data-path and --train/valid/test-data-path are both given"),
-        ({"data_path": "a", "mock_data": True}, "--mock-data and a data path are both given"),
+        ({"data_path": "a", "valid_data_path": "b"}, "--data-path and --train/valid/test-data-path exclude each other"),
+        ({"data_path": "a", "mock_data": True}, "--mock-data and a data path exclude each other"),
         ({"mock_data": True, "vocab_size": None}, "--mock-data: vocabulary size None"),
         ({"train_data_path": "a", "split": "x"}, "--split x"),
         ({"data_path": "missing/prefix"}, "missing/prefix.idx does not exist"),
@@ -228,7 +228,7 @@ def test_refusals(settings: dict[str, object], message: str) -> None:
 
 
 def test_weights_need_a_number_of_samples(prefixes: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="--data-path: weights, but the whole valid split is asked for"):
+    with pytest.raises(ConfigError, match="--data-path: has weights, but the run uses the whole valid split"):
         build(data_path=("1", prefixes["a"], "1", prefixes["b"]), num_samples=(10, None, 0))
 
 

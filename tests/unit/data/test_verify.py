@@ -157,7 +157,7 @@ def test_missing_eod(tmp_path: Path, read_bytes: int, document: int) -> None:
 def test_no_eod_is_asked_where_none_was_appended(tmp_path: Path) -> None:
     prefix, record = write(tmp_path, [[[1, EOD, 999]]], extra={"append_eod": False})
     found = verify_dataset(prefix, record)
-    assert found.eod_inside == 1 and "its record does not say --append-eod" in found.not_checked[0]
+    assert found.eod_inside == 1 and "its record does not state --append-eod" in found.not_checked[0]
 
 
 def test_eod_inside_a_document_is_counted(tmp_path: Path, read_bytes: int) -> None:
@@ -182,11 +182,11 @@ def test_a_record_without_checksums(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"max_id": 998}, "max_id 998, and the largest id is 999"),
-        ({"documents": 7}, "documents 7, and the files have"),
-        ({"sequences": 7}, "sequences 7, and the files have"),
-        ({"dtype": "int32"}, "dtype int32, and the files have uint16"),
-        ({"index_fingerprint": "x"}, "the record is of other"),
+        ({"max_id": 998}, "max_id 998, but the largest id is 999"),
+        ({"documents": 7}, "documents 7, but the files have"),
+        ({"sequences": 7}, "sequences 7, but the files have"),
+        ({"dtype": "int32"}, "dtype int32, but the files have uint16"),
+        ({"index_fingerprint": "x"}, "the record describes other"),
         ({"vocab_size": 500}, "token id 999 is not 0 to 499"),
     ],
 )

@@ -179,7 +179,7 @@ def test_each_validation_set_has_a_loss_of_its_own(full: bool | None, tmp_path: 
     ("changes", "message"),
     [
         ({"valid_data_path": [0.3, "a", 0.7, "b"]}, "--multiple-validation-sets: --valid-data-path has weights"),
-        ({"valid_data_path": None}, "--multiple-validation-sets: the sets are those of --valid-data-path"),
+        ({"valid_data_path": None}, "--multiple-validation-sets: needs --valid-data-path"),
         ({"validation_set_names": ["one"]}, "--validation-set-names one: 1 names, and --valid-data-path has 2 sets"),
         ({"validation_set_names": ["a=", "b"]}, "--validation-set-names a= b: a= has an = in it"),
         ({"validation_samples": ["wiki=3"]}, "--validation-samples wiki=3: no validation set is called 'wiki'"),

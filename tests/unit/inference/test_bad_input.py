@@ -30,11 +30,11 @@ FILES: dict[str, tuple[bytes | None, tuple[str, ...], str]] = {
     "no file": (None, (), "--prompts .*a.jsonl: cannot be read"),
     "another key": (b'{"text": "x"}', (), "line 1: has no text under 'prompt' .*--json-key"),
     "no token": (b'{"prompt": "x"}\n{"prompt": ""}', (), "line 2: an empty prompt"),
-    "no messages": (b'{"prompt": "x"}', ("--chat",), "a.jsonl, line 1: no messages; a line is to be"),
+    "no messages": (b'{"prompt": "x"}', ("--chat",), "a.jsonl, line 1: no messages; a line must be"),
     "an answer at the end": (
         b'{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}',
         ("--chat",),
-        "line 1: ends with an answer of the assistant; leave its last message out",
+        "line 1: ends with an answer of the assistant; remove its last message",
     ),
     "an empty file of chats": (b" ", ("--chat",), "a.jsonl: is empty"),
     "a prompt too long": (json.dumps({"prompt": LONG}).encode(), (), "line 1: .*16 positions.*--truncate-prompts"),
@@ -44,19 +44,28 @@ WORDS: dict[str, tuple[tuple[str, ...], str]] = {
     "a negative number": (("--prompt", "x", "--max-new-tokens", "-3"), "--max-new-tokens: -3 is less than 1"),
     "no batch": (("--prompt", "x", "--batch-size", "0"), "--batch-size: 0 is less than 1"),
     "a negative temperature": (("--prompt", "x", "--temperature", "-1"), "--temperature -1.0: must be at least 0.0001"),
-    "two sources": (("--prompt", "x", "--prompts", "y"), "--prompt: --prompts is given, too"),
-    "a key without a file": (("--prompt", "x", "--json-key", "y"), "--json-key: --prompts is no file of JSON"),
-    "a key and chats": (("--chat", "--prompts", "y.jsonl", "--json-key", "y"), "--json-key: the JSON lines of --chat"),
+    "two sources": (("--prompt", "x", "--prompts", "y"), "--prompt: --prompts is given too"),
+    "a key without a file": (
+        ("--prompt", "x", "--json-key", "y"),
+        "--json-key: has no effect unless --prompts is a file of JSON",
+    ),
+    "a key and chats": (
+        ("--chat", "--prompts", "y.jsonl", "--json-key", "y"),
+        "--json-key: with --chat, JSON lines have messages",
+    ),
     "a part of a chat": (("--chat", "--prompt", "x", "--truncate-prompts"), "--truncate-prompts: .* --chat out"),
     "special tokens twice": (
         ("--chat", "--prompt", "x", "--prompt-with-special-tokens"),
         "--prompt-with-special-tokens: the chat template writes",
     ),
     "a chat without a template": (("--chat", "--prompt", "x"), "has no chat template .chat_template.jinja"),
-    "an empty stop text": (("--prompt", "x", "--stop", ""), "--stop: an empty text"),
-    "drawing and beams": (("--prompt", "x", "--num-beams", "2", "--top-k", "3"), "--num-beams 2: .* draws nothing"),
-    "stops and beams": (("--prompt", "x", "--num-beams", "2", "--stop", "y"), "--num-beams 2: .* no --stop"),
-    "a penalty alone": (("--prompt", "x", "--length-penalty", "2"), "--length-penalty 2.0: is for the search"),
+    "an empty stop text": (("--prompt", "x", "--stop", ""), "--stop: the text is empty"),
+    "drawing and beams": (("--prompt", "x", "--num-beams", "2", "--top-k", "3"), "--num-beams 2: .* does not sample"),
+    "stops and beams": (("--prompt", "x", "--num-beams", "2", "--stop", "y"), "--num-beams 2: --stop does not work"),
+    "a penalty alone": (
+        ("--prompt", "x", "--length-penalty", "2"),
+        "--length-penalty 2.0: has no effect without beam search",
+    ),
     "a penalty of nothing": (
         ("--prompt", "x", "--num-beams", "2", "--length-penalty", "nan"),
         "--length-penalty: 'nan' is not a finite number",
@@ -121,7 +130,10 @@ def test_a_conversation_that_the_template_refuses_is_a_setting_or_data(place: st
     def refuses(*_: Any) -> Any:
         raise ChatError("roles must alternate")
 
-    for prompt, why in ((refuses, "roles must alternate"), (lambda *_: ("", ()), "the chat template writes nothing")):
+    for prompt, why in (
+        (refuses, "roles must alternate"),
+        (lambda *_: ("", ()), "the chat template gives an empty text"),
+    ):
         encoder: Any = SimpleNamespace(prompt=prompt)
         with pytest.raises(kind) as caught:
             encoded_chats([Chat(place, ({"role": "user", "content": "x"},), None)], encoder, positions=8, new_tokens=1)

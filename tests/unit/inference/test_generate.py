@@ -141,7 +141,7 @@ def test_a_search_that_is_done_leaves_no_row_behind(tmp_path: Path) -> None:
 
 def test_too_long_is_refused_and_the_default_fits(tmp_path: Path) -> None:
     ours = our_model(tmp_path, "gpt2")
-    with pytest.raises(ConfigError, match=r"--prompt: 96 tokens, and the model has 96 positions"):
+    with pytest.raises(ConfigError, match=r"--prompt: 96 tokens, but the model has 96 positions"):
         generate(ours, prompts(96))
     with pytest.raises(ConfigError, match=r"--max-new-tokens 20: .* leave room for 6"):
         generate(ours, prompts(90), max_new_tokens=20)

@@ -54,7 +54,7 @@ def test_a_part_of_a_model_is_one_that_lacks_something(folder: Path, tmp_path: P
     (folder / "model.safetensors").unlink()
     (folder / "config.json").write_text(CONFIG)
     started = ["--load", str(folder), "--finetune", *flags(num_layers=None, hidden_size=None, num_attention_heads=None)]
-    with pytest.raises(ConfigError, match=r"no model\.safetensors and no pytorch_model\.bin; weights in other formats"):
+    with pytest.raises(ConfigError, match=r"no model\.safetensors and no pytorch_model\.bin; other formats of weights"):
         read_settings(started)
     partly = folder / ".cache/huggingface/download/model.safetensors.abc.incomplete"
     partly.parent.mkdir(parents=True)

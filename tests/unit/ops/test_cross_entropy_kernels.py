@@ -17,7 +17,7 @@ LABELS = torch.zeros(3, dtype=torch.int64)
 REFUSED: Refused = {
     "cross_entropy": [
         ((ones(3, 8), LABELS.int()), "logits float32 (3, 8) with labels int32 (3,): [tokens, vocabulary] with int64"),
-        ((ones(3, 8), LABELS.to("meta")), "tensors of cpu and meta: one device would do"),
+        ((ones(3, 8), LABELS.to("meta")), "tensors of cpu and meta: needs one device"),
     ],
 }
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.commands import build_command
 from megatron.errors import ConfigError
 from megatron.ops import activation, resolve
 from megatron.ops import library as module
@@ -92,7 +93,7 @@ def test_damage_is_one_line(copy: Path, damage: Callable[[Path], None], reason: 
     damage(copy)
     missing = load(copy, NOWHERE).missing
     assert missing is not None and re.search(reason, missing) and "\n" not in missing
-    assert missing.endswith(module.BUILD)
+    assert missing.endswith(build_command())
 
 
 @pytest.mark.parametrize("unreadable", ["_kernels.so", "cpu.cpp"])
@@ -139,7 +140,7 @@ def test_older_than_its_sources(copy: Path, tmp_path: Path) -> None:
     sources = tmp_path / "csrc"
     shutil.copytree(SOURCES, sources)
     (sources / "activation" / "cpu.cpp").open("a").write("// edited\n")
-    assert load(copy, sources).missing == f"older than csrc/; build again: {module.BUILD}"
+    assert load(copy, sources).missing == f"older than csrc/; build again: {build_command()}"
 
 
 def test_a_good_copy_loads(copy: Path) -> None:
@@ -174,7 +175,10 @@ def test_a_kernel_that_no_gpu_has_checked_is_not_taken_by_itself() -> None:
     ("gpu", "reason"),
     [
         (Gpu((8, 0), (13, 0)), "compiled for GPUs of capability 9.0 or newer, not 8.0"),
-        (Gpu((9, 0), (12, 8)), "built with CUDA 13.1, and the GPU's driver knows CUDA 12.8 at most: update the driver"),
+        (
+            Gpu((9, 0), (12, 8)),
+            "built with CUDA 13.1, but the GPU's driver supports at most CUDA 12.8: update the driver",
+        ),
         (Gpu((9, 0), (13, 0)), None),  # of one major version every driver runs every CUDA
         (Gpu((10, 0), (13, 2)), None),
         (Gpu((9, 0), (0, 0)), None),

@@ -16,7 +16,7 @@ LABELS = torch.zeros(3, dtype=torch.int64)
 REFUSED: Refused = {
     "linear_cross_entropy": [
         ((ones(3, 4), ones(8, 5), LABELS, 8), "hidden float32 (3, 4), weight float32 (8, 5) and labels int64 (3,)"),
-        ((ones(4, 4), ones(8, 4), LABELS, 8), "[tokens, hidden], [vocabulary, hidden] and int64 [tokens] would do"),
+        ((ones(4, 4), ones(8, 4), LABELS, 8), "needs [tokens, hidden], [vocabulary, hidden] and int64 [tokens]"),
     ],
 }
 

@@ -15,7 +15,7 @@ from tests.helpers.kernels import backend, kernel, strict
 REFUSED: Refused = {
     "rope": [
         ((ones(2, 5, 3, 8), ones(1, 4, 1, 4), ones(1, 4, 1, 4)), "x float32 (2, 5, 3, 8) with angles float32 (1, 4,"),
-        ((ones(2, 5, 3, 8), ones(1, 5, 1, 5), ones(1, 5, 1, 5)), "[batch or 1, seq, 1, at most head_dim / 2] would do"),
+        ((ones(2, 5, 3, 8), ones(1, 5, 1, 5), ones(1, 5, 1, 5)), "with [batch or 1, seq, 1, at most head_dim / 2]"),
         ((ones(5, 3, 8), ones(5, 1, 4), ones(5, 1, 4)), "[batch, seq, heads, head_dim] with"),
     ],
 }

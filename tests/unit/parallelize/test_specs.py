@@ -163,5 +163,5 @@ def test_state_that_is_no_tensor_is_refused() -> None:
 
         def set_extra_state(self, state: dict[str, int]) -> None: ...
 
-    with pytest.raises(ConfigError, match=r"state that is no tensor \(0\._extra_state\)"):
+    with pytest.raises(ConfigError, match=r"state that is not a tensor \(0\._extra_state\)"):
         foreign_specs(nn.Sequential(Counting()))

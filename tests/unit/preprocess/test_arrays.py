@@ -86,9 +86,9 @@ def test_an_item_over_the_limit_is_not_kept(chunk: int) -> None:
         (b"[", 1, "ends inside"),
         (b'[{"a": 1}, {"b', 2, "ends inside"),
         (b'[{"a": "1}]', 1, "ends inside"),
-        (b"[{}, {}] x", 2, "goes on after the end"),
-        (b"[{},\n{}]\n[{}]", 2, "goes on after the end"),
-        (b"[{]}, {}]", 1, "goes on after the end"),
+        (b"[{}, {}] x", 2, "continues after the end"),
+        (b"[{},\n{}]\n[{}]", 2, "continues after the end"),
+        (b"[{]}, {}]", 1, "continues after the end"),
     ],
 )
 def test_a_broken_array_is_refused_with_the_item(content: bytes, item: int, reason: str, tmp_path: Path) -> None:

@@ -197,10 +197,10 @@ def test_texts_are_those_of_the_standard_library() -> None:
 # ---------------------------------------------------------------- reasons
 
 REASONS = [
-    (b"{", "not JSON", "{ alone: not one object per line; convert it with jq -c ."),
+    (b"{", "not JSON", "only {: not one object per line; convert it with jq -c ."),
     (b'{"text": }', "not JSON", "Expecting value: line 1 column 10 (char 9)"),
     (b"[" * 10**5, "not JSON", "nested too deeply"),
-    (b'"a"', "not a JSON object", "each line is one object, with the text under a key"),
+    (b'"a"', "not a JSON object", "each line must be one object, with the text under a key"),
     (b'{"a": 1, "b": 2}', "key missing", "no 'text' among the keys: 'a', 'b'"),
     (b"{}", "key missing", "no 'text' among the keys: none"),
     (b'{"text": 3}', "not text", "'text' holds a number"),
@@ -210,7 +210,7 @@ REASONS = [
     (b'{"text": false}', "not text", "'text' holds true or false"),
     (b'{"text": "ab\\ud800"}', "lone surrogate", "'text' holds U+D800 at character 2, half of a surrogate pair"),
     (b'{"text": "\xff"}', "not UTF-8", "byte 11 of the line: invalid start byte"),
-    (TOO_LONG, "line too long", "more than 1 GiB; it is damaged, or not JSON lines"),
+    (TOO_LONG, "line too long", "more than 1 GiB; the file is damaged, or not JSON lines"),
 ]
 
 
@@ -223,7 +223,7 @@ def test_a_bad_line_has_its_reason(line: bytes, kind: str, detail: str) -> None:
     "line, detail",
     [
         (b'{"a": {"c": 1}}', "no 'a.b' among the keys of 'a': 'c'"),
-        (b'{"a": 3}', "no 'a.b': 'a' holds no object"),
+        (b'{"a": 3}', "no 'a.b': 'a' is not an object"),
         (b'{"b": 3}', "no 'a.b' among the keys: 'b'"),
     ],
 )

@@ -233,7 +233,7 @@ def test_a_pipe_cannot_be_shared(tmp_path: Path) -> None:
     import os
 
     os.mkfifo(tmp_path / "pipe.jsonl")
-    with pytest.raises(ConfigError, match="cannot be shared by 2 partitions"):
+    with pytest.raises(ConfigError, match="2 partitions cannot share a pipe"):
         preprocess(settings(tmp_path, inputs=("pipe.jsonl",), rank=0, world=2), quiet)
 
 

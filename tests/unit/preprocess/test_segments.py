@@ -216,10 +216,10 @@ def test_a_file_that_shrinks_or_goes_away_is_said(tmp_path: Path) -> None:
     planned = list(plan_segments([source_of(path)], segment_bytes=9))
     os.truncate(path, 7)
     for segment in planned[1:]:
-        with pytest.raises(DataError, match=r"a: was changed while it was read \(30 bytes before, 7 now\); run again"):
+        with pytest.raises(DataError, match=r"a: changed while it was read \(30 bytes before, 7 now\); run again"):
             list(read_batches(segment, ["text"]))
     path.unlink()
-    with pytest.raises(DataError, match="was removed while it was read"):
+    with pytest.raises(DataError, match="removed while it was read"):
         list(read_batches(planned[0], ["text"]))
 
 
@@ -291,7 +291,7 @@ def test_a_window_too_large_is_said(tmp_path: Path) -> None:
     zstandard = pytest.importorskip("zstandard", reason="pip install zstandard")
     parameters = zstandard.ZstdCompressionParameters(window_log=29)
     packed = zstandard.ZstdCompressor(compression_params=parameters).compressobj().compress(b"{}\n" * 10**6)
-    with pytest.raises(DataError, match="window over 128 MiB, pack it without --long"):
+    with pytest.raises(DataError, match="window is over 128 MiB, compress it without --long"):
         list(plan_segments([source_of(write(tmp_path / "a.zst", packed))]))
 
 
@@ -321,7 +321,7 @@ def test_standard_input_and_pipes(content: bytes, tmp_path: Path, monkeypatch: p
     assert texts_of(iter(planned)) == ["1", "2", "3"]
     assert [segment.position for segment in planned] == [len(content), len(content) + 13]
     assert share_bytes(sources_behind, share=(0, 1)) == 0
-    with pytest.raises(ConfigError, match=r"standard input: a pipe cannot be shared by 2 partitions"):
+    with pytest.raises(ConfigError, match=r"standard input: 2 partitions cannot share a pipe"):
         list(plan_segments(sources, share=(0, 2)))
 
 

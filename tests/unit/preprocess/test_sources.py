@@ -135,7 +135,7 @@ def test_permissions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     path = write(tmp_path / "a.jsonl")
     monkeypatch.setattr(sources, "look_into", deny)
-    assert refused(path) == f"--input {path}: may not be read; check its permissions"
+    assert refused(path) == f"--input {path}: permission denied; check its permissions"
 
 
 def test_a_folder_that_may_not_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_a_folder_that_may_not_be_listed_is_named(tmp_path: Path, monkeypatch: p
         return []
 
     monkeypatch.setattr(os, "walk", deny)
-    assert "may not be read (Permission denied)" in refused(tmp_path)
+    assert "cannot be read (Permission denied)" in refused(tmp_path)
 
 
 class FakeStdin(io.TextIOWrapper):
@@ -161,8 +161,8 @@ def test_standard_input_stands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [source] = expand_inputs(["-"])
     assert (source.path, source.kind, source.size) == ("standard input", "stdin", 0)
     assert input_bytes([source]) == 0
-    assert "given alone" in refused("-", "-")
-    assert "given alone" in refused(write(tmp_path / "a.jsonl"), "-")
+    assert "give only -" in refused("-", "-")
+    assert "give only -" in refused(write(tmp_path / "a.jsonl"), "-")
     stdin.terminal = True
     assert "is a terminal" in refused("-")
     monkeypatch.setattr(sys, "stdin", None)

@@ -129,7 +129,7 @@ def test_a_bucket_read_and_written_is_the_local_run(workshop: Workshop, bucket: 
 
 def test_a_bucket_that_is_not_there_is_named(workshop: Workshop, bucket: Bucket) -> None:
     done = workshop.run("--input", "s3://no-such-bucket/a.jsonl", "--output-prefix", "o")
-    assert done.returncode == 2 and "s3://no-such-bucket/a.jsonl: there is no such object" in done.stderr
+    assert done.returncode == 2 and "s3://no-such-bucket/a.jsonl: no such object" in done.stderr
     done = workshop.run("--input", f"s3://{BUCKET}/*.jsonl", "--output-prefix", "o")
     assert done.returncode == 2 and "no object matches the pattern" in done.stderr
     assert not workshop.leftovers("o_text")
@@ -171,7 +171,7 @@ def test_an_object_that_shrinks_is_refused(tmp_path: Path, impatient: None) -> N
     with remote.open_remote("memory://shrinks", 1000, 100) as file:
         file.raw._read(0, 10)  # type: ignore[attr-defined]
         store.pipe_file("/shrinks", b"x" * 900)
-        with pytest.raises(DataError, match=r"memory://shrinks: .* 0 to 1000 failed 3 times \(900 bytes came"):
+        with pytest.raises(DataError, match=r"memory://shrinks: .* 0 to 1000 failed 3 times \(got 900 bytes"):
             file.read()
 
 
@@ -189,7 +189,7 @@ def test_an_object_that_changes_while_it_is_fetched_is_refused(
         return seen[-1]
 
     monkeypatch.setattr(remote, "status_of", status_of)
-    with pytest.raises(DataError, match="memory://changes: was changed while it was read"):
+    with pytest.raises(DataError, match="memory://changes: changed while it was read"):
         remote.download("memory://changes", tmp_path / "changes")
     assert not list(tmp_path.iterdir())
 
@@ -279,7 +279,7 @@ def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(ConfigError, match=r"gs://b/x: gs:// needs the package gcsfs; pip install gcsfs"):
         remote.status_of("gs://b/x")
-    with pytest.raises(ConfigError, match="xyz:// is not read; give one of s3, "):
+    with pytest.raises(ConfigError, match="xyz:// is not supported; use s3, "):
         remote.status_of("xyz://b/x")
 
 
@@ -306,13 +306,13 @@ def test_without_a_url_fsspec_is_not_loaded(workshop: Workshop) -> None:
 
 @pytest.mark.parametrize("url", ["reference://x::http://h/refs.json", "zip://a::file:///b.zip", "s3://b/x::file:///y"])
 def test_chains_of_file_systems_are_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match=":: chains two file systems, which is not read; fetch the file"):
+    with pytest.raises(ConfigError, match=r"chains two file systems \(::\), which is not supported; download"):
         remote.status_of(url)
 
 
 @pytest.mark.parametrize("scheme", ["reference", "zip", "tar", "dir", "github", "local", "filecache", "S3"])
 def test_only_schemes_of_the_list_are_read(scheme: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{scheme}:// is not read; give one of s3, .*https, file"):
+    with pytest.raises(ConfigError, match=rf"{scheme}:// is not supported; use s3, .*https, file"):
         remote.status_of(f"{scheme}://b/x")
 
 
@@ -326,7 +326,7 @@ def test_an_old_fsspec_is_refused_and_the_tests_ask_for_the_same(monkeypatch: py
 def test_a_redirect_to_another_server_is_not_followed() -> None:
     with serving(WebServer({"x": b"inside"})) as inside, serving(WebServer({"y": b"own"})) as outside:
         outside.redirects = {"x": inside.url("x"), "near": "/y"}
-        with pytest.raises(ConfigError, match=rf"redirects to another server, http://127.0.0.1:{inside.port}; fetch"):
+        with pytest.raises(ConfigError, match=rf"redirects to another server, http://127.0.0.1:{inside.port}; down"):
             remote.status_of(outside.url("x"))
         with pytest.raises(ConfigError, match="redirects to another server"):
             remote.open_remote(outside.url("x"), 6, 6).read()
@@ -348,7 +348,7 @@ def test_a_redirect_to_another_server_is_not_followed() -> None:
 def test_a_link_of_the_hub_has_an_address_without_redirects(address: str, way: str | None) -> None:
     line = remote.redirected(address, "https://cdn.example.com")
     assert "redirects to another server, https://cdn.example.com; " in line
-    assert line.endswith("fetch the file (curl -L), and name that")
+    assert line.endswith("download the file (curl -L), and give its path")
     assert ("hf://" in line) == (way is not None)
     if way is not None:
         assert f"; give {way} (pip install huggingface_hub), or " in line
@@ -384,7 +384,7 @@ def test_datasets_take_no_secrets_in_their_address(workshop: Workshop, tool: str
     else:
         done = run_tool(tool, workshop, address)
     assert done.returncode == 2 and SECRET not in done.stdout + done.stderr
-    assert "https://...@host/corpus?...: a password or query in the address of a dataset" in done.stderr
+    assert "https://...@host/corpus?...: the address of a dataset contains a password or query" in done.stderr
     assert not [path for path in workshop.folder.rglob("*") if SECRET in path.name]
 
 

@@ -90,7 +90,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     odd = tmp_path / "odd.json"
     odd.write_text('{"source": "x", "rows": [{"size": "345M"}]}')
     for arguments, named in (
-        (["--run", "a", "b", str(tmp_path / "log")], "line 1 is no record of an iteration"),
+        (["--run", "a", "b", str(tmp_path / "log")], "line 1 is not a record of an iteration"),
         (["--run", "a", "b", str(tmp_path / "bytes")], "not UTF-8"),
         (["--run", "a", "b", str(tmp_path / "none")], "No such file"),
         (["--run", "a", "b", empty], "no line with samples/s or a perplexity"),

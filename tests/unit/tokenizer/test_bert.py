@@ -103,7 +103,7 @@ def test_damaged_vocabularies_are_refused(kind: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"vocab.txt: has no \[MASK\]"):
         build(kind, file)
     file.write_text("[UNK]\na\nb\na\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="'a' stands there twice"):
+    with pytest.raises(ConfigError, match="'a' occurs twice"):
         build(kind, file)
     with pytest.raises(ConfigError, match="there is no such file"):
         build(kind, tmp_path / "none")

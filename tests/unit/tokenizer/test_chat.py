@@ -141,7 +141,7 @@ def test_a_special_token_in_a_tool(tool: Any, tmp_path: Path) -> None:
     """Templates write tools as JSON, whose text could also end a turn."""
     made, plain = encoder(tmp_path, "{{ tools | tojson }}" + CHATML), {"name": "<f>"}
     for call in (partial(encoded, made), made.prompt):
-        with pytest.raises(ChatError, match=f"^tool 2 holds the text {END}, which is a special token: it would end"):
+        with pytest.raises(ChatError, match=f"^tool 2 holds the text {END}, which is a special token that could end"):
             call(chat("a", "b"), [plain, tool])
     encoded(made, chat("a", "b"), [plain])
     encoded(encoder(tmp_path, form="identity"), chat("a", "b"), [tool])  # it spells its tokens
@@ -177,7 +177,7 @@ def test_a_special_token_that_the_normalizer_makes(name: str, tmp_path: Path) ->
 def test_half_a_character_under_a_normalizer_is_one_line(tmp_path: Path) -> None:
     write_chat_tokenizer(tmp_path)
     made = rewritten(tmp_path, normalizer={"type": "Lowercase"}, tokens={"normalized": True})
-    with pytest.raises(ChatError, match="the tokenizer gives up on message 1 "):
+    with pytest.raises(ChatError, match="the tokenizer fails on message 1 "):
         encoded(made, chat("a\ud800", "b"))
 
 
@@ -226,12 +226,12 @@ def folder_of(path: Path) -> str:
 @pytest.mark.parametrize(
     ("template", "messages", "message"),
     [
-        (THINKS, chat("a", "b"), "does not begin message 2 with its own prompt to answer .* put {% generation %}"),
-        ("{{ raise_exception('roles must alternate') }}", chat("a", "b"), "refuses it .roles must alternate"),
-        ("{{ messages.pop() }}", chat("a", "b"), "refuses it"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", chat("a", "b"), "refuses it"),
-        ("{{ cycler.__init__.__globals__.os.system('true') }}", chat("a", "b"), "refuses it"),
-        ("{{ strftime_now('%d') }}", chat("a", "b"), "refuses it .'strftime_now' is undefined"),
+        (THINKS, chat("a", "b"), "does not begin message 2 with its own add_generation_prompt .* put {% generation %}"),
+        ("{{ raise_exception('roles must alternate') }}", chat("a", "b"), "rejects it .roles must alternate"),
+        ("{{ messages.pop() }}", chat("a", "b"), "rejects it"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", chat("a", "b"), "rejects it"),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", chat("a", "b"), "rejects it"),
+        ("{{ strftime_now('%d') }}", chat("a", "b"), "rejects it .'strftime_now' is undefined"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", chat("a", "b"), "does not end"),
         (CHATML, chat("a<|im_end|>", "b"), r"message 1 holds the text '<\|im_end\|>', which is a special token"),
         (CHATML, chat("a", "\ufdd0"), "U.FDD0"),

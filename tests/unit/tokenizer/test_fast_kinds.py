@@ -125,8 +125,8 @@ def forget_a_byte(description: dict[str, Any]) -> None:
         (model_option(byte_fallback=True), "its model has byte_fallback True"),
         (model_option(end_of_word_suffix="</w>"), "its model has end_of_word_suffix"),
         (forget_a_byte, "does not have all 256 bytes"),
-        (repeat_a_merge, "a merge stands in its list twice"),
-        (make_a_token_twice, "two merges make one token"),
+        (repeat_a_merge, "its list of merges has one twice"),
+        (make_a_token_twice, "two merges make the same token"),
         (lambda d: d.update(normalizer={"type": "NFKC"}), "its normalizer is NFKC"),
         (
             lambda d: d.update(
@@ -154,10 +154,10 @@ def test_whatever_is_not_proved_is_refused(
 
 
 def test_other_models_patterns_and_added_tokens_are_refused(tmp_path: Path) -> None:
-    assert "its word pattern is none of the known ones" in refusal(save(rust(POSSESSIVE), tmp_path / "a"))
+    assert "its word pattern is unknown" in refusal(save(rust(POSSESSIVE), tmp_path / "a"))
     merged = rust(SPLITS["LLAMA3_SPLIT"], behavior="merged_with_next")
-    assert "its word pattern is none of the known ones" in refusal(save(merged, tmp_path / "b"))
-    assert "added token '  ' is found in nearly every text" in refusal(save(rust(None, plain=("  ",)), tmp_path / "c"))
+    assert "its word pattern is unknown" in refusal(save(merged, tmp_path / "b"))
+    assert "added token '  ' occurs in nearly every text" in refusal(save(rust(None, plain=("  ",)), tmp_path / "c"))
     words = RustTokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
     assert "its model is WordLevel, not a byte-level BPE" in refusal(save(words, tmp_path / "d"))
 
@@ -186,5 +186,5 @@ def test_an_end_of_document_that_text_can_spell_is_refused_in_text(tmp_path: Pat
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": word}), encoding="utf-8")
     fast = HuggingFaceTokenizer(directory, encoder="fast")
     assert fast.encode_batch(["fine"])
-    with pytest.raises(DataError, match="becomes the end-of-document id"):
+    with pytest.raises(DataError, match="to the end-of-document id"):
         fast.encode_batch(["so hello the hello", word.replace("Ġ", " ")])

@@ -178,7 +178,7 @@ def test_merges_that_were_cut_short_are_refused(tmp_path: Path) -> None:
     _, merges = write_small_bpe(tmp_path)
     lines = merges.read_text(encoding="utf-8").splitlines()
     merges.write_text("\n".join(lines[: len(lines) // 2]), encoding="utf-8")
-    with pytest.raises(ConfigError, match="cut short or belong to another tokenizer"):
+    with pytest.raises(ConfigError, match="truncated or belong to another tokenizer"):
         build(tmp_path)
 
 

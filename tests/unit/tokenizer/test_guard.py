@@ -275,7 +275,7 @@ def test_a_panic_of_the_library_is_taken_by_the_exact_encoder(
     texts = ["fine", "boom", "fine again", f"boom {YOUNG} {prose(1, 2000)}"]
     with caplog.at_level(logging.WARNING):
         assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == [exact.tokenize(text) for text in texts]
-    assert "gigatoken gave up on a text (index out of bounds)" in caplog.text
+    assert "gigatoken failed on a text (index out of bounds)" in caplog.text
 
 
 def test_other_interruptions_are_not_swallowed(files: tuple[Path, Path]) -> None:
@@ -436,5 +436,5 @@ def test_a_panic_at_the_start_is_a_reason_not_to_use_it(
         raise fast_engine.EnginePanicError
 
     monkeypatch.setattr(FastEngine, "encode", panic)
-    with pytest.raises(ConfigError, match="gigatoken gave up on one of the test texts"):
+    with pytest.raises(ConfigError, match="gigatoken failed on one of the test texts"):
         fast_tokenizer(files)

@@ -29,9 +29,9 @@ from tests.helpers.chats import CHATML, chat, encoded, write_chat_tokenizer, wri
 MIB = 1 << 20
 SMALL = Limits(memory_bytes=256 * MIB, cpu_seconds=0, output_bytes=MIB)  # 0: the rest of a second
 SAID = chat("hello", "you")
-CPU, MEMORY, OUTPUT, REFUSED = "of CPU time", "more memory than 256 MiB", "writes more than 1 MiB", "refuses it"
+CPU, MEMORY, OUTPUT, REFUSED = "of CPU time", "more than 256 MiB of memory", "writes more than 1 MiB", "rejects it"
 ENDLESS = "does not end"
-PRINTS = "refuses it .it prints the address of an object, another one each time; add . list or"
+PRINTS = "rejects it .it prints the address of an object, which differs each time; add . list or"
 
 GROWS = "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x | length }}"
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -62,15 +62,15 @@ HOSTILE = {
     "a file": ("{% include '/etc/passwd' %}", REFUSED),
     "a division": ("{{ 1 / 0 }}", REFUSED),
     "a number of many digits": ("{{ (messages | length) ** 20000 }}", REFUSED),
-    "a random choice": ("{{ messages | random }}", "refuses it .random and lipsum give another text each time"),
-    "random choices": ("{{ [messages] | map('random') | list }}", "refuses it .random and lipsum"),
-    "random words": ("{{ lipsum(n=1) }}", "refuses it .random and lipsum give another text each time"),
+    "a random choice": ("{{ messages | random }}", "rejects it .random and lipsum give a different text each time"),
+    "random choices": ("{{ [messages] | map('random') | list }}", "rejects it .random and lipsum"),
+    "random words": ("{{ lipsum(n=1) }}", "rejects it .random and lipsum give a different text each time"),
     "an object": ("{{ joiner() }}", PRINTS),
     "an object in a list": ("{{ [cycler(1)] }}", PRINTS),
     "a call without parentheses": ("{{ 'a' ~ messages[0].content.strip }}", PRINTS),
     "a list that is none": ("{{ messages | map(attribute='role') }}", PRINTS),
     "a function": ("{{ '%s' % raise_exception }}", PRINTS),
-    "a terminal's commands": ("{{ raise_exception('\\x1b[2J\\na') }}", r"refuses it \(.\[2J a\)"),
+    "a terminal's commands": ("{{ raise_exception('\\x1b[2J\\na') }}", r"rejects it \(.\[2J a\)"),
 }
 AT_START = {
     "a power that the compiler computes": ("{{ 3 ** (10 ** 9) }}", CPU),
@@ -130,7 +130,7 @@ def test_the_limits_of_a_run() -> None:
     assert len(rendered(template, SAID * 8)[0].text) == 16 * MIB
     with pytest.raises(LimitError, match="writes more than 64 MiB for one conversation, the limit of templates"):
         rendered(template, SAID * 33)
-    with pytest.raises(LimitError, match="takes more memory than 1 GiB"):
+    with pytest.raises(LimitError, match="takes more than 1 GiB of memory"):
         rendered(made("{{ 'a' * (messages | length * 2 ** 29) }}", Limits()))
 
 
@@ -196,16 +196,16 @@ def test_a_process_renders_until_it_is_closed_or_killed() -> None:
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        ("", "the process that renders it ended .exit code 0."),
+        ("", "its rendering process ended .exit code 0."),
         ("import sys; sys.exit(3)", "ended .exit code 3."),
         ("import os; os.kill(os.getpid(), 9)", "was killed .out of memory"),
         ("import os; os.kill(os.getpid(), 11)", "ended .signal 11."),
-        ("print('x' * 99)", "makes its process answer what is no text"),
-        ("answer(b'not JSON')", "answer what is no text"),
-        ("answer(b'[[\"ab\", [[0, 3]]]]')", "answer what is no text"),
-        ("answer(b'[[1, []]]')", "answer what is no text"),
-        ("answer(b'{}')", "answer what is no text"),
-        ("answer(b'[' * 99999 + b']' * 99999)", "answer what is no text"),
+        ("print('x' * 99)", "makes its process return something other than text"),
+        ("answer(b'not JSON')", "return something other than text"),
+        ("answer(b'[[\"ab\", [[0, 3]]]]')", "return something other than text"),
+        ("answer(b'[[1, []]]')", "return something other than text"),
+        ("answer(b'{}')", "return something other than text"),
+        ("answer(b'[' * 99999 + b']' * 99999)", "return something other than text"),
     ],
 )
 def test_a_process_that_answers_anything_else(program: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +229,7 @@ def test_a_process_that_begins_with_anything_else(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(renderer, "__file__", str(tmp_path / "renderer.py"))
     for program in ("print('x' * 99)", "import os; os.write(1, bytes(7) + b'\\x02[]')"):
         (tmp_path / "renderer.py").write_text(program, encoding="utf-8")
-        with pytest.raises(ConfigError, match="makes its process answer what is no text") as error:
+        with pytest.raises(ConfigError, match="makes its process return something other than text") as error:
             made(CHATML).check()
         checked(error.value)
 
@@ -255,7 +255,7 @@ def test_a_stopped_process_is_named_until_it_goes_on(monkeypatch: pytest.MonkeyP
     finally:
         log.removeHandler(reader)
     (line,) = lines
-    assert line.startswith("the chat template in F: its worker") and line.endswith(f"kill -CONT {number} lets it go on")
+    assert line.startswith("the chat template in F: its worker") and line.endswith(f"kill -CONT {number} continues it")
 
 
 def test_two_renderings_at_once_do_not_mix() -> None:
@@ -279,7 +279,7 @@ def test_a_line_and_the_template_are_named(tmp_path: Path) -> None:
     encoder = ChatEncoder(tmp_path, "default", 0)
     with pytest.raises(DataError) as error:
         Conversations(str(path), encoder, IndexCache(CachePlace.of(None, str(path), files=(str(path),))))
-    named = f"{path}, line 2: the chat template in {tmp_path / 'chat_template.jinja'} takes more memory than 1 GiB"
+    named = f"{path}, line 2: the chat template in {tmp_path / 'chat_template.jinja'} takes more than 1 GiB of memory"
     assert str(error.value).startswith(named) and encoder.template._process is None
 
 
@@ -293,7 +293,7 @@ def test_a_system_without_a_limit_of_memory_says_so(
     monkeypatch.setattr(renderer, "__file__", str(tmp_path / "renderer.py"))
     assert rendered(made(CHATML))
     assert [record.getMessage() for record in caplog.records] == [
-        "the chat template in F: this system sets no limit of memory (RLIMIT_AS) for the process that renders it; CPU "
+        "the chat template in F: this system does not limit the memory of its rendering process (RLIMIT_AS); CPU "
         "time and output are limited"
     ]
 

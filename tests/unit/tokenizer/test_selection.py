@@ -99,7 +99,7 @@ def test_the_config_section_fits() -> None:
         ({"tokenizer_type": "BertWordPieceCase", "null_tokenizer_eod_id": 3}, "--null-tokenizer-eod-id 3: BertWordP"),
         (
             {"tokenizer_type": "NullTokenizer", "vocab_size": 9, "null_tokenizer_eod_id": 10},
-            "--null-tokenizer-eod-id 10: is not in the vocabulary of --vocab-size 9; give one of 0 to 8",
+            "--null-tokenizer-eod-id 10: not in the vocabulary of --vocab-size 9; give one of 0 to 8",
         ),
         ({"tokenizer_type": "MultimodalTokenizer"}, "not for GPT pretraining"),
         ({"tokenizer_type": "GPT2Tokenizer"}, "no such tokenizer; did you mean GPT2BPETokenizer?"),

@@ -116,7 +116,7 @@ def test_the_sanitizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     sleep = f"/bin/sleep 61.{os.getpid()}"
     program.write_text(f"#!/bin/sh\n{sleep}\necho done\n")
     late = {said for _, said in gpu_ops.sanitize(1, seconds=0.2)}
-    assert late == {"not run: it took longer than the 0 s that were left"}
+    assert late == {"not run: it took longer than the remaining 0 s"}
     until = time.monotonic() + 30
     while any(sleep.encode() in read(path).replace(b"\0", b" ") for path in Path("/proc").glob("[0-9]*/cmdline")):
         assert time.monotonic() < until, "what it started is still there"

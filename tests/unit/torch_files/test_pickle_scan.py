@@ -63,7 +63,7 @@ ATTACKS = {
     ),
     "a set of a tensor": (
         b"c__builtin__\nset\nctorch._utils\n_rebuild_tensor_v2\n(tR\x85R",
-        "makes a set of what is no list",
+        "makes a set of something that is not a list",
     ),
     "a storage of 2 GB": (b"ctorch.storage\nUntypedStorage\nJ\x00\x00\x00\x7f\x85R", "makes a torch.storage.Untyped"),
     "a very long integer": (b"\x8a\x50" + (2**600).to_bytes(80, "little"), "more than 64 bytes"),

@@ -458,6 +458,8 @@ FOLLOWED = {
     "print_config": planned("--print-config"),
     "dry_run": planned("--dry-run", "--print-config"),
     "dry_run_ranks": planned("--dry-run-ranks 4"),
+    "print_config_changed": planned("--changed", "--print-config", ""),
+    "print_config_format": planned("--format yaml", "--print-config", ""),
     "device_memory": planned("--device-memory 1GB"),
 }
 

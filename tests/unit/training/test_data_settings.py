@@ -250,7 +250,7 @@ def test_fill_in_the_middle_without_its_tokens(text_corpus: dict[str, Any], corp
         make_parts(flags(**text_corpus, fim_data=True, fim_prefix_token="<PRE>"))
     with pytest.raises(ConfigError, match="--fim-data: cuts text"):
         make_parts(flags(**corpus, fim_data=True))
-    with pytest.raises(ConfigError, match="--fim-split-sample TOKEN and --fim-fragment-rate RATE go together"):
+    with pytest.raises(ConfigError, match="--fim-split-sample TOKEN and --fim-fragment-rate RATE need each other"):
         make_parts(flags(**text_corpus, fim_data=True, fim_split_sample="<file>"))
 
 

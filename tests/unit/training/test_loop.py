@@ -197,9 +197,9 @@ def test_many_skipped_steps_are_told_in_the_log(pattern: str, told: list[bool], 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({}, "holds 3 steps (iter_0000002 to iter_0000006) that this run, which starts from iteration 0"),
+        ({}, "holds 3 steps (iter_0000002 to iter_0000006) newer than iteration 0, where this run starts"),
         ({"load": "SAVE", "finetune": True}, "holds 3 steps (iter_0000002 to iter_0000006)"),
-        ({"load": "SAVE", "ckpt_step": 4}, "holds 1 step (iter_0000006) that this run, which starts from iteration 4"),
+        ({"load": "SAVE", "ckpt_step": 4}, "holds 1 step (iter_0000006) newer than iteration 4, where this run starts"),
         ({"load": "SAVE"}, None),
         ({"save": "OTHER"}, None),
         ({"load": "SAVE", "ckpt_step": 4, "skip_train": True}, None),

@@ -222,7 +222,7 @@ def test_the_memory_of_the_fullest_rank_is_logged(capsys: pytest.CaptureFixture[
     lines = re.findall(r"memory after iteration (\d+) \(MB, the fullest rank\): (.*)", capsys.readouterr().out)
     assert [number for number, _ in lines] == ["4"]
     assert re.fullmatch(r"peak resident \d+\.\d \(rank 0\)", lines[0][1])
-    with pytest.raises(ConfigError, match=r"--log-memory-interval 3 is no multiple of --log-interval 2"):
+    with pytest.raises(ConfigError, match=r"--log-memory-interval 3 is not a multiple of --log-interval 2"):
         parse_args(flags(log_interval=2, log_memory_interval=3))
 
 

@@ -1,4 +1,4 @@
-"""The families that we export to and import from. A new one is a file here and an entry of FAMILIES."""
+"""Families that we export to and import from. A new one is a file here and an entry of FAMILIES."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,12 +17,12 @@ from megatron.interop.hf.families.qwen3_moe import Qwen3MoE
 from megatron.interop.hf.families.unknown import nearest_family
 from megatron.interop.hf.family import Family
 
-# An export takes the first that expresses the model, so simpler ones come first; Llama needs zeros for what Qwen2 is.
+# An export takes the first that expresses the model: simpler ones come first (Llama expresses Qwen2 only with zeros).
 FAMILIES: tuple[Family, ...] = (GPT2(), GPTNeoX(), Qwen2(), Llama(), Qwen3(), Olmo2(), Mistral(), Mixtral(), Qwen3MoE())
 
 
 def choose(config: ModelConfig, moe: MoEConfig, *, came_as: str | None = None) -> Family:
-    """The simplest family that computes what `config` and `moe` describe, or the one that the model `came_as`."""
+    """Returns the family that the model `came_as` if that can express it, else the simplest family that computes it."""
     if came_as is not None and by_model_type(came_as).unsupported(config, moe) is None:
         return by_model_type(came_as)
     for family in FAMILIES:
@@ -31,12 +31,12 @@ def choose(config: ModelConfig, moe: MoEConfig, *, came_as: str | None = None) -
     nearest = by_model_type(_nearest(config, moe))
     raise ConfigError(
         f"{nearest.unsupported(config, moe)}: none of the supported Hugging Face families ({_model_types()}) computes "
-        f"this (nearest: {nearest.architecture}); the checkpoint can be used with tools/generate.py, not exported"
+        f"this (nearest: {nearest.architecture}); the checkpoint works with tools/generate.py, but cannot be exported"
     )
 
 
 def keeping_tokenizer(family: Family, tokenizer: Mapping[str, Any], config: ModelConfig, moe: MoEConfig) -> Family:
-    """`family`, or another one for the same model if `transformers` would replace the tokenizer in a folder of it."""
+    """Returns `family`, or another one for this model if `transformers` would replace the tokenizer in its folder."""
     if family.keeps_tokenizer(tokenizer):
         return family
     for other in FAMILIES:
@@ -44,10 +44,10 @@ def keeping_tokenizer(family: Family, tokenizer: Mapping[str, Any], config: Mode
             return other
     llama = by_model_type("llama")
     raise ConfigError(
-        f"{llama.unsupported(config, moe)}: only {family.architecture} computes this, and transformers 5.8 and later "
-        f"read every tokenizer in a {family.model_type} folder as Qwen2's, so this run's texts would get other ids "
-        "(earlier versions read it as it is); train with Qwen2's tokenizer, or without this setting, which makes it a "
-        f"{llama.architecture}; tools/generate.py uses the checkpoint as it is"
+        f"{llama.unsupported(config, moe)}: only {family.architecture} computes this, but transformers 5.8 and later "
+        f"read every tokenizer in a {family.model_type} folder as Qwen2's: texts would get other ids; train with "
+        f"Qwen2's tokenizer, or without this setting, which makes it a {llama.architecture} (tools/generate.py can "
+        "use the checkpoint)"
     )
 
 
@@ -66,7 +66,7 @@ def _nearest(config: ModelConfig, moe: MoEConfig) -> str:
 
 
 def by_model_type(model_type: Any) -> Family:
-    """The family that a config.json names."""
+    """Returns the family that a config.json names."""
     for family in FAMILIES:
         if family.model_type == model_type:
             return family

@@ -1,4 +1,4 @@
-"""The activation of an MLP without a gate, in the names of config.json."""
+"""Activation of an MLP without a gate, by its names in config.json."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ def gelu_to_json(config: ModelConfig) -> str:
 
 
 def gelu_from_json(place: str, name: str) -> dict[str, Any]:
-    """Arguments of ModelConfig; `place` is the name of the setting in config.json."""
+    """Returns arguments of ModelConfig; `place` is the name of the setting in config.json."""
     kind = _OURS.get(name)
     if kind is None:
-        raise ConfigError(f"config.json: {place} {name!r:.60} is not supported; there are {', '.join(_OURS)}")
+        raise ConfigError(f"config.json: {place} {name!r:.60} is not supported; supported: {', '.join(_OURS)}")
     return {
         "bias_gelu_fusion": kind == "tanh",
         "openai_gelu": kind == "tanh",

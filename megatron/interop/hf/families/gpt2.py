@@ -64,7 +64,7 @@ _ALSO_CALLED = {
     "num_attention_heads": "n_head",
     "max_position_embeddings": "n_positions",
 }
-"""Names that transformers also takes, and prefers."""
+"""Alternative names that transformers prefers."""
 
 
 class GPT2(Family):
@@ -102,8 +102,8 @@ class GPT2(Family):
         if embedding == residual:
             return None
         return (
-            f"config.json: embd_pdrop {embedding} is not kept beside resid_pdrop {residual}: --hidden-dropout of a run "
-            "here is both"
+            f"config.json: embd_pdrop {embedding} is not imported: --hidden-dropout is used for both, with the value "
+            f"of resid_pdrop, {residual}"
         )
 
     def model_from_json(self, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,26 +31,26 @@ _TENSORS = {
 
 
 class LlamaLike(Family):
-    """Without experts; a descendant says in which of these settings it differs."""
+    """Base of models without experts; a descendant overrides the settings in which it differs."""
 
     tensors = _TENSORS
     buffers = (".rotary_emb.inv_freq",)
     normalizes_qk: ClassVar[bool] = False
     norms_span: ClassVar[str] = "head"
-    """Of the norms of queries and keys."""
+    """Scope of the norms of queries and keys."""
     norm_placement: ClassVar[str] = "before"
     may_have_biases: ClassVar[bool] = False
     has_qkv_bias: ClassVar[bool] = False
     may_have_window: ClassVar[bool] = True
     bias_keys: ClassVar[tuple[str, ...]] = ()
-    """Where config.json says whether there are biases."""
+    """Keys of config.json that switch biases on."""
     default_head_dim: ClassVar[int | None] = None
-    """Where config.json has none; None: hidden size / heads."""
+    """Size of a head if config.json has none; None means hidden size / heads."""
 
     def lacks(self, c: ModelConfig) -> Lacking:
         activation = "--squared-relu" if c.squared_relu else "GELU"
         together = "--qk-layernorm with " if self.normalizes_qk else ""
-        qkv_alone = self.has_qkv_bias or self.may_have_biases  # which can be zeros elsewhere
+        qkv_alone = self.has_qkv_bias or self.may_have_biases  # elsewhere it can be zeros
         return [
             (positions_flag(c), c.positions != "rope"),
             (f"--normalization {c.normalization}", c.normalization != "RMSNorm"),
@@ -116,7 +116,7 @@ class LlamaLike(Family):
         }
 
     def _biases_from_json(self, values: Mapping[str, Any]) -> bool:
-        if self.has_qkv_bias:  # and then no other, whatever config.json says
+        if self.has_qkv_bias:  # then it has no others, whatever config.json says
             return False
         attention, mlp = bool(values.get("attention_bias", False)), bool(values.get("mlp_bias", False))
         if not self.may_have_biases:
@@ -126,7 +126,7 @@ class LlamaLike(Family):
         return mlp
 
     def _only_attention_is_biased(self, values: Mapping[str, Any]) -> bool:
-        """Our model has such biases of queries, keys and values; those of the output projection have to be zeros."""
+        """True if only attention has biases: for queries, keys and values, with zeros for the output projection."""
         return self.may_have_biases and bool(values.get("attention_bias")) and not values.get("mlp_bias")
 
     def window_to_json(self, config: ModelConfig) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class LlamaLike(Family):
 
 
 def window_width(config: ModelConfig) -> int | None:
-    """The width in config.json, which counts the query's own token; ours does not."""
+    """Window width for config.json, which counts the query's own token; ours does not."""
     return None if config.window is None else config.window[0] + 1
 
 
@@ -153,7 +153,7 @@ class Llama(LlamaLike):
     bias_keys = ("attention_bias", "mlp_bias")
 
     def lacks(self, c: ModelConfig) -> Lacking:
-        uneven = c.hidden_size % c.num_attention_heads != 0  # which transformers refuses of Llama alone
+        uneven = c.hidden_size % c.num_attention_heads != 0  # transformers rejects this only for Llama
         return [
             *super().lacks(c),
             (f"--hidden-size {c.hidden_size} with --num-attention-heads {c.num_attention_heads}", uneven),

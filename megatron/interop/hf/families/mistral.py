@@ -11,7 +11,7 @@ class Mistral(LlamaLike):
     architecture = "MistralForCausalLM"
     model_type = "mistral"
     default_window: ClassVar[int | None] = 4096
-    """Where config.json has none; without a window it says null."""
+    """Window if config.json names none; it says null for a model without a window."""
 
     def window_to_json(self, config: ModelConfig) -> dict[str, Any]:
         return {"sliding_window": window_width(config)}

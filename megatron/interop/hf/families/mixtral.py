@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with experts."""
+"""Mixtral: Mistral with experts in every layer, weighted by a softmax over those that a token uses."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,8 +11,6 @@ from megatron.interop.hf.family import Lacking, refuse_unless
 
 
 class Mixtral(Mistral):
-    """Experts in every layer, weighted by a softmax over those that a token uses."""
-
     architecture = "MixtralForCausalLM"
     model_type = "mixtral"
     default_window = None
@@ -38,5 +36,5 @@ class Mixtral(Mistral):
         }
 
     def experts_from_json(self, values: Mapping[str, Any]) -> MoEConfig:
-        refuse_unless(values, router_jitter_noise=0.0)  # noise on what a router reads while it is trained
+        refuse_unless(values, router_jitter_noise=0.0)  # noise on the router's input in training
         return MoEConfig(num_experts=values["num_local_experts"], moe_router_topk=values["num_experts_per_tok"])

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: partial RoPE, LayerNorm, GELU, biases, attention and MLP side by side, a head of its own."""
+"""GPT-NeoX and Pythia: partial RoPE, LayerNorm, GELU, biases, parallel attention and MLP, an untied head."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +26,7 @@ class GPTNeoX(Family):
     tensors = {  # noqa: RUF012
         names.WORDS: same("gpt_neox.embed_in"),
         names.INPUT_NORM: same(f"{_LAYER}.input_layernorm"),
-        names.QKV: same(f"{_LAYER}.attention.query_key_value"),  # of each head [query; key; value], as ours
+        names.QKV: same(f"{_LAYER}.attention.query_key_value"),  # [query; key; value] per head, as ours
         names.ATTENTION_OUT: same(f"{_LAYER}.attention.dense"),
         names.POST_ATTENTION_NORM: same(f"{_LAYER}.post_attention_layernorm"),
         f"{names.MLP}.{names.UP}": same(f"{_LAYER}.mlp.dense_h_to_4h"),
@@ -67,7 +67,7 @@ class GPTNeoX(Family):
         older = {"partial_rotary_factor": values.get("rotary_pct", 0.25)}
         older["rope_theta"] = values.get("rotary_emb_base", 10000.0)
         width = values["hidden_size"] // values["num_attention_heads"]
-        refuse_unless(values, attention_bias=True, head_dim=width, **older)  # names that this family does not read
+        refuse_unless(values, attention_bias=True, head_dim=width, **older)  # keys that this family ignores
         return {
             "num_layers": values["num_hidden_layers"],
             "hidden_size": values["hidden_size"],

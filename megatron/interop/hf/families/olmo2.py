@@ -27,7 +27,7 @@ class Olmo2(LlamaLike):
 
     def model_to_json(self, config: ModelConfig, context: int) -> dict[str, Any]:
         values = super().model_to_json(config, context)
-        if config.rope_scaling == "linear":  # version 4 of transformers wants these two names of this family, no other
+        if config.rope_scaling == "linear":  # version 4 of transformers takes only these two keys here
             values["rope_scaling"] = {"type": "linear", "factor": float(values["rope_scaling"]["factor"])}
         return values
 

@@ -29,7 +29,7 @@ class Qwen2(LlamaLike):
         kinds = set(values.get("layer_types") or [])
         if values.get("sliding_window") is None or not values.get("use_sliding_window", False):
             if kinds - {"full_attention"}:
-                raise ConfigError("config.json: layer_types names layers with a window, and there is none")
+                raise ConfigError("config.json: layer_types names layers with a window, but sliding_window sets none")
             return None
         if not self.may_have_window:
             raise ConfigError(f"config.json: a sliding window with experts is not supported for {self.model_type}")

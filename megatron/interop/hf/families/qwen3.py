@@ -1,4 +1,4 @@
-"""Qwen3: Qwen2 with norms of queries and keys."""
+"""Qwen3: Qwen2 with norms of queries and keys instead of biases."""
 
 from typing import ClassVar
 
@@ -6,8 +6,6 @@ from megatron.interop.hf.families.qwen2 import Qwen2
 
 
 class Qwen3(Qwen2):
-    """Norms of Q and K in the place of Qwen2's biases."""
-
     architecture = "Qwen3ForCausalLM"
     model_type = "qwen3"
     normalizes_qk = True

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with experts."""
+"""Qwen3-MoE: Qwen3 with experts in all layers or in some."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,8 +11,6 @@ from megatron.interop.hf.family import Lacking
 
 
 class Qwen3MoE(Qwen3):
-    """Experts in all layers or in some."""
-
     architecture = "Qwen3MoeForCausalLM"
     model_type = "qwen3_moe"
     may_have_window = False

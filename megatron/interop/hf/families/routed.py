@@ -16,7 +16,7 @@ def experts(module: str, gate: str, up: str, down: str) -> dict[str, TensorLayou
 
 
 def softmax_routing_lacks(moe: MoEConfig) -> Lacking:
-    """What families whose experts are chosen by a plain softmax cannot express."""
+    """Lists settings that a family cannot express if a plain softmax chooses its experts."""
     return [
         ("no --num-experts", not moe.is_on),
         (f"--moe-router-score-function {moe.moe_router_score_function}", moe.moe_router_score_function != "softmax"),
@@ -28,7 +28,7 @@ def softmax_routing_lacks(moe: MoEConfig) -> Lacking:
 
 
 def balance_coefficient(config: ModelConfig, moe: MoEConfig) -> float:
-    """The coefficient of the load-balance loss for `transformers`. Where all experts are used equally, its loss is the
-    number of experts per token, averaged over layers, and ours is 1, summed over layers."""
+    """Returns the coefficient of the load-balance loss for `transformers`. If all experts are used equally, its loss is
+    the number of experts per token, averaged over layers; ours is 1, summed over layers."""
     coefficient: float = moe.moe_aux_loss_coeff
     return coefficient * len(moe.expert_layers(config.num_layers)) / moe.moe_router_topk

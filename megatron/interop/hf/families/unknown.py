@@ -1,4 +1,4 @@
-"""Models that no family is: which is nearest, and what it would lose."""
+"""Models without a family: the nearest family, and what it would lose."""
 
 from difflib import get_close_matches
 
@@ -54,7 +54,7 @@ _NEAREST: dict[str, tuple[str, str]] = {
 
 
 def nearest_family(model_type: str, known: list[str]) -> str:
-    """What to add to a refusal of this type; empty if nothing is near."""
+    """Returns what to add to the rejection of this type; empty if no family is near."""
     if model_type in _NEAREST:
         family, lost = _NEAREST[model_type]
         return f"; nearest is {family}, which would lose {lost}"

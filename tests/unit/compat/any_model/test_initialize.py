@@ -272,7 +272,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "model parallelism": (lambda: make(mpu=object()), "mpu is not supported"),
     "a closure": (
         lambda: (lambda model: make(model=model, optimizer=torch.optim.LBFGS(model.parameters())))(nn.Linear(10, 10)),
-        "LBFGS computes the loss anew",
+        "LBFGS recomputes the loss",
     ),
     "no optimizer": (lambda: make(config=BATCH), "no optimizer"),
     "an optimizer's class": (
@@ -290,7 +290,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         "lr_scheduler steps another optimizer",
     ),
     "a scheduler without step": (lambda: make(lr_scheduler=3), "lr_scheduler is a int without step"),
-    "no batch size": (lambda: make(config=ADAMW), "train_batch_size: not given"),
+    "no batch size": (lambda: make(config=ADAMW), "train_batch_size: missing"),
     "a batch that does not divide": (
         lambda: make(config={"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4, **ADAMW}),
         "train_batch_size 10: is not train_micro_batch_size_per_gpu 4 x gradient_accumulation_steps 2 x 1 ranks = 8",
@@ -331,7 +331,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "Muon": (
         lambda: make(config={**BATCH, "optimizer": {"type": "Muon"}}),
-        "in config: optimizer.type Muon: not supported for a model of your own, which does not say what its hidden",
+        "in config: optimizer.type Muon: not supported for your own model, whose hidden matrices are unknown",
     ),
     "a number as text": (lambda: make(config={**ADAMW, "train_batch_size": "4"}), 'train_batch_size "4": not a whole'),
     "a number out of range": (
@@ -349,7 +349,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "a model without parameters": (lambda: make(model=nn.ReLU(), config={**BATCH, **ADAMW}), "nothing is trained"),
     "names for parameters": (
         lambda: make(model_parameters=["weight"], config={**BATCH, **ADAMW}),
-        "model_parameters is no list of parameters",
+        "model_parameters is not a list of parameters",
     ),
     "a scheduler's class": (
         lambda: make(lr_scheduler=torch.optim.lr_scheduler.StepLR),
@@ -478,7 +478,7 @@ def test_checkpoints_that_cannot_be_are_one_line(tmp_path: Path) -> None:
     take_step(engine)
     with pytest.raises(ConfigError, match=r"client_state\.model: is a Linear; a checkpoint holds"):
         engine.save_checkpoint(tmp_path / "a", client_state={"model": nn.Linear(1, 1)})
-    with pytest.raises(ConfigError, match=r"'\.\./a' is no name"):
+    with pytest.raises(ConfigError, match=r"'\.\./a' is not a directory name"):
         engine.save_checkpoint(tmp_path / "a", tag="../a")
     with pytest.raises(ConfigError, match="has no file latest"):
         (tmp_path / "a").mkdir(exist_ok=True)

@@ -156,8 +156,8 @@ def halve_both(engine: ModelEngine) -> None:
 
 
 SLIPS: dict[Callable[[ModelEngine], None], str] = {
-    save_nowhere: "save_checkpoint: save_dir is None, no path; give a directory",
-    load_nowhere: "load_checkpoint: load_dir is 3, no path; give a directory",
+    save_nowhere: "save_checkpoint: save_dir is None, which is not a path; give a directory",
+    load_nowhere: "load_checkpoint: load_dir is 3, which is not a path; give a directory",
     double_inputs: r"engine\(x\): an input is float64 and the model float32 .*; cast it, as in x.float\(\)",
     halve: "the model was cast to float16 after megatron.compat.initialize.* choose precision in the config",
     halve_both: "the model was cast to float16 after megatron.compat.initialize",
@@ -193,10 +193,10 @@ def by_columns(engine: ModelEngine) -> None:
 @pytest.mark.parametrize(
     ("does", "said"),
     [
-        (by_columns, "weight was given another memory format after megatron.compat.initialize.*; leave that out"),
+        (by_columns, "weight got another memory format after megatron.compat.initialize.*; leave that out"),
         (thaw, "weight was frozen when megatron.compat.initialize.* call initialize.. before requires_grad_.False."),
-        (another_group, r"add_param_group\(\): the engine has no place .* give the optimizer all of them before"),
-        (another_engine, "bias was taken by an engine that the model was given to before; go on with that engine"),
+        (another_group, r"add_param_group\(\): the engine has no gradient buffers .* give the optimizer all of them"),
+        (another_engine, "bias was taken by an earlier engine of this model; use that engine"),
     ],
 )
 def test_what_would_train_nothing_is_refused(does: Callable[[ModelEngine], None], said: str) -> None:
@@ -219,14 +219,14 @@ def transposed_pair() -> nn.Module:
 
 
 UNFIT: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "lazy": (lambda: nn.LazyLinear(10), "weight has no values yet; call a lazy module once with a batch"),
+    "lazy": (lambda: nn.LazyLinear(10), "weight has no values yet; run a lazy module once on a batch"),
     "meta": (lambda: nn.Linear(10, 10, device="meta"), "weight has no values yet"),
     "complex": (complex_weights, "phases is complex, .* make it a real parameter with a last dimension of 2"),
     "shared memory": (
         transposed_pair,
         "0.weight and 1.weight are two parameters in the same memory, .* use one of them",
     ),
-    "an engine": (make, "model is an engine already; go on with that"),
+    "an engine": (make, "model is an engine already; use that"),
 }
 
 

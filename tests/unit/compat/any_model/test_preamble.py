@@ -60,8 +60,11 @@ def test_the_first_lines_of_a_program_for_deepspeed(tmp_path: Path) -> None:
     ("given", "said"),
     [
         ({"dist_backend": "nccl"}, r"dist_backend nccl: needs an accelerator, .* use gloo, or leave it out"),
-        ({"init_method": "env://"}, "what the launcher says; start the program with torchrun, or call torch.distr"),
-        ({"rank": 1, "world_size": 2}, "what the launcher says"),
+        (
+            {"init_method": "env://"},
+            "the launcher sets init_method, rank and world_size; start the program with torchrun, or call",
+        ),
+        ({"rank": 1, "world_size": 2}, "the launcher sets init_method, rank and world_size"),
     ],
 )
 def test_what_it_cannot_follow_is_refused(given: dict[str, object], said: str) -> None:

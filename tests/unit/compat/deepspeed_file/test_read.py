@@ -61,7 +61,7 @@ def notices(content: dict[str, Any]) -> list[str]:
         ),
         (
             {"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}},
-            "optimizer.params.adam_w_mode false: AdamW decouples its decay; leave it out, or use the type Adam",
+            "optimizer.params.adam_w_mode false: AdamW always decouples decay; leave it out, or use the type Adam",
         ),
         (
             {"optimizer": {"type": "Muon", "params": {"muon_lr": 0.5, "adam_lr": 0.25}}},

@@ -188,8 +188,8 @@ def test_the_length_of_a_schedule_is_that_of_the_run_if_the_file_does_not_say(tm
     config = parse(tmp_path, content, "--train-iters 9")
     assert config.deepspeed_scheduler.total_num_steps == 9
     assert (
-        "ds.json: scheduler.type WarmupDecayLR: its total_num_steps is missing (DeepSpeed stops there); --train-iters "
-        "9 is taken"
+        "ds.json: scheduler.type WarmupDecayLR: total_num_steps is missing (DeepSpeed requires it); --train-iters "
+        "9 is used"
     ) in said(tmp_path, config)
     line = refusal(tmp_path, content, "--train-samples 99")
     assert line.startswith(
@@ -342,7 +342,7 @@ def test_offloaded_parameters_need_stage_three_whoever_says_so(
 
 def test_a_length_is_completed_for_the_schedule_that_is_used(tmp_path: Path) -> None:
     decays = {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2}}}
-    taken = "its total_num_steps is missing"
+    taken = "total_num_steps is missing"
     for flags, told in (("", True), ("--lr-schedule WarmupLR", False), ("--total-num-steps 7", False)):
         config = parse(tmp_path, {**BATCH, **ADAM, **decays}, f"--train-iters 9 {flags}")
         assert any(taken in line for line in config.notices) == told, flags
@@ -376,7 +376,7 @@ def test_the_file_of_the_zero_article_is_taken_and_its_mistakes_are_told(tmp_pat
     lines = said(tmp_path, config)
     idle = "--remote-device cpu (zero_optimization.offload_param.device cpu of ds.json)"
     assert f"{idle}: has no effect without stage 3 of ZeRO (--zero-stage 3)" in lines
-    assert any("its total_num_steps is missing (DeepSpeed stops there); --train-iters 2000" in line for line in lines)
+    assert any("total_num_steps is missing (DeepSpeed requires it); --train-iters 2000" in line for line in lines)
     assert config.parallel.zero == 2 and config.optimizer.optimizer_cpu_offload and config.logging.log_interval == 10
     assert config.precision.initial_loss_scale == 2.0**32 and config.deepspeed_scheduler.warmup_num_steps == 1000
     for ranks, accumulated in ((1, 4), (2, 2), (4, 1)):

@@ -61,7 +61,11 @@ def test_gpt2_with_two_kinds_of_hidden_dropout() -> None:
     family, both = by_model_type("gpt2"), {**shape, "embd_pdrop": 0.3}
     assert family.not_taken_over(shape) is None and imported("gpt2", both).hidden_dropout == 0.1
     line = family.not_taken_over(both)
-    assert line is not None and "embd_pdrop 0.3 is not kept beside resid_pdrop 0.1: --hidden-dropout" in line
+    assert (
+        line is not None
+        and "embd_pdrop 0.3 is not imported: --hidden-dropout is used for both, with the value of resid_pdrop, 0.1"
+        in line
+    )
     with pytest.raises(ConfigError, match=r"embd_pdrop is 1\.5; it has to be"):
         imported("gpt2", {**shape, "embd_pdrop": 1.5})
 
@@ -87,8 +91,8 @@ def test_the_share_of_heads_that_neox_rotates(given: dict[str, Any], share: floa
 def test_what_of_neox_is_refused() -> None:
     for given, message in (
         ({"attention_bias": False}, "attention_bias False is not supported"),
-        ({"rotary_pct": 0.4}, "of heads of 8 0.4 turns, 3 channels"),
-        ({"hidden_act": "silu"}, "hidden_act 'silu' is not supported; there are gelu_new"),
+        ({"rotary_pct": 0.4}, "0.4 of each head of 8 channels rotates, that is 3 channels"),
+        ({"hidden_act": "silu"}, "hidden_act 'silu' is not supported; supported: gelu_new"),
     ):
         with pytest.raises(ConfigError, match=message):
             imported("gpt_neox", {**NEOX, **given})
@@ -137,7 +141,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (
             "qwen3",
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": YARN},
-            "rope_parameters and rope_scaling differ; keep the one that is meant",
+            "rope_parameters and rope_scaling differ; keep the right one",
         ),
         (
             "llama",
@@ -146,8 +150,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ),
         ("llama", {"rope_scaling": {**YARN, "factor": None}}, "rope_scaling: factor is None; it has to be a positive"),
         ("llama", {"rope_parameters": {"rope_theta": None}}, "rope_parameters: rope_theta is None; it has to be"),
-        ("qwen2", {"rope_parameters": {"full_attention": {"rope_theta": 9.0}}}, "full_attention has a rotation of its"),
-        ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "layer_types names layers with a window, and there is"),
+        ("qwen2", {"rope_parameters": {"full_attention": {"rope_theta": 9.0}}}, "full_attention has its own rotation"),
+        (
+            "qwen2",
+            {"layer_types": ["sliding_attention"] * 2},
+            "layer_types names layers with a window, but sliding_window sets none",
+        ),
         ("mistral", {"sliding_window": 0}, "sliding_window is 0; it has to be a whole number from 1"),
         ("gpt_neox", {"rope_theta": 5e5}, "rope_theta 500000.0 is not supported; only 10000.0"),
         ("gpt_neox", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported; only 0.25"),

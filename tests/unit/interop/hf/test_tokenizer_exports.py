@@ -181,7 +181,7 @@ def test_a_model_like_qwen2_keeps_another_tokenizer_as_llama(
         assert torch.equal(before.reader().logical(name, record), after.reader().logical(name, record)), name
     model.model.layers[0].self_attn.o_proj.bias.data[3] = 1.0
     model.save_pretrained(tmp_path / "hf")
-    with pytest.raises(CheckpointError, match=r"o_proj\.bias is not zero, and our model has no such bias"):
+    with pytest.raises(CheckpointError, match=r"o_proj\.bias is not zero, but this project's model has no such bias"):
         open_folder(tmp_path / "hf")
 
 
@@ -219,7 +219,7 @@ def test_values_that_transformers_cannot_read_are_left_out_by_name(
     assert export(tmp_path / "run", tmp_path / "hf") == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "tokenizer_config.json: " in line]
     assert [line.partition("config.json: ")[2].partition(" is ")[0] for line in lines] == [*UNREADABLE]
-    assert "is '512', and transformers reads a positive number; the export leaves it out, so set" in lines[0]
+    assert "is '512', but transformers reads a positive number; the export leaves it out, so set" in lines[0]
     assert not UNREADABLE.keys() & json.loads((tmp_path / "hf" / CONFIG).read_text()).keys()
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").padding_side in ("left", "right")
 

@@ -92,7 +92,7 @@ def test_conversion(tmp_path: Path) -> None:
 def test_another_distributed_format_is_refused_by_name(tmp_path: Path, backend: str, named: str) -> None:
     folder = write(tmp_path, make(GPT2))
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": backend}))
-    with pytest.raises(CheckpointError, match=rf"distributed format {named}, which is not read"):
+    with pytest.raises(CheckpointError, match=rf"distributed format {named}, which is not supported"):
         load(tmp_path, params_of(GPT2), finetune=True)
 
 

@@ -139,7 +139,7 @@ def test_a_world_that_fits_the_batch(settings: dict[str, object], ranks: int) ->
         (
             256,
             {"global_batch_size": 256},
-            "needs 256 processes on this machine, and check_layout.py starts at most 128",
+            "needs 256 processes on this machine, but check_layout.py starts at most 128",
         ),
     ],
 )

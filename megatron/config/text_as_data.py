@@ -1,0 +1,53 @@
+"""Suggests a command if --data-path is text, or the name of a dataset on the Hugging Face Hub."""
+
+import json
+import shlex
+from pathlib import Path
+
+from megatron.config.run import RunConfig
+from megatron.utils.foreign import is_hub_name
+
+_PEEK = 65536
+
+
+def fix_of_prefix(config: RunConfig, flag: str, prefix: str) -> str | None:
+    """Returns the reason and the fix; None if `prefix` is neither text nor a name on the Hub."""
+    path = Path(prefix)
+    if path.suffix in (".bin", ".idx") or Path(f"{prefix}.idx").exists():
+        return None
+    if path.is_file():
+        key = _key_of_text(path)
+        return None if key is None else _preprocess(config, flag, path, key)
+    if not path.exists() and is_hub_name(prefix):
+        folder = path.name
+        return (
+            f"no such file; for a dataset of the Hugging Face Hub: hf download {prefix} --repo-type dataset "
+            f"--local-dir {folder}; then python tools/preprocess_data.py --input {folder} --output-prefix {folder} ..."
+        )
+    return None
+
+
+def _key_of_text(path: Path) -> str | None:
+    """Returns the key of the text in the first JSON line, "text" without JSON, or None if the file is not text."""
+    with path.open("rb") as file:
+        beginning = file.read(_PEEK)
+    try:
+        text = beginning.decode("utf-8", errors="strict" if len(beginning) < _PEEK else "ignore")
+        first = json.loads(text.partition("\n")[0])
+    except UnicodeDecodeError:
+        return None
+    except (ValueError, RecursionError):
+        return None if "\0" in text else "text"
+    texts = [name for name, value in first.items() if isinstance(value, str)] if isinstance(first, dict) else []
+    return "text" if "text" in texts or not texts else texts[0]
+
+
+def _preprocess(config: RunConfig, flag: str, path: Path, key: str) -> str:
+    output, tokenizer = path.with_suffix(""), config.tokenizer
+    words = ["python", "tools/preprocess_data.py", "--input", str(path), "--output-prefix", str(output)]
+    words += [] if key == "text" else ["--json-keys", key]
+    for name in ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size"):
+        value = getattr(tokenizer, name)
+        words += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+    line = shlex.join([*words, "--append-eod"])
+    return f"this is text, not a dataset; make one: {line} ; then give {flag} {output}_{key}_document"

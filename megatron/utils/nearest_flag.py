@@ -1,0 +1,46 @@
+"""Finds the flag that a misspelt one was meant to be, or none: a wrong suggestion costs more than no suggestion."""
+
+import difflib
+from collections import Counter
+from collections.abc import Sequence
+
+_TOO_COMMON = 8
+"""A word in more spellings than this says little about what was meant: "num", "size", "use"."""
+
+
+def nearest_flag(typed: str, spellings: Sequence[str]) -> str | None:
+    """Returns the closest spelling that shares an uncommon word with `typed`, or differs by at most two letters."""
+    word = "--" + typed.lstrip("-").replace("_", "-").lower()
+    common = {part for part, count in Counter(p for s in spellings for p in _parts(s)).items() if count > _TOO_COMMON}
+    near = [s for s in spellings if _differs_little(word, s)]
+    near = near or [s for s in spellings if _mean_the_same(_parts(word) - common, _parts(s) - common)]
+    close = difflib.get_close_matches(word, near, n=1, cutoff=0.6)
+    return close[0] if close else None
+
+
+def _parts(spelling: str) -> frozenset[str]:
+    return frozenset(spelling.strip("-").replace("_", "-").split("-"))
+
+
+def _mean_the_same(one: frozenset[str], other: frozenset[str]) -> bool:
+    """True if more than half of the words of each are words of both."""
+    return 2 * len(one & other) > max(len(one), len(other))
+
+
+def _differs_little(one: str, other: str) -> bool:
+    """True if at most two letters differ, and fewer in short names: two of three letters make another word."""
+    allowed = min(2, (min(len(one), len(other)) - 2) // 3)
+    return abs(len(one) - len(other)) <= allowed and _edits(one, other) <= allowed
+
+
+def _edits(one: str, other: str) -> int:
+    """Number of letters to insert, delete, replace or exchange with their neighbour."""
+    before, row = list[int](), list(range(len(other) + 1))
+    for i, letter in enumerate(one, 1):
+        last, before, row = before, row, [i]
+        for j, there in enumerate(other, 1):
+            best = min(row[j - 1] + 1, before[j] + 1, before[j - 1] + (letter != there))
+            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == there:
+                best = min(best, last[j - 2] + 1)
+            row.append(best)
+    return row[-1]
