@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "README.md",
+    "docs/index.md",
     "docs/getting_started.md",
     "docs/from_megatron_lm.md",
     "docs/from_deepspeed.md",
@@ -27,6 +28,7 @@ PAGES = (
     "docs/performance.md",
     "docs/kernels.md",
     "CONTRIBUTING.md",
+    "docs/api.md",
 )
 
 
