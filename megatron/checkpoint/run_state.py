@@ -141,7 +141,7 @@ def in_memory(name: str, target: Tensor, take: Take | None) -> Iterator[Tensor]:
     if not target.is_meta:
         yield target
         return
-    assert take is not None, f"nobody takes the piece of {name}"
+    assert take is not None, f"no rank takes the piece of {name}"
     whole = torch.zeros_like(target, device="cpu")
     yield whole
     take(name, whole)

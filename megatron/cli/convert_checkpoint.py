@@ -123,7 +123,7 @@ def convert_checkpoint(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--to {arguments.to}: --load is in that format already; there is nothing to convert")
     if arguments.true_vocab_size is not None and arguments.source != "megatron":
         given = f"--true-vocab-size {arguments.true_vocab_size}"
-        raise ConfigError(f"{given}: applies to --from megatron alone; leave it out")
+        raise ConfigError(f"{given}: has no effect without --from megatron; leave it out")
     _refuse_targets(arguments)
     if arguments.overwrite:
         from megatron.interop.conversion import refuse_what_must_stay
@@ -151,16 +151,16 @@ def _format(directory: Path, step: int | None) -> str:
 
 
 def _refuse_targets(arguments: argparse.Namespace) -> None:
-    """The flags that say how to write or read another format."""
+    """Flags of the other format: how to read or write it."""
     for flag in ("target_tensor_parallel_size", "target_pipeline_parallel_size", "megatron_names"):
         value = getattr(arguments, flag)
         if value is not None and arguments.to != "megatron":
-            raise ConfigError(f"--{flag.replace('_', '-')} {value}: applies to --to megatron alone; leave it out")
+            raise ConfigError(f"--{flag.replace('_', '-')} {value}: has no effect without --to megatron; leave it out")
     given = {"--dtype": arguments.dtype, "--max-shard-size": arguments.max_shard_size, "--verify": arguments.verify}
     given |= {"--no-safe-serialization": arguments.no_safe_serialization}
     for flag, value in given.items():
         if value and arguments.to != "hf":
-            raise ConfigError(f"{flag}{f' {value}' * (value is not True)}: applies to --to hf alone; leave it out")
+            raise ConfigError(f"{flag}{f' {value}' * (value is not True)}: has no effect without --to hf; leave it out")
     if arguments.ckpt_step is not None and arguments.source == "hf":
         raise ConfigError(f"--ckpt-step {arguments.ckpt_step}: does not apply to --from hf; leave it out")
 

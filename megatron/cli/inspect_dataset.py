@@ -64,7 +64,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if picture not in (None, _TERMINAL) and not picture.endswith((".svg", ".png")):
         raise ConfigError(f"--histogram {picture}: a picture is a .svg or a .png; put prefixes before --histogram")
     if picture not in (None, _TERMINAL) and len(arguments.prefixes) > 1:
-        raise ConfigError(f"--histogram {picture}: is of one dataset; give one PREFIX")
+        raise ConfigError(f"--histogram {picture}: draws only one dataset; give one PREFIX")
     if arguments.tokens is not None and arguments.document is None:
         arguments.document = [0]
     return arguments

@@ -271,7 +271,7 @@ def _world(arguments: argparse.Namespace) -> int:
         return 1
     if arguments.world and arguments.partitions and arguments.world != arguments.partitions:
         raise ConfigError(
-            f"--partitions {arguments.partitions}: --world says {arguments.world}; give one of the two with --rank"
+            f"--partitions {arguments.partitions}: --world is {arguments.world}; give one of the two with --rank"
         )
     world: int | None = arguments.world or arguments.partitions
     if world is None:

@@ -116,7 +116,7 @@ def _tell_foreign(step: Path, foreign: "ForeignStep", *, deep: bool) -> list[int
 def _compare(arguments: argparse.Namespace) -> int:
     """Exit code 0: equal; 1: not."""
     if arguments.directory is not None or arguments.load is not None:
-        raise ConfigError("--compare A B: takes the two directories alone; leave the other one out")
+        raise ConfigError("--compare A B: takes only these two directories; leave the other one out")
     from megatron.interop.compare import first_difference, open_step
 
     one, other = (open_step(directory) for directory in arguments.compare)
@@ -128,7 +128,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _steps(directory: Path, *, everything: bool) -> tuple[list[Path], list[int]]:
-    """The step directories to look at, and the exit codes of what the save directory itself has wrong."""
+    """Returns the step directories to check, and an exit code for each fault of the save directory itself."""
     from megatron.checkpoint import paths
     from megatron.report import step_summary
 

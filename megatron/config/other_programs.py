@@ -149,7 +149,7 @@ _SENTENCES: dict[str, str] = {
     "upload after the run: python tools/convert_checkpoint.py --to hf, then hf upload": "push-to-hub hub-model-id "
     "hub-token hub-strategy hub-private-repo hub-revision hub-always-push upload-s3-path",
     "the scripts train; evaluate with --skip-train or tools/evaluate.py": "do-train do-eval do-predict",
-    "evaluation keeps the loss alone, and no logits; leave it out": "eval-accumulation-steps prediction-loss-only",
+    "evaluation keeps only the loss, no logits; leave it out": "eval-accumulation-steps prediction-loss-only",
     "mu-parametrization is not supported yet; leave it out": "mup",
     "nothing is ever run from a model's folder; leave it out": "remote-code",
     "flash attention is chosen on each device; --kernels and --attention-backend change it": "attn-implementation "

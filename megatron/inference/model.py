@@ -285,7 +285,7 @@ def _check_tokenizer(options: ModelOptions, described: Described, tokenizer: Tok
 
 
 def own_step(model: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Runs the forward step that the batch carries."""
+    """Calls `batch["step"]`, the forward step of this batch, with the model."""
     return batch["step"](model, batch)
 
 

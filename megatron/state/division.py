@@ -54,7 +54,7 @@ class Division:
     elements: int
     """Number of elements of the whole tensor."""
     share: int
-    """Elements of the row that each rank has."""
+    """Number of elements of the row per rank."""
     offset: int = 0
     """Beginning of the tensor in the row."""
     row: int = 0

@@ -258,7 +258,7 @@ class Interpreter(_Stack):
             self.hold(made(kind.value, arguments.value), [kind, arguments])
 
     def _set_of(self, arguments: Any) -> set[Any]:
-        """Makes a set from a list, as protocol 2 writes sets. Rejects a tensor, which gives one tensor per element."""
+        """Makes a set from a list, as protocol 2 writes sets. Rejects a tensor, which would be split into elements."""
         if not isinstance(arguments, tuple) or len(arguments) != 1 or not isinstance(arguments[0], list):
             raise PickleRefused("it makes a set of something that is not a list")
         for key in arguments[0]:

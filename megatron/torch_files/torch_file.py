@@ -116,7 +116,7 @@ class TorchFile:
             elements = int.from_bytes(self._data.part(position, 8).read(), "little")
             dtype, expected = sizes[key]
             if elements != expected:
-                raise CheckpointError(f"{self.path}: a storage has {elements} elements, its tensors say {expected}")
+                raise CheckpointError(f"{self.path}: a storage has {elements} elements; its tensors need {expected}")
             self._storages[key] = self._data.part(position + 8, elements * dtype.itemsize)
             position += 8 + elements * dtype.itemsize
         return content
@@ -237,7 +237,7 @@ def _description(value: Any) -> _Description | None:
 
 
 def _is_changed(tensor: Made) -> bool:
-    """True if torch would conjugate or negate the tensor after reading, which extra arguments in the pickle say."""
+    """True if extra arguments in the pickle make torch conjugate or negate the tensor after reading."""
     return any(tensor.arguments[6 + _REBUILD.index(tensor.kind.text) :])
 
 

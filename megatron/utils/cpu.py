@@ -119,7 +119,7 @@ def processor_is_amd(cpuinfo: Path = _CPUINFO) -> bool:
 
 
 def has_bf16_products(cpuinfo: Path = _CPUINFO) -> bool:
-    """True if the processor has bf16 products, or if the system does not say."""
+    """True if the processor has bf16 products, or if the system does not report its features."""
     words = _words(cpuinfo)
     return not words or not words.isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))
 

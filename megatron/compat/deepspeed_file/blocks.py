@@ -92,6 +92,6 @@ DECISIONS = (decide_optimizer, decide_scheduler, decide_precision, decide_offloa
 
 
 def without_booleans(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Replaces `"zero_optimization": true` of older files by the block that it stands for."""
+    """Replaces `"zero_optimization": true` of older files by the equivalent block."""
     value = content.get("zero_optimization")
     return {**content, "zero_optimization": {"stage": int(value)}} if isinstance(value, bool) else content

@@ -186,7 +186,7 @@ def _of_link(link: _Link, by_chunk: Any, file: TorchFile) -> Iterator[tuple[tupl
             file.is_tensor(vectors[0].get(kind)) and len(file.shape(vectors[0][kind])) == 1 for kind in _VECTORS
         )  # fmt: skip
         if not known:
-            raise _refused(tree, f"{DISTRIBUTED} is of a version whose order is unknown")
+            raise _refused(tree, f"{DISTRIBUTED} was written by a version whose order is unknown")
         sizes = [prod(_shape(tree, at, (chunk.key, name))) for name in names]
         starts = _starts(sizes, vectors[0].get(_UNPADDED))
         if starts is None:

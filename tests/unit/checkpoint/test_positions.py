@@ -223,17 +223,17 @@ FOUND_DEEP: dict[str, tuple[Change, str]] = {
         lambda body: starts_of(body).update(
             {kind: start + 4 for kind, start in starts_of(body).items() if kind == SQUARE}
         ),
-        "; the manifest says byte",
+        "; in the manifest: byte",
     ),
     "a weight shifted by one element": (
         lambda body: weight_of(body, LAST).update(start=weight_of(body, LAST)["start"] + 4),
-        "; the manifest says byte",
+        "; in the manifest: byte",
     ),
     "starts of two weights of one shape exchanged": (
         lambda body: exchange(weight_of(body, SCALE), weight_of(body, LAST), "start"),
-        "; the manifest says byte",
+        "; in the manifest: byte",
     ),
-    "a tensor in another row": (lambda body: piece_of(body, QKV).update(row=5), "; the manifest says byte"),
+    "a tensor in another row": (lambda body: piece_of(body, QKV).update(row=5), "; in the manifest: byte"),
     "offsets of two tensors of one shape exchanged": (
         lambda body: (
             exchange(piece_of(body, SCALE), piece_of(body, LAST), "offset"),
