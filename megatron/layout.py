@@ -42,8 +42,6 @@ head is on both). A group of `model` (tp x pp) holds one replica of the model, a
 
 @dataclass(frozen=True)
 class Coordinates:
-    """The coordinates of one rank on every axis."""
-
     tp: int
     cp: int
     dp: int

@@ -115,7 +115,7 @@ class SavedInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedState:
-    """Result of a load besides the parameters, which it fills in place; by default, of a load of weights only."""
+    """Result of a load, without the parameters, which are filled in place. The defaults fit a load of weights only."""
 
     path: Path
     step: int  # of the directory

@@ -260,7 +260,7 @@ def _beside(directory: Path, record: Manifest, file: str, content: Any) -> Itera
         except (AttributeError, KeyError, TypeError, ValueError):  # not written by a run
             same = None
         if paths.member(directory, values).read_bytes() != same:
-            yield f"its plain values are not those of {values}"
+            yield f"its plain values differ from those in {values}"
 
 
 _PARTS = {"optimizer": ("optimizer", "extra"), "scheduler": ("opt_param_scheduler",), "rng": ("rng_state",)}

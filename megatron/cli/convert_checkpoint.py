@@ -46,15 +46,21 @@ def parser(*, check: bool = False) -> Parser:
         "--true-vocab-size", type=integer(1, INT32), help="Rows of the vocabulary without padding (--from megatron)."
     )
     p.add_argument(
-        "--target-tensor-parallel-size", type=integer(1, LARGEST_WORLD), metavar="N", help="TP of --to megatron (1)."
+        "--target-tensor-parallel-size",
+        type=integer(1, LARGEST_WORLD),
+        metavar="N",
+        help="Tensor-parallel size (--to megatron; 1).",
     )
     p.add_argument(
-        "--target-pipeline-parallel-size", type=integer(1, LARGEST_WORLD), metavar="N", help="PP of --to megatron (1)."
+        "--target-pipeline-parallel-size",
+        type=integer(1, LARGEST_WORLD),
+        metavar="N",
+        help="Pipeline stages (--to megatron; 1).",
     )
     p.add_argument(
         "--megatron-names",
         choices=("classic", "core", "te"),
-        help="Names of --to megatron: those of 23.06 (classic, the default), of Megatron core, or of core with "
+        help="Parameter names (--to megatron): of 23.06 (classic, the default), of Megatron core, or of core with "
         "Transformer Engine.",
     )
     p.add_argument("--to", required=not check, choices=("hf", "native", "megatron"), help="Format of --save.")
@@ -88,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse_theirs(words: Sequence[str]) -> None:
-    """Flags of the converter that Megatron-LM has."""
+    """Rejects flags of Megatron-LM's own converter."""
     names = [word.partition("=")[0] for word in words]
     theirs = [name for name in names if name in ("--model-type", "--loader", "--saver", "--load-dir", "--save-dir")]
     if theirs:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from megatron.inference.sampling import Sampling
 
 _FIRST_SCREEN = """\
-Continues texts with a trained model. Under torchrun the ranks split the model
-as the flags say, and data-parallel ranks share the prompts.
+Continues texts with a trained model. Under torchrun, parallel-size flags split
+the model, and data-parallel ranks share the prompts.
 
   python tools/generate.py --load checkpoints --prompt "Once upon a time" \\
     --max-new-tokens 64 --temperature 0.8 --top-p 0.95

@@ -23,7 +23,7 @@ def parser() -> Parser:
         "the manifest does not list, 2 usage, 3 unsafe, 4 incomplete.",
     )
     p.add_argument("directory", type=Path, nargs="?", help="A run's save directory, or one of its iter_* directories.")
-    p.add_argument("--load", type=Path, metavar="DIR", help="The same, as the other tools spell it.")
+    p.add_argument("--load", type=Path, metavar="DIR", help="The same directory, spelled as in the other tools.")
     p.add_argument("--all", action="store_true", help="Every step, not only the one that --load would take.")
     p.add_argument(
         "--compare",
@@ -93,8 +93,8 @@ def _kind(error: CheckpointError) -> str:
 
 
 def _tell_foreign(step: Path, foreign: "ForeignStep", *, deep: bool) -> list[int]:
-    """Every file was opened, and every tensor has its shape; `deep` reads all tensors, which compares them with the
-    checksums of their files. Exit codes of what is wrong."""
+    """Reports a step of Megatron-LM, whose files and shapes were checked on opening. With `deep`, reads all tensors to
+    compare checksums. Returns the exit codes of faults."""
     from megatron.checkpoint.manifest import all_tensors
     from megatron.report import step_summary
     from megatron.torch_files.member_checks import DamagedMemberError

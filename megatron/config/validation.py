@@ -43,7 +43,7 @@ def named_sets(config: DataConfig, blend: Blend) -> list[tuple[str, str]]:
 
 
 def validation_plan(config: RunConfig, batch_size: int) -> ValidationPlan | None:
-    """`batch_size`: of an evaluation, for the sets that --eval-iters bounds."""
+    """`batch_size`: samples per evaluation step, for sets that --eval-iters bounds."""
     evaluation, names = config.evaluation, set_names(config)
     asked = asked_samples(config)
     if asked is None and not evaluation.full_validation:

@@ -188,8 +188,8 @@ class _Execution:
 
 
 class BoundStage:
-    """Binds some arguments of a model. The loss function sees a stage of several as a model, or the last one with its
-    input."""
+    """A model with some arguments bound: one of several stages, or the last stage with its input. A forward step calls
+    it like a whole model."""
 
     def __init__(self, module: Any, **arguments: Any) -> None:
         self._module, self._arguments = module, arguments

@@ -75,7 +75,7 @@ def _power_of_x(exponent: int) -> int:
 
 
 def _times(one: int, other: int) -> int:
-    """The product of two polynomials over GF(2), modulo that of CRC-32."""
+    """The product of two polynomials over GF(2), modulo CRC-32's polynomial."""
     product = 0
     for bit in range(31, -1, -1):
         if one >> bit & 1:

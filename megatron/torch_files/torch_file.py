@@ -109,7 +109,7 @@ class TorchFile:
         stream.seek(len(_BEFORE_ZIP))
         version, system, content, keys = (read_next(stream) for _ in range(4))
         if version != 1001 or not isinstance(system, dict) or system.get("little_endian") is not True:
-            raise CheckpointError(f"{self.path} is of an unknown version of torch, or of another byte order")
+            raise CheckpointError(f"{self.path} was written by an unknown version of torch, or in another byte order")
         sizes = _storage_sizes(content)
         position = stream.tell()
         for key in keys:

@@ -163,7 +163,7 @@ class ClassicTree:
             return ((min(tp * shape[0], size), min((tp + 1) * shape[0], size)),)
         if row.shape[row.split_dim] % self.tp:
             raise CheckpointError(
-                f"{self.directory}: {parameter.name} has {row.shape[row.split_dim]} parts to split over {self.tp} ranks"
+                f"{self.directory}: {parameter.name} does not divide: {row.shape[row.split_dim]} parts, {self.tp} ranks"
             )
         return even_ranges(size, self.tp, tp)
 

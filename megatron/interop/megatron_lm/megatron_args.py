@@ -183,7 +183,7 @@ def padded_rows(args: Mapping[str, Any]) -> int | None:
 
 
 def true_vocabulary(args: Mapping[str, Any], rows: int) -> int:
-    """Returns the true number of rows of a table with `rows` padded ones, or `rows` if the args do not say."""
+    """Returns the true number of rows of a table with `rows` padded ones, or `rows` if the args lack it."""
     value = args.get("vocab_size")
     if type(value) is not int:
         return rows

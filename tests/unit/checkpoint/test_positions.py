@@ -273,7 +273,7 @@ def test_deep_verification_compares_plain_values(saved: Path) -> None:
     (saved / "manifest.json").write_bytes(manifest.encode(replace(record, files=files)))
     assert inspect_step(saved)[1] == []
     (problem,) = inspect_step(saved, deep=True)[1]
-    assert f"its plain values are not those of {name}" in problem.text
+    assert f"its plain values differ from those in {name}" in problem.text
 
 
 # ---------------------------------------------------------------- planted in the writer and in the reader
