@@ -58,7 +58,7 @@ def build_parser() -> Parser:
         "--workers",
         type=integer(1, MOST_PROCESSES),
         metavar="N",
-        help="with --cluster: processes at a time (one for each CPU)",
+        help="processes at a time for --cluster (one for each CPU)",
     )
     parser.add_argument("--full", action="store_true", help="never shrink the model, however long it takes")
     parser.add_argument("--script", metavar="FILE.py", help="a pretrain script of your own (pretrain_gpt.py)")

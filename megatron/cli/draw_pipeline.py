@@ -46,7 +46,7 @@ def _draw(arguments: argparse.Namespace) -> None:
         step = _simulated(arguments)
         source = f"simulated, {arguments.schedule}, equal stages"
     title = (
-        f"{source}; {step.ranks} stages, {step.micro_batches} micro-batches, {step.chunks} chunks a rank; bubble "
+        f"{source}; {step.ranks} stages, {step.micro_batches} micro-batches, {step.chunks} chunks per rank; bubble "
         f"{step.bubble:.1%} of the work, {'(p-1)/(3 m)' if step.defers_wgrads else '(p-1)/(m v)'} is "
         f"{step.theoretical_bubble:.1%}"
     )

@@ -42,7 +42,7 @@ def build_parser() -> Parser:
         help="picture of the documents' lengths: in the terminal, or a FILE.svg or FILE.png",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one line of JSON per dataset")
-    parser.add_argument("--work-folder", metavar="DIR", help="with URLs: folder for the local copies (here)")
+    parser.add_argument("--work-folder", metavar="DIR", help="folder for local copies of URLs (here)")
     group = parser.add_argument_group("tokenizer")
     group.add_argument("--tokenizer-type", metavar="NAME", help="as in preprocess_data.py")
     group.add_argument("--vocab-file", "--vocab", metavar="FILE", help="vocab.json of GPT2BPETokenizer")

@@ -32,7 +32,7 @@ from megatron.state.store import FlatRun, run_alone
 
 @dataclass(frozen=True)
 class _Divided:
-    """One parameter, of which this rank has some rows."""
+    """One parameter; this rank has some of its rows."""
 
     parameter: nn.Parameter
     """A DTensor."""

@@ -137,7 +137,7 @@ class _Stack:
         self.cells.append(_held(_Cell(value), cells))
 
     def put(self, cells: list[_Cell]) -> Any:
-        """Returns the value on top of the stack, to which `cells` are added."""
+        """Returns the value on top of the stack, after counting `cells` as its content."""
         top = self.cells[-1]
         if top.finished:
             raise PickleRefused("it has a value that contains itself, or that changes after its use")
