@@ -46,16 +46,10 @@ def parser(*, check: bool = False) -> Parser:
         "--true-vocab-size", type=integer(1, INT32), help="Rows of the vocabulary without padding (--from megatron)."
     )
     p.add_argument(
-        "--target-tensor-parallel-size",
-        type=integer(1, LARGEST_WORLD),
-        metavar="N",
-        help="Tensor-parallel size (--to megatron; 1).",
+        "--target-tensor-parallel-size", type=integer(1, LARGEST_WORLD), metavar="N", help="TP size for Megatron (1)."
     )
     p.add_argument(
-        "--target-pipeline-parallel-size",
-        type=integer(1, LARGEST_WORLD),
-        metavar="N",
-        help="Pipeline stages (--to megatron; 1).",
+        "--target-pipeline-parallel-size", type=integer(1, LARGEST_WORLD), metavar="N", help="PP size for Megatron (1)."
     )
     p.add_argument(
         "--megatron-names",
@@ -157,7 +151,7 @@ def _format(directory: Path, step: int | None) -> str:
 
 
 def _refuse_targets(arguments: argparse.Namespace) -> None:
-    """Flags of the other format: how to read or write it."""
+    """Rejects flags about a format that is neither read nor written."""
     for flag in ("target_tensor_parallel_size", "target_pipeline_parallel_size", "megatron_names"):
         value = getattr(arguments, flag)
         if value is not None and arguments.to != "megatron":

@@ -25,9 +25,7 @@ def build_parser() -> Parser:
     parser.add_argument("--trace", metavar="DIR", help="directory that a run with --pipeline-trace DIR wrote")
     parser.add_argument("--schedule", choices=tuple(SCHEDULES), help="simulate this schedule instead")
     parser.add_argument("--stages", type=integer(1, 1024), default=4, metavar="N", help="simulated ranks (4)")
-    parser.add_argument(
-        "--micro-batches", type=integer(1, 4096), default=8, metavar="N", help="simulated micro-batches (8)"
-    )
+    parser.add_argument("--micro-batches", type=integer(1, 4096), default=8, metavar="N", help="micro-batches (8)")
     parser.add_argument("--chunks", type=integer(1, 64), default=1, metavar="N", help="simulated stages per rank (1)")
     parser.add_argument(
         "--group", type=integer(1, 4096), metavar="N", help="simulated micro-batches per group (--stages)"

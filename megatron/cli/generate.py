@@ -94,10 +94,7 @@ def parser() -> Parser:
         help="Sample from the most probable tokens that together have this probability.",
     )
     choice.add_argument(
-        "--seed",
-        type=integer(0),
-        default=1234,
-        help="Seed of the sampling; the same seed gives the same text (default 1234).",
+        "--seed", type=integer(0), default=1234, help="Seed of the sampling; the same seed gives the same text (1234)."
     )
     choice.add_argument("--num-beams", type=integer(1, 4096), default=1, metavar="N", help="Beam search with N beams.")
     choice.add_argument(

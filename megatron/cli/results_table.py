@@ -25,10 +25,7 @@ def build_parser() -> Parser:
         help="a run and its --metrics-jsonl file; may be given several times",
     )  # fmt: skip
     parser.add_argument(
-        "--published",
-        type=Path,
-        metavar="FILE.json",
-        help="published results to compare with, as in examples/gpt2_8p/published.json",
+        "--published", type=Path, metavar="FILE.json", help="published rows, as in examples/gpt2_8p/published.json"
     )
     parser.add_argument("--output", type=Path, metavar="FILE.png", help="also draw the table (needs matplotlib)")
     return parser

@@ -54,7 +54,7 @@ class LoggingConfig:
     timing_log_level: int = flag(0, "Timers to log. 0: iteration only; 1: also its parts; 2: all.", choices=(0, 1, 2))
     timing_log_option: str = flag(
         "minmax",
-        "Timer values to report. max: the slowest rank; minmax: the fastest and the slowest; all: every rank.",
+        "Times of the slowest rank, both extremes, or all.",
         choices=("max", "minmax", "all"),
         needs=(_TIMERS,),
     )
