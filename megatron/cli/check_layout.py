@@ -1,4 +1,4 @@
-"""The command line of tools/check_layout.py: trains a configuration at its layout and by one process, and compares."""
+"""The command line of tools/check_layout.py: trains a configuration in its layout and in one process, and compares."""
 
 import argparse
 import sys
@@ -58,7 +58,7 @@ def build_parser() -> Parser:
         "--workers",
         type=integer(1, MOST_PROCESSES),
         metavar="N",
-        help="with --cluster: processes at a time (one for each CPU)",
+        help="processes at a time for --cluster (one for each CPU)",
     )
     parser.add_argument("--full", action="store_true", help="never shrink the model, however long it takes")
     parser.add_argument("--script", metavar="FILE.py", help="a pretrain script of your own (pretrain_gpt.py)")
@@ -71,7 +71,7 @@ def build_parser() -> Parser:
 
 
 def _of_training(options: argparse.Namespace) -> str | None:
-    """An option given that is for the comparison of trainings."""
+    """Returns the first given option that only trainings use, or None; --cluster trains nothing."""
     unset = build_parser().parse_known_flags([])
     names = ("steps", "tolerance", "ranks", "full", "plant", "timeout_minutes")
     changed = (name for name in names if getattr(options, name) != getattr(unset, name))
@@ -96,7 +96,7 @@ def _run(argv: list[str]) -> int:
     if options.cluster is not None and (given := _of_training(options)):
         raise ConfigError(f"--cluster {options.cluster}: trains nothing, so {given} has no effect; remove it")
     if options.cluster is None and options.workers is not None:
-        raise ConfigError(f"--workers {options.workers}: is for --cluster N; remove it")
+        raise ConfigError(f"--workers {options.workers}: has no effect without --cluster N; remove it")
     try:  # imports not above: `--help` loads no torch
         from megatron.compat.deepspeed_file.source import deepspeed_assignments
         from megatron.interop.source import OTHER_PROGRAMS

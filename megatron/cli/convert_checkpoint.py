@@ -46,15 +46,15 @@ def parser(*, check: bool = False) -> Parser:
         "--true-vocab-size", type=integer(1, INT32), help="Rows of the vocabulary without padding (--from megatron)."
     )
     p.add_argument(
-        "--target-tensor-parallel-size", type=integer(1, LARGEST_WORLD), metavar="N", help="TP of --to megatron (1)."
+        "--target-tensor-parallel-size", type=integer(1, LARGEST_WORLD), metavar="N", help="TP size for Megatron (1)."
     )
     p.add_argument(
-        "--target-pipeline-parallel-size", type=integer(1, LARGEST_WORLD), metavar="N", help="PP of --to megatron (1)."
+        "--target-pipeline-parallel-size", type=integer(1, LARGEST_WORLD), metavar="N", help="PP size for Megatron (1)."
     )
     p.add_argument(
         "--megatron-names",
         choices=("classic", "core", "te"),
-        help="Names of --to megatron: those of 23.06 (classic, the default), of Megatron core, or of core with "
+        help="Parameter names (--to megatron): of 23.06 (classic, the default), of Megatron core, or of core with "
         "Transformer Engine.",
     )
     p.add_argument("--to", required=not check, choices=("hf", "native", "megatron"), help="Format of --save.")
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse_theirs(words: Sequence[str]) -> None:
-    """Flags of the converter that Megatron-LM has."""
+    """Rejects flags of Megatron-LM's own converter."""
     names = [word.partition("=")[0] for word in words]
     theirs = [name for name in names if name in ("--model-type", "--loader", "--saver", "--load-dir", "--save-dir")]
     if theirs:
@@ -123,7 +123,7 @@ def convert_checkpoint(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--to {arguments.to}: --load is in that format already; there is nothing to convert")
     if arguments.true_vocab_size is not None and arguments.source != "megatron":
         given = f"--true-vocab-size {arguments.true_vocab_size}"
-        raise ConfigError(f"{given}: applies to --from megatron alone; leave it out")
+        raise ConfigError(f"{given}: has no effect without --from megatron; leave it out")
     _refuse_targets(arguments)
     if arguments.overwrite:
         from megatron.interop.conversion import refuse_what_must_stay
@@ -151,16 +151,16 @@ def _format(directory: Path, step: int | None) -> str:
 
 
 def _refuse_targets(arguments: argparse.Namespace) -> None:
-    """The flags that say how to write or read another format."""
+    """Rejects flags about a format that is neither read nor written."""
     for flag in ("target_tensor_parallel_size", "target_pipeline_parallel_size", "megatron_names"):
         value = getattr(arguments, flag)
         if value is not None and arguments.to != "megatron":
-            raise ConfigError(f"--{flag.replace('_', '-')} {value}: applies to --to megatron alone; leave it out")
+            raise ConfigError(f"--{flag.replace('_', '-')} {value}: has no effect without --to megatron; leave it out")
     given = {"--dtype": arguments.dtype, "--max-shard-size": arguments.max_shard_size, "--verify": arguments.verify}
     given |= {"--no-safe-serialization": arguments.no_safe_serialization}
     for flag, value in given.items():
         if value and arguments.to != "hf":
-            raise ConfigError(f"{flag}{f' {value}' * (value is not True)}: applies to --to hf alone; leave it out")
+            raise ConfigError(f"{flag}{f' {value}' * (value is not True)}: has no effect without --to hf; leave it out")
     if arguments.ckpt_step is not None and arguments.source == "hf":
         raise ConfigError(f"--ckpt-step {arguments.ckpt_step}: does not apply to --from hf; leave it out")
 

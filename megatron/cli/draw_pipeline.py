@@ -22,13 +22,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> Parser:
     parser = Parser(prog=NAME, description="Draws when each pass of a pipelined step ran, with the bubble.")
-    parser.add_argument("--trace", metavar="DIR", help="what a run with --pipeline-trace DIR wrote")
+    parser.add_argument("--trace", metavar="DIR", help="directory that a run with --pipeline-trace DIR wrote")
     parser.add_argument("--schedule", choices=tuple(SCHEDULES), help="simulate this schedule instead")
     parser.add_argument("--stages", type=integer(1, 1024), default=4, metavar="N", help="simulated ranks (4)")
-    parser.add_argument("--micro-batches", type=integer(1, 4096), default=8, metavar="N", help="simulated (8)")
-    parser.add_argument("--chunks", type=integer(1, 64), default=1, metavar="N", help="simulated stages a rank (1)")
+    parser.add_argument("--micro-batches", type=integer(1, 4096), default=8, metavar="N", help="micro-batches (8)")
+    parser.add_argument("--chunks", type=integer(1, 64), default=1, metavar="N", help="simulated stages per rank (1)")
     parser.add_argument(
-        "--group", type=integer(1, 4096), metavar="N", help="simulated micro-batches a group (--stages)"
+        "--group", type=integer(1, 4096), metavar="N", help="simulated micro-batches per group (--stages)"
     )
     parser.add_argument("--output", required=True, metavar="FILE.png", help="the picture")
     return parser
@@ -44,7 +44,7 @@ def _draw(arguments: argparse.Namespace) -> None:
         step = _simulated(arguments)
         source = f"simulated, {arguments.schedule}, equal stages"
     title = (
-        f"{source}; {step.ranks} stages, {step.micro_batches} micro-batches, {step.chunks} chunks a rank; bubble "
+        f"{source}; {step.ranks} stages, {step.micro_batches} micro-batches, {step.chunks} chunks per rank; bubble "
         f"{step.bubble:.1%} of the work, {'(p-1)/(3 m)' if step.defers_wgrads else '(p-1)/(m v)'} is "
         f"{step.theoretical_bubble:.1%}"
     )

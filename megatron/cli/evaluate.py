@@ -22,8 +22,8 @@ TASKS = ("perplexity", "lambada", "choices")
 def parser() -> Parser:
     p = Parser(
         prog="evaluate.py",
-        description="Evaluates a trained model: perplexity of a text, LAMBADA, or multiple choice. Under torchrun the "
-        "ranks split the model as the flags say, and data-parallel ranks share the work.",
+        description="Evaluates a trained model: perplexity of a text, LAMBADA, or multiple choice. Under torchrun, "
+        "parallel-size flags split the model, and data-parallel ranks share the work.",
     )
     what = p.add_argument_group("what")
     what.add_argument("--task", choices=TASKS, default="perplexity", help="Measure to compute (default perplexity).")

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from megatron.inference.sampling import Sampling
 
 _FIRST_SCREEN = """\
-Continues texts with a trained model. Under torchrun the ranks split the model
-as the flags say, and data-parallel ranks share the prompts.
+Continues texts with a trained model. Under torchrun, parallel-size flags split
+the model, and data-parallel ranks share the prompts.
 
   python tools/generate.py --load checkpoints --prompt "Once upon a time" \\
     --max-new-tokens 64 --temperature 0.8 --top-p 0.95
@@ -107,7 +107,7 @@ def _add_sampling_flags(group: argparse._ArgumentGroup) -> None:
         help="Sample from the most probable tokens that together have this probability.",
     )
     group.add_argument(
-        "--seed", type=integer(0), default=1234, help="The same seed gives the same text (default 1234)."
+        "--seed", type=integer(0), default=1234, help="Seed of the sampling; the same seed gives the same text (1234)."
     )
     group.add_argument("--num-beams", type=integer(1, 4096), default=1, metavar="N", help="Beam search with N beams.")
     group.add_argument(

@@ -1,4 +1,4 @@
-"""The command line of tools/harness.py: EleutherAI's harness, which gets one more kind of model."""
+"""The command line of tools/harness.py: EleutherAI's harness with our models as a model type."""
 
 import os
 import sys

@@ -101,7 +101,7 @@ def _add_data_flags(group: argparse._ArgumentGroup) -> None:
         "--on-error",
         choices=("stop", "skip"),
         default="stop",
-        help="what to do with a line that gives no document (stop)",
+        help="action for a line that gives no document (stop)",
     )
     group.add_argument(
         "--max-skip-fraction",
@@ -165,7 +165,7 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--log-interval", type=integer(1), metavar="N",
-        help="documents between progress lines (1000, and at most a line a second)",
+        help="documents between progress lines (1000, at most a line per second)",
     )  # fmt: skip
     group.add_argument("--keep-sequential-samples", action="store_true", help="no-op: order is always kept")
 
@@ -258,7 +258,7 @@ def _with_dashes(word: str) -> str:
 
 
 def _world(arguments: argparse.Namespace) -> int:
-    """Returns the number of partitions, of which this run writes one."""
+    """Returns the number of partitions; this run writes one of them."""
     if arguments.rank is None:
         if arguments.world not in (None, 1):
             raise ConfigError(f"--world {arguments.world}: --rank is missing; give each partition its number from 0")
@@ -271,7 +271,7 @@ def _world(arguments: argparse.Namespace) -> int:
         return 1
     if arguments.world and arguments.partitions and arguments.world != arguments.partitions:
         raise ConfigError(
-            f"--partitions {arguments.partitions}: --world says {arguments.world}; give one of the two with --rank"
+            f"--partitions {arguments.partitions}: --world is {arguments.world}; give one of the two with --rank"
         )
     world: int | None = arguments.world or arguments.partitions
     if world is None:

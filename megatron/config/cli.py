@@ -147,7 +147,7 @@ def _is_switch(target: Target) -> bool:
 def _switch_value(spelling: str, text: str) -> bool:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    raise ConfigError(f"{spelling}={text}: it is a switch; give {spelling} alone, or {spelling}=false")
+    raise ConfigError(f"{spelling}={text}: it is a switch; give only {spelling}, or {spelling}=false")
 
 
 def _values_wanted(target: Target) -> int | str | None:

@@ -43,7 +43,7 @@ def named_sets(config: DataConfig, blend: Blend) -> list[tuple[str, str]]:
 
 
 def validation_plan(config: RunConfig, batch_size: int) -> ValidationPlan | None:
-    """`batch_size`: of an evaluation, for the sets that --eval-iters bounds."""
+    """`batch_size`: samples per evaluation step, for sets that --eval-iters bounds."""
     evaluation, names = config.evaluation, set_names(config)
     asked = asked_samples(config)
     if asked is None and not evaluation.full_validation:
@@ -68,7 +68,7 @@ def asked_samples(config: RunConfig) -> dict[str, int] | None:
         if not equals:
             raise ConfigError(f"{flag}: {word!r} is not NAME=N; give one number for all sets, or NAME=N for each")
         if not several:
-            raise ConfigError(f"{flag}: there is one validation set; give its number of samples alone")
+            raise ConfigError(f"{flag}: there is one validation set; give only its number of samples")
         if name not in names:
             raise ConfigError(f"{flag}: no validation set is called {name!r}; there are {', '.join(names)}")
         if name in found:
@@ -77,7 +77,7 @@ def asked_samples(config: RunConfig) -> dict[str, int] | None:
     missing = [name for name in names if name not in found]
     if missing and not config.evaluation.full_validation:
         raise ConfigError(
-            f"{flag}: says nothing of {', '.join(missing)}; add {missing[0]}=N, or --full-validation to read the "
+            f"{flag}: no number for {', '.join(missing)}; add {missing[0]}=N, or --full-validation to read the "
             "others whole"
         )
     return found

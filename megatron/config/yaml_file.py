@@ -79,7 +79,7 @@ def _problem(events: Iterable[Any]) -> str | None:
         if depth > _DEEPEST:
             return f"{line}: nested too deeply; write settings as 'name: value', optionally in sections"
         if getattr(event, "tag", None) not in (None, "!", _PLAIN_TAG):
-            return f"{line}: the tag {event.tag} is not supported; write the value alone"
+            return f"{line}: the tag {event.tag} is not supported; write only the value"
         if opens and event.anchor is not None:
             collections.add(event.anchor)
         if kind == "AliasEvent" and event.anchor in collections:

@@ -20,7 +20,7 @@ from megatron.model.passes import Batch, shape_of
 
 
 def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
-    """Chunks of a rank, ascending."""
+    """Numbers of the two chunks of a rank: one from each end, which balances causal attention."""
     return rank, 2 * ranks - 1 - rank
 
 
@@ -54,7 +54,7 @@ def own_positions(tokens: int, cp: Axis, device: torch.device) -> Tensor:
 
 def slice_batch(batch: Batch, cp: Axis) -> Batch:
     """Cuts every tensor [batch, seq, ...] of a batch to this rank's part of the sequence. Document ids stay whole,
-    because attention needs those of all tokens."""
+    because attention needs the ids of all tokens."""
     if cp.size == 1:
         return batch
     shape = _tokens_shape(batch, cp)
@@ -102,7 +102,7 @@ class ContextAttention(Protocol):
 
 
 class SharedSequence(SequenceView):
-    """View of this rank's part, for the model. `document_ids` are those of the whole sequence."""
+    """The model's view of this rank's part. `document_ids` cover the whole sequence."""
 
     def __init__(self, cp: Axis, attention: type[ContextAttention]) -> None:
         self.cp, self.attention = cp, attention
@@ -123,5 +123,5 @@ class SharedSequence(SequenceView):
     ) -> tuple[Tensor | None, bool]:
         if document_ids is not None:
             whole = tokens * self.cp.size
-            assert document_ids.shape[1] == whole, f"document ids of {document_ids.shape[1]} tokens, not of all {whole}"
+            assert document_ids.shape[1] == whole, f"{document_ids.shape[1]} document ids for {whole} tokens"
         return self.attention.visible(self.cp, tokens, window, document_ids, device)

@@ -8,7 +8,7 @@
     store.reduce()                    # a SUM over the ranks: the loss decides what to divide by
 
 A hook on every parameter moves its gradient into the buffer; backward itself is torch's. Half-precision gradients are
-accumulated in fp32. On one rank, a parameter whose dtype is that of its gradients needs no buffer: its gradient stays
+accumulated in fp32. On one rank, a parameter with the dtype of its gradients needs no buffer: its gradient stays
 in `parameter.grad`, as in single-process training.
 
 A parameter without a gradient counts as having a zero gradient, on every rank and in every layout.

@@ -32,7 +32,7 @@ from megatron.state.store import FlatRun, run_alone
 
 @dataclass(frozen=True)
 class _Divided:
-    """One parameter, of which this rank has some rows."""
+    """One parameter; this rank has some of its rows."""
 
     parameter: nn.Parameter
     """A DTensor."""
@@ -156,7 +156,7 @@ def _only_dtype(model: nn.Module) -> torch.dtype:
     if len(dtypes) > 1:
         listed = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise ConfigError(
-            f"--zero-stage: stages 2 and 3 gather all weights in one type, and those of this model are {listed}; cast "
+            f"--zero-stage: stages 2 and 3 gather all weights in one type, but this model's are {listed}; cast "
             "it to one of them, or use --zero-stage 1"
         )
     return dtypes.pop()

@@ -36,10 +36,10 @@ class TrainingStore(Store):
 
     @abstractmethod
     def publish(self) -> None:
-        """Begins to send the whole weights to all ranks, after an update of the parts."""
+        """Starts the all-gather of the weights, after each rank updated its part."""
 
     def wait_for_weights(self) -> None:
-        """Waits for the whole weights. A forward pass of the model waits without this call."""
+        """Waits for that all-gather, for readers outside of the model; a forward pass waits by itself."""
 
     def close(self) -> None:
         """Removes hooks from the model. Divided weights stay divided."""

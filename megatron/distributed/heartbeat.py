@@ -305,7 +305,7 @@ class Heartbeat:
         self._end(found.kind, found.text, prints=False)
 
     def _seen_to_print(self, found: Announcement | Unreadable) -> bool:
-        """True if the rank that the announcement names has published that it made it."""
+        """True if the announcing rank's status confirms the announcement, so that this rank will print it."""
         if isinstance(found, Unreadable):
             return False
         pause = 0.1
@@ -339,7 +339,7 @@ class Heartbeat:
             time.sleep(3 * _INTERVAL)
 
     def _watch_store(self) -> None:
-        """Checks the store's host. Without the store no rank can announce anything, so each judges and prints alone."""
+        """Ends this rank if the store's host is lost. Without the store, every rank prints its own error."""
         while not self._closed.wait(_INTERVAL):
             silent = self._now() - self._board.answered
             if silent <= 3 * self._interval:

@@ -71,7 +71,7 @@ def _only_one() -> Interface | None:
 
 
 def source_address(host: str) -> str | None:
-    """Source address of packets to `host`. None are sent: UDP has no handshake."""
+    """Source address of packets to `host`. Nothing is sent, because connecting a UDP socket has no handshake."""
     with suppress(OSError, UnicodeError):
         for family, kind, _, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind) as asking:

@@ -28,7 +28,7 @@ from megatron.utils.numerals import whole_number
 from megatron.utils.process import signal_at_parent_death
 
 _WITHOUT_THREADS = ("fake", "recorded")
-"""Backends without threads: they communicate nothing. One is torch's, the other that of `megatron.prove.order`."""
+"""Backends without threads: they communicate nothing. One is torch's, the other from `megatron.prove.order`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -266,7 +266,7 @@ class Engine:
         return f" ({'; '.join(parts[:_MOST_NAMED])}{more})" if parts else ""
 
     def _samples(self, micro_batches: Sequence[Batch]) -> str:
-        """Range of all samples of a step: if its loss is finite and a gradient is not, any may be the cause."""
+        """Formats the range of a step's samples, for a gradient that is not finite: any sample may be the cause."""
         mine = [n for batch in micro_batches for n in torch.as_tensor(batch.get("sample_ids", ())).tolist()]
         numbers = [n for theirs in all_gather_json(mine, self.parallel.world, list[int]) for n in theirs]
         return f" (in samples {min(numbers)} to {max(numbers)})" if numbers else ""

@@ -40,7 +40,7 @@ class _Recording:
 
 
 class GraphedPasses:
-    """Replays `SinglePass`. Forward passes without gradients are not recorded."""
+    """Runs the training passes of `SinglePass` as CUDA graphs. Evaluation passes are not recorded."""
 
     def __init__(self, plain: SinglePass, grads: BucketStore, make_graph: Callable[[], CudaGraph]) -> None:
         assert grads.flat, "a graph needs gradients at fixed addresses"

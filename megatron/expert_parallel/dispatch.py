@@ -24,9 +24,8 @@ Run = Callable[[Tensor, list[int]], Tensor]
 
 
 class ExpertDispatcher(nn.Module):
-    """Dispatches tokens. Rank r of the `ep` axis owns the r-th of equal shares of the experts. The mappings `copied`
-    and `summed` are tensor parallelism's. `split_tokens`: each tensor-parallel rank has other tokens.
-    """
+    """Rank r of the `ep` axis owns the r-th of equal shares of the experts. `copied` and `summed` are the mappings of
+    `tensor_parallel.mappings`. `split_tokens`: tensor-parallel ranks hold different tokens, not copies."""
 
     def __init__(self, ep: Axis, tp: Axis, *, split_tokens: bool, copied: Mapping, summed: Mapping) -> None:
         super().__init__()
@@ -66,8 +65,8 @@ def _by_expert(rows: Tensor, counts: Tensor, experts: Run) -> Tensor:
 
 
 def exchanged(rows: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Tensor:
-    """rows [sum(send), width]: the first send[0] go to member 0, the next send[1] to member 1, and so on. The result
-    holds receive[i] rows from each member i, in the members' order."""
+    """All-to-all of rows [sum(send), width]: the first send[0] go to member 0, the next send[1] to member 1, and so on.
+    The result holds receive[i] rows from each member i, in the members' order."""
     if axis.size == 1:
         return rows
     return collectives.differentiable(

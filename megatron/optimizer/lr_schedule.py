@@ -74,7 +74,7 @@ class Curve:
     """Shape of --lr-decay-style."""
 
     after_warmup: Callable[[Curves, float], float]
-    """Learning rate after the given number of samples."""
+    """Function from the number of samples to the learning rate, after the warm-up."""
     parameters: tuple[str, ...] = ("min_lr", "lr_decay_steps")
     """Fields of `Curves` that this curve depends on and another curve does not."""
 

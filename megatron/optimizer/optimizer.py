@@ -243,7 +243,7 @@ class Optimizer:
 
 
 def state_shards(store: TrainingStore, specs: Mapping[str, Shard]) -> dict[str, Shard]:
-    """Shards of the optimizer's state: those of the weights, restricted to what this rank updates."""
+    """Shards of the optimizer's state: the weights' shards, restricted to what this rank updates."""
     return {name: replace(specs[name], division=store.divisions[name]) for name in store.names if name in specs}
 
 

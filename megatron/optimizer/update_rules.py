@@ -22,7 +22,7 @@ class Update(Protocol):
     def step(self, decision: Decision, rates: Rates) -> None: ...
 
     def state(self) -> OptimizerState:
-        """Returns live tensors, not copies, unless the implementation says otherwise."""
+        """Returns live tensors, not copies, unless the implementation documents copies."""
 
     def loadable_in_place(self) -> OptimizerState:
         """Live tensors of `state()` that may be filled before they are passed to `load`, which reads before it writes.

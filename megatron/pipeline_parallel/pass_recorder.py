@@ -38,7 +38,7 @@ class PassRecorder:
         self.steps[-1].append((action, start, end))
 
     def save(self, directory: Path, rank: int) -> None:
-        """Writes the recorded steps. Times are the machine's: comparable between ranks of one machine only."""
+        """Writes the recorded steps. Times are from the machine's clock: ranks of one machine are comparable."""
         directory.mkdir(parents=True, exist_ok=True)
         steps = [[[a.kind, a.chunk, a.micro_batch, start, end] for a, start, end in step] for step in self.steps]
         content = {**self.shape, "steps": steps}

@@ -3,7 +3,7 @@
     pipeline = Pipeline(stages, state.pp, SCHEDULES["1f1b"], ...)
     results = pipeline.forward_backward(micro_batches, factor, arm)
 
-A `Pipeline` is the `Passes` of a model in several stages, as `SinglePass` is that of a whole model. It is independent
+`Pipeline` implements `Passes` for a model in several stages, as `SinglePass` does for a whole model. It is independent
 of the optimizer. A stage maps a batch and the previous stage's hidden states to hidden states; the last stage maps them
 to a loss.
 """
@@ -188,8 +188,8 @@ class _Execution:
 
 
 class BoundStage:
-    """Binds some arguments of a model. The loss function sees a stage of several as a model, or the last one with its
-    input."""
+    """A model with some arguments bound: one of several stages, or the last stage with its input. A forward step calls
+    it like a whole model."""
 
     def __init__(self, module: Any, **arguments: Any) -> None:
         self._module, self._arguments = module, arguments

@@ -41,8 +41,8 @@ class _ParallelLinear(Linear):
         local_features: int | None = None,
         wgrads: WgradRoute | None = None,
     ) -> None:
-        """`in_features` and `out_features` are those of the whole layer. `local_features`: this rank's share of the
-        split features, if shares are unequal."""
+        """`in_features` and `out_features` count the whole layer. `local_features`: this rank's share of the split
+        features, if shares are unequal."""
         whole = in_features if self.splits == "input" else out_features
         if local_features is None and whole % axis.size:
             raise ValueError(

@@ -15,11 +15,11 @@ class SplitNorm(Norm):
     """Normalises `width` numbers, of which each rank has a share: queries or keys of all heads together."""
 
     def __init__(self, width: int, config: ModelConfig, kernels: Kernels, *, axis: Axis, local: int) -> None:
-        """`local`: count of numbers on this rank. If all ranks together have more than `width` (fewer KV heads than
-        ranks), each number must be on equally many ranks."""
+        """`local`: count of numbers on this rank. With fewer KV heads than ranks, each number is on several ranks, and
+        must be on equally many."""
         super().__init__(local, config, kernels)
         self.axis, self.counted = axis, local * axis.size
-        assert self.counted % width == 0, f"{axis.size} ranks with {local} each do not share {width} evenly"
+        assert self.counted % width == 0, f"{axis.size} ranks x {local} numbers is not a multiple of the width {width}"
 
     def forward(self, x: Tensor) -> Tensor:
         dtype, wide = self.weight.dtype, widened(x)

@@ -171,7 +171,7 @@ def build_hooks(run: Run, engine: Engine | Evaluation, specs: Mapping[str, Shard
 def build_data(
     run: Run, resume_point: ResumePoint, datasets_provider: DatasetsProvider, store: dist.Store | None
 ) -> Data:
-    """Builds the datasets and checks them against those of the run that is resumed."""
+    """Builds the datasets and checks them against the resumed run's datasets."""
     training, accepted = not run.config.training.skip_train, []
     if training:
         resume_point.check_tokenizer(run.tokenizer)

@@ -209,7 +209,7 @@ def build_run(
 
     The function `connect` joins the process group and returns the ranks' store. It is called once no failure of a
     single rank is left; by default the caller has already joined. Pass `dtype` to override the settings, which lack
-    fp64. Rejections found here are reported together with those of this launch so far, `refusals`.
+    fp64. Rejections found here are reported together with the earlier ones of this launch, `refusals`.
     """
     log = log or RankLog(launch.rank)
     native = library() if config.runtime.plans else usable_library(config.kernels.spec, device, log.info)

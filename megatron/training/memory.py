@@ -34,7 +34,7 @@ class RankBytes:
 
 def predicted(run: Run, model: GPT, ranks: Iterable[int], moe: MoEConfig | None = None) -> list[RankBytes]:
     """Peak bytes of each of these ranks; ranks of one pipeline stage need the same. `model` describes the whole model.
-    `moe`: all its experts, if `model` was built with fewer."""
+    `moe`: the true MoE settings, if `model` was built with fewer experts."""
     layout, by_stage = run.config.parallel.layout(run.launch.world_size), {}
     stages = [layout.coordinates(rank).pp for rank in ranks]
     held = count_by_stage(run, model, moe)
@@ -111,7 +111,7 @@ def _check_memory(run: Run, model: nn.Module) -> None:
 
 
 def shortage(needs: Iterable[RankBytes]) -> tuple[str, bool] | None:
-    """Returns a warning if the ranks need nearly all the machine's memory; with True if they need more."""
+    """Returns (warning, exceeds) if the ranks need nearly all of the machine's memory or exceed it, else None."""
     ranks, limit = list(needs), memory_limit()
     total = sum(rank.total for rank in ranks)
     if limit is None or total <= _NEARLY * limit:

@@ -138,7 +138,7 @@ class ResumePoint:
         if self.found is None or not self.resumed or not before or not fingerprint or before == fingerprint:
             return []
         difference = (
-            f"the data is not that of {self.found.directory}: its content has changed, or the weights of its sources"
+            f"the data differs from {self.found.directory}: its content has changed, or the weights of its sources"
         )
         if accept:
             return [f"--accept-changed-data: {difference}; the count of consumed samples is kept"]

@@ -18,7 +18,7 @@ def stopping_signals(config: TrainingConfig) -> tuple[signal.Signals, ...]:
 
 
 def noted_while_starting(config: TrainingConfig) -> "SignalFlag":
-    """Records those of these signals that would otherwise kill the run without a message before its loop begins."""
+    """Records stopping signals until the loop begins, because they would kill the run without a message."""
     flag = SignalFlag(tuple(number for number in stopping_signals(config) if number not in _ENDS_AT_ONCE))
     flag.stay()
     return flag

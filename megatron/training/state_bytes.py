@@ -25,8 +25,8 @@ class StateBytes:
 def state_bytes(
     config: RunConfig, elements: int, ranks: int, *, offloaded: float = 0.0, on_host: bool = False
 ) -> StateBytes:
-    """Bytes for `elements` parameters on a rank. The `ranks` are the data-parallel ones, or under ZeRO those of one
-    instance of the optimizer, which divide the state. A share `offloaded` of the optimizer's state is stored elsewhere.
+    """Bytes for `elements` parameters on a rank. The `ranks` are the data-parallel ones; under ZeRO only the ones of
+    one optimizer instance, which divide the state. A share `offloaded` of the optimizer's state is stored elsewhere.
     With `on_host` parameters are in host memory; even a single rank then keeps them as masters."""
     half = config.precision.params_dtype != "float32"
     moments = moment_bytes(config.optimizer)

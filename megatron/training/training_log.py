@@ -87,14 +87,14 @@ class TrainingLog:
             self._skipped = self._not_finite = 0
 
     def _log_times(self, mine: Mapping[str, float]) -> None:
-        """Logs the times of an iteration's phases over all ranks. A collective, so only with --timing-log-level."""
+        """Logs the times of an iteration's phases over all ranks, a collective. A no-op at --timing-log-level 0."""
         config = self._config
         if config.timing_log_level > 0:
             times = all_gather_json(dict(mine), self._engine.parallel.world, dict[str, float])
             self._log.info(*render_times(times, config.timing_log_option).split("\n"))
 
     def _log_memory(self, iteration: int) -> None:
-        """Logs the memory of the rank that uses most. A collective, so only with --log-memory-interval."""
+        """Logs the memory of the rank that uses most, with a collective. A no-op without --log-memory-interval."""
         config = self._config
         if config.log_memory_interval is None or iteration % config.log_memory_interval:
             return

@@ -197,7 +197,7 @@ def run_tool_module(module: str) -> int:
 
 
 def explained(error: BaseException) -> MegatronError | None:
-    """Returns the error for a path that no file system accepts, or for a missing dependency; None for others."""
+    """Returns the one-line error for an invalid path or a missing dependency; None for any other exception."""
     if isinstance(error, OSError) and error.errno in _NO_PATH:
         return ConfigError(f"{error.filename}: {error.strerror}; name another path")
     module = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""

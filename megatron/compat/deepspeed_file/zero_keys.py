@@ -121,7 +121,7 @@ OFFLOAD = (
             decided(
                 "device",
                 "text",
-                "`--remote-device`; no effect below stage 3, as in DeepSpeed (a notice says so); nvme is refused at "
+                "`--remote-device`; no effect below stage 3, as in DeepSpeed (with a notice); nvme is rejected at "
                 "stage 3",
             ),
             no_effect("pin_memory", "switch", _PINNED),

@@ -1,6 +1,6 @@
 """Adafactor: keeps only row and column means of a matrix's second moment (Shazeer and Stern, 2018).
 
-Row and column means, and the RMS of an update and of a weight, are those of the whole parameter, however it is split or
+Row and column means, and the RMS of an update and of a weight, cover the whole parameter, however it is split or
 divided. A rank's piece is a range of the elements that tensor parallelism gave it (`Extent`). The rank sums its piece,
 and two small all-reduces give all ranks the same numbers.
 """

@@ -9,7 +9,7 @@ from torch import Tensor
 
 ROWS, COLUMNS = "exp_avg_sq_row", "exp_avg_sq_col"
 WHOLE_KINDS = (ROWS, COLUMNS)
-"""Kinds of state with their own shape: every rank holds those of the whole parameter."""
+"""Kinds of state with their own shape: every rank holds them for the whole parameter."""
 
 
 @dataclass

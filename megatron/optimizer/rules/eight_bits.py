@@ -19,7 +19,7 @@ BLOCK = 256
 _CUT = 20
 """Number of low bits of an fp32 number that are cut off."""
 _ONE = (127 << 23) >> _CUT
-"""1.0 without the cut bits: the largest code stands for it."""
+"""1.0 without the cut bits: the largest code decodes to it."""
 NEAREST = 1 << (_CUT - 1)
 _MARGIN = 1 << 8
 """Margin at both ends of the dither: a code that was rescaled with rounding errors keeps its value."""
@@ -98,7 +98,7 @@ class Section:
         return self._piece(matrix.view(-1)).view(shape)
 
     def place(self, scales: Tensor) -> Tensor:
-        """Selects this section's scales, in `blocks.shape`, from those of the whole matrix."""
+        """Selects this section's scales, in `blocks.shape`, from the scales of the whole matrix."""
         first, _ = self.rows
         return scales.narrow(0, first if self.whole.dim else first // BLOCK, self.blocks.shape[0])
 

@@ -1,4 +1,4 @@
-"""Implements tools/check_layout.py: trains a script at its layout and by one process, and prints the comparison."""
+"""Implements tools/check_layout.py: trains a script in its layout and in one process, and prints the comparison."""
 
 import argparse
 import importlib.util

@@ -2,7 +2,7 @@
 
 On a CPU, every moment of the training thread belongs to the innermost operation. A moment without computation counts as
 communication while a collective is in flight, else as idle. On an accelerator, the kernels' times are counted.
-Communication counts if nothing is computed beside it; hidden communication is reported separately.
+Communication counts if nothing is computed meanwhile; hidden communication is reported separately.
 """
 
 import gzip
@@ -46,7 +46,7 @@ class OperationTime:
 
 @dataclass(frozen=True)
 class Summary:
-    """Seconds per step. `seconds` adds up to `wall`; `hidden` is communication beside computation."""
+    """Seconds per step. `seconds` adds up to `wall`; `hidden` is communication during computation."""
 
     steps: int
     wall: float

@@ -156,10 +156,10 @@ def test_from_hf_and_back_is_bit_equal(run: Path) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--to", "megatron", "--save", "x", "--dtype", "float32"], "--dtype float32: applies to --to hf alone"),
+        (["--to", "megatron", "--save", "x", "--dtype", "float32"], "--dtype float32: has no effect without --to hf"),
         (
             ["--to", "megatron", "--save", "x", "--no-safe-serialization"],
-            "--no-safe-serialization: applies to --to hf alone",
+            "--no-safe-serialization: has no effect without --to hf",
         ),
         (["--to", "native", "--save", "x"], "--to native: --load is in that format already"),
         (["--to", "hf", "--save", "x", "--ckpt-step", "99"], "--ckpt-step 99"),

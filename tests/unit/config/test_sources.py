@@ -168,7 +168,7 @@ BOMB = "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]"
         ("a: &a {lr: 1}\noptimizer: {<<: *a}", r"\*a repeats a list or a section"),
         ("a: &a [*a]", r"\*a repeats a list or a section"),
         ("seed: " + "[" * 100_000, "line 1: nested too deeply; write settings as 'name: value'"),
-        ("seed: !!int abc", "line 1: the tag tag:yaml.org,2002:int is not supported; write the value alone"),
+        ("seed: !!int abc", "line 1: the tag tag:yaml.org,2002:int is not supported; write only the value"),
         ("seed: !!python/object/apply:os.system [ls]", "the tag .*os.system is not supported"),
         ("seed: 2024-01-01", "--seed 2024-01-01: not a whole number"),
         ("lr: 2024-13-45", "--lr 2024-13-45: not a number"),

@@ -114,7 +114,7 @@ SENTENCES = {
     "--save_strategy": "--save-interval",
     "--eval_strategy": "--eval-interval",
     "--load_best_model_at_end": "the best model is not tracked",
-    "--prediction_loss_only": "evaluation keeps the loss alone",
+    "--prediction_loss_only": "evaluation keeps only the loss",
 }
 TYPOS = {
     "--nm-layers": "--num-layers",

@@ -28,7 +28,7 @@ def test_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_larger_groups_wait_longer_for_their_first_backward_pass(tmp_path: Path, capsys: Any) -> None:
     flags = ["--schedule", "interleaved", "--chunks", "2", "--micro-batches", "9", "--group", "5"]
     assert main([*flags, "--output", str(tmp_path / "pipeline.png")]) == 0
-    assert "9 micro-batches, 2 chunks a rank; bubble 16.7%" in capsys.readouterr().out
+    assert "9 micro-batches, 2 chunks per rank; bubble 16.7%" in capsys.readouterr().out
 
 
 def test_zero_bubble_stands_beside_its_own_theory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

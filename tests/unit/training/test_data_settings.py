@@ -47,7 +47,7 @@ def test_changed_data_may_be_accepted_and_it_is_said(
         make_parts(flags(**changed, load=saved))
     capsys.readouterr()
     _, parts = make_parts(flags(**changed, load=saved, accept_changed_data=True))
-    assert "warning: --accept-changed-data: the data is not that of" in capsys.readouterr().out
+    assert "warning: --accept-changed-data: the data differs from" in capsys.readouterr().out
     assert (parts.progress.iteration, parts.progress.consumed_train_samples) == (3, 24)  # all else goes on
     with parts:
         parts.trainer.fit()
