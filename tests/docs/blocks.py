@@ -25,6 +25,7 @@ PAGES = (
     "docs/model_families.md",
     "docs/numerics.md",
     "docs/performance.md",
+    "benchmarks/RESULTS.md",
     "docs/kernels.md",
     "CONTRIBUTING.md",
 )
