@@ -33,7 +33,9 @@ def lost(recorded: str, pages: str) -> list[str]:
     """Lines of the record whose row, or whose numbers, the pages lack."""
     tables = {f"{label}\t{' '.join(found)}" for label, found in rows(pages)}
     present = set(numbers(pages))
-    return [line for line in recorded.splitlines() if line not in tables and ("\t" in line or set(line.split()) - present)]
+    return [
+        line for line in recorded.splitlines() if line not in tables and ("\t" in line or set(line.split()) - present)
+    ]
 
 
 def test_every_measurement_is_still_recorded() -> None:
