@@ -18,6 +18,7 @@ PAGES = (
     "docs/parallelism.md",
     "docs/launchers.md",
     "docs/scale.md",
+    "docs/proofs.md",
     "docs/checkpoints.md",
     "docs/huggingface.md",
     "docs/evaluation.md",

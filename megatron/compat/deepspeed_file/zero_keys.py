@@ -25,7 +25,7 @@ COMMUNICATION = (
     no_effect("sparse_gradients", "switch", "gradients of embeddings are dense, which changes no result"),
     no_effect("disable_allgather", "switch", "how weights are gathered changes no result"),
     no_effect("use_data_before_expert_parallelism", "switch", "the order of ranks changes no result"),
-    no_effect("comms_logger", "block", "see --profile and docs/scale.md for what is communicated"),
+    no_effect("comms_logger", "block", "see docs/scale.md for bytes between ranks, and --profile"),
 )
 
 ZERO = (
