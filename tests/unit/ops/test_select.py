@@ -27,7 +27,7 @@ def test_auto_without_kernels_takes_torch_functions_and_says_so() -> None:
 
 
 def test_a_kernel_that_is_not_the_faster_one_says_what_it_is_taken_for() -> None:
-    """docs/performance.md: the sum of squares takes 2 to 6 % longer than PyTorch's."""
+    """benchmarks/RESULTS.md: the sum of squares takes 2 to 6 % longer than PyTorch's."""
     reasons = {choice.op: choice.reason for choice in resolve("auto", "cpu", native=BUILT).choices}
     assert "sums in double precision" in reasons["grad_norm"] and reasons["adamw"] == "csrc"
 
