@@ -12,6 +12,7 @@ PAGES = (
     "docs/getting_started.md",
     "docs/from_megatron_lm.md",
     "docs/from_deepspeed.md",
+    "docs/from_transformers.md",
     "docs/data.md",
     "docs/training.md",
     "docs/any_model.md",
