@@ -10,6 +10,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "README.md",
     "docs/index.md",
+    "docs/first_run.md",
+    "docs/installation.md",
     "docs/getting_started.md",
     "docs/from_megatron_lm.md",
     "docs/from_deepspeed.md",
@@ -32,6 +34,7 @@ PAGES = (
     "docs/performance.md",
     "benchmarks/RESULTS.md",
     "docs/kernels.md",
+    "docs/troubleshooting.md",
     "CONTRIBUTING.md",
     "docs/api.md",
 )
