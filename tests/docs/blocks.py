@@ -21,6 +21,7 @@ PAGES = (
     "docs/any_model.md",
     "docs/parallelism.md",
     "docs/launchers.md",
+    "docs/configs.md",
     "docs/scale.md",
     "docs/proofs.md",
     "docs/checkpoints.md",
