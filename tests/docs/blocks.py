@@ -28,6 +28,9 @@ PAGES = (
     "docs/performance.md",
     "benchmarks/RESULTS.md",
     "docs/kernels.md",
+    "docs/flags.md",
+    "docs/flags_of_others.md",
+    "docs/presets.md",
     "CONTRIBUTING.md",
 )
 

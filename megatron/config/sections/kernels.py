@@ -15,8 +15,8 @@ class KernelsConfig:
     kernels: str = flag("auto", "Kernels: auto, native or ref, and operations to leave out, as in auto,-rope.")
     compile: bool = flag(
         False,
-        "Compile every transformer layer with torch.compile. This fuses elementwise operations; starting takes a "
-        "minute longer.",
+        "Compile every transformer layer with torch.compile. This fuses elementwise operations; the first step takes "
+        "longer.",
         excludes=excludes(
             "tensor_model_parallel_size",
             "pipeline_model_parallel_size",
