@@ -240,7 +240,7 @@ def presets_page() -> str:
     return _page("Presets", "This page lists the models that `--model NAME` selects.", _PRESETS, sections)
 
 
-def names() -> str:
+def names_with_status() -> str:
     """Every accepted spelling with its status, for the golden list."""
     rows: list[tuple[str, str]] = [(spelling, s.flag.status) for s in all_settings() for spelling in s.spellings]
     rows += [(spelling, "retired") for spelling in retired_flags()]
@@ -252,7 +252,7 @@ PAGES: Mapping[str, tuple[str, Callable[[], str]]] = {
     "": ("docs/flags.md", flags_page),
     "--others": ("docs/flags_of_others.md", others_page),
     "--presets": ("docs/presets.md", presets_page),
-    "--names": ("tests/golden/flags.txt", names),
+    "--names": ("tests/golden/flags.txt", names_with_status),
 }
 """Argument -> the file that it generates, and its content."""
 
