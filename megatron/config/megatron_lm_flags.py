@@ -1,7 +1,7 @@
 """Compatibility with Megatron-LM's command lines: flags of its scripts that no section declares.
 
 A retired spelling sets the field that replaced it, a no-op prints one line, and every other flag raises an error with
-the fix. `docs/flags.md` lists them all. A new feature's flags move from here into a section.
+the fix. `docs/flags_of_others.md` lists them all. A new feature's flags move from here into a section.
 """
 
 from collections.abc import Iterator, Mapping

@@ -36,6 +36,9 @@ PAGES = (
     "benchmarks/RESULTS.md",
     "docs/kernels.md",
     "docs/troubleshooting.md",
+    "docs/flags.md",
+    "docs/flags_of_others.md",
+    "docs/presets.md",
     "CONTRIBUTING.md",
     "docs/api.md",
 )

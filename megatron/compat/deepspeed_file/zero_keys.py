@@ -71,7 +71,8 @@ ZERO = (
         refused(
             "mics_shard_size",
             "whole",
-            "leave it out; give pretrain_gpt.py --num-distributed-optimizer-instances (data-parallel ranks / this size)",
+            "leave it out; give pretrain_gpt.py --num-distributed-optimizer-instances (data-parallel ranks / this "
+            "size)",
             -1,
         ),
         refused("zeropp_loco_param", "block", "it rounds communicated values; leave it out"),
@@ -119,7 +120,8 @@ OFFLOAD = (
             decided(
                 "device",
                 "text",
-                "`--remote-device`; no effect below stage 3, as in DeepSpeed, with a notice; nvme is rejected at stage 3",
+                "`--remote-device`; no effect below stage 3, as in DeepSpeed, with a notice; nvme is rejected at stage "
+                "3",
             ),
             no_effect("pin_memory", "switch", _PINNED),
             no_effect("nvme_path", "text", "parameters are not kept in files"),

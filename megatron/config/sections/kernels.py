@@ -15,8 +15,8 @@ class KernelsConfig:
     kernels: str = flag("auto", "auto, native (csrc/) or ref (plain PyTorch). auto,-rope: without the rope kernel.")
     compile: bool = flag(
         False,
-        "Compile every transformer layer with torch.compile. This fuses elementwise operations; starting takes a "
-        "minute longer.",
+        "Compile every transformer layer with torch.compile. This fuses elementwise operations; the first step takes "
+        "longer.",
         excludes=excludes(
             "tensor_model_parallel_size",
             "pipeline_model_parallel_size",
