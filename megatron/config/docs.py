@@ -163,15 +163,15 @@ def _with_status(status: Status, text: str) -> Iterator[str]:
 
 
 def _names_elsewhere() -> Iterator[str]:
-    answers: dict[str, list[str]] = {}
+    grouped: dict[str, list[str]] = {}
     for name, answer in answers().items():
-        answers.setdefault(answer, []).append(name)
+        grouped.setdefault(answer, []).append(name)
     yield (
         "Other trainers have other names: `transformers`, accelerate, torchtitan, nanotron, GPT-NeoX, axolotl, LitGPT. "
         "If you type one, the error gives the answer. Names are without dashes at the front."
     )
     yield ""
-    rows = [(", ".join(names), f"`{answer}`" if answer[:2] == "--" else answer) for answer, names in answers.items()]
+    rows = [(", ".join(names), f"`{answer}`" if answer[:2] == "--" else answer) for answer, names in grouped.items()]
     yield from _table(("names elsewhere", "here"), rows)
 
 

@@ -31,6 +31,7 @@ PAGES = (
     "docs/evaluation.md",
     "docs/generation.md",
     "docs/model_families.md",
+    "docs/glossary.md",
     "docs/numerics.md",
     "docs/performance.md",
     "benchmarks/RESULTS.md",
