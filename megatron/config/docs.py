@@ -10,6 +10,7 @@ from typing import Any
 from megatron.config.flag import Setting, Status
 from megatron.config.megatron_lm_flag_table import FAMILIES
 from megatron.config.megatron_lm_flags import CompatFlag, compat_flags, retired_flags
+from megatron.config.other_programs import answers
 from megatron.config.presets import PRESETS, Values
 from megatron.config.run import SECTIONS, all_settings
 from megatron.config.values import show

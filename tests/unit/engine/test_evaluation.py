@@ -227,7 +227,7 @@ def test_samples_that_cannot_be_are_refused(changes: dict[str, Any], message: st
         ),
         (
             {"valid_data_path": ["wiki", "short"]},
-            r"short: the validation set code is empty \(9 tokens, and one .* 17\)",
+            r"short: the validation set code is empty \(9 tokens, but one .* 17\)",
         ),
         (
             {"valid_data_path": ["empty"], "multiple_validation_sets": None, "validation_set_names": None},
