@@ -99,7 +99,7 @@ def test_most_command_blocks_are_executed() -> None:
 
 def test_the_packages_for_a_container_are_all_requirements_but_its_own() -> None:
     required = re.findall(r"^[a-z]+", (ROOT / "requirements.txt").read_text(encoding="utf-8"), flags=re.M)
-    (named,) = re.findall(r"^pip install (tokenizers .*)$", (ROOT / "docs/getting_started.md").read_text(), flags=re.M)
+    (named,) = re.findall(r"^pip install (tokenizers .*)$", (ROOT / "docs/installation.md").read_text(), flags=re.M)
     assert sorted(named.split()) == sorted(set(required) - {"torch", "numpy"})
 
 
