@@ -13,10 +13,11 @@ It is called by setup.py; nothing else ever compiles. Every operation has a fold
     torch.cpp   Checks of the tensors, and registration with torch.
     product.h   If it exists, the CPU kernels multiply matrices (see PRODUCT_HEADER).
 
-common/ holds what several of them share; data/ has the index builders. Objects are kept under
-build/kernels by the hash of all that made them, so an unchanged file is never compiled twice. One build at a time holds
-a lock, which the system releases however the holder ends. Where CUDA does not compile, the CPU kernels are built all
-the same. CXX and CUDA_HOME choose compilers. Standard library only.
+common/ holds what several of them share; data/ has the index builders. common/stable.h declares what is called of
+torch, and linking only writes down the name libtorch_cpu.so. Objects are kept under build/kernels by the hash of all
+that made them, so an unchanged file is never compiled twice. One build at a time holds a lock, which the system
+releases however the holder ends. Where CUDA does not compile, the CPU kernels are built all the same. CXX and CUDA_HOME
+choose compilers. Standard library only.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ import argparse
 import concurrent.futures
 import fcntl
 import hashlib
-import importlib.util
 import json
 import os
 import platform
@@ -46,7 +46,6 @@ KERNELS, HELPERS = Path("megatron", "ops", "_kernels.so"), Path("megatron", "dat
 OUTPUT = CSRC.parent / KERNELS
 TORCH_LIBRARY = "libtorch_cpu.so"
 CACHE = CSRC.parent / "build" / "kernels"
-TORCH_TARGET = "0x020a000000000000"  # the stable ABI of torch 2.10
 COMMON_FLAGS = (
     "-std=c++20",
     "-O3",
@@ -139,13 +138,6 @@ def cuda_folders() -> list[str]:
     return sorted({source.parent.name for source in CSRC.glob("*/cuda*.cu")})
 
 
-def torch_headers() -> Path:
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        raise BuildError("torch is not installed where this is built")
-    return Path(spec.origin).parent / "include"
-
-
 def compiler() -> tuple[str, ...]:
     chosen = shlex.split(os.environ.get("CXX", ""))
     if chosen and not shutil.which(chosen[0]):
@@ -176,8 +168,7 @@ def find_cuda() -> Cuda:
 
 
 def torch_units(cxx: Sequence[str], *, cuda: bool, emulated: bool) -> list[Unit]:
-    flags = ["-Wall", "-isystem", str(torch_headers()), f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
-    flags += ["-DMK_HAS_CUDA"] * cuda + ["-DMK_EMULATED", *SANITIZERS] * emulated
+    flags = ["-Wall"] + ["-DMK_HAS_CUDA"] * cuda + ["-DMK_EMULATED", *SANITIZERS] * emulated
     return [Unit(source, (*cxx, *COMMON_FLAGS, *flags)) for source in binding_sources()]
 
 
