@@ -81,7 +81,7 @@ def replace_library(path: Path) -> None:
         (Path.unlink, "not built"),
         (truncate, r"_kernels.so is not what was built \(truncated or replaced\)"),
         (replace_library, r"_kernels.so is not what was built \(truncated or replaced\)"),
-        (another_machine, r"_kernels.so was built for riscv64, and this machine is \w+; build again"),
+        (another_machine, r"_kernels.so was built for riscv64, but this machine is \w+; build again"),
         (garble, r"torch .* cannot load them \("),
         (empty, r"torch .* cannot load them \("),
         (drop_record, "_kernels.json is missing or damaged"),
