@@ -9,6 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "README.md",
+    "docs/index.md",
+    "docs/first_run.md",
+    "docs/installation.md",
     "docs/getting_started.md",
     "docs/from_megatron_lm.md",
     "docs/from_deepspeed.md",
@@ -18,7 +21,9 @@ PAGES = (
     "docs/any_model.md",
     "docs/parallelism.md",
     "docs/launchers.md",
+    "docs/configs.md",
     "docs/scale.md",
+    "docs/proofs.md",
     "docs/checkpoints.md",
     "docs/megatron_checkpoints.md",
     "docs/huggingface.md",
@@ -29,8 +34,14 @@ PAGES = (
     "docs/glossary.md",
     "docs/numerics.md",
     "docs/performance.md",
+    "benchmarks/RESULTS.md",
     "docs/kernels.md",
+    "docs/troubleshooting.md",
+    "docs/flags.md",
+    "docs/flags_of_others.md",
+    "docs/presets.md",
     "CONTRIBUTING.md",
+    "docs/api.md",
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.other_programs import names
+from megatron.config.other_programs import answers
 from megatron.config.sources import spelling_table
 from megatron.optimizer.lr_schedule import Curves
 from tests.docs.blocks import ROOT
@@ -54,10 +54,10 @@ def test_each_row_answers_with_flags_that_exist() -> None:
         assert here in ("always", "not here") or SETTINGS.fullmatch(here), field
 
 
-@pytest.mark.parametrize("field", [field for field in FIELD if field.replace("_", "-") in names()])
+@pytest.mark.parametrize("field", [field for field in FIELD if field.replace("_", "-") in answers()])
 def test_a_row_agrees_with_the_suggestion_for_the_typed_name(field: str) -> None:
     """A row has the flags of the suggestion. A sentence without a flag is a row without one."""
-    suggestion, (here, why) = names()[field.replace("_", "-")], FIELD[field]
+    suggestion, (here, why) = answers()[field.replace("_", "-")], FIELD[field]
     assert flags_in(suggestion) <= flags_in(here + why), suggestion
     if not flags_in(suggestion):
         assert here in ("always", "not here"), suggestion

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.commands import build_command
 from megatron.errors import ConfigError
 from megatron.ops import activation, resolve
 from megatron.ops import library as module
@@ -92,7 +93,7 @@ def test_damage_is_one_line(copy: Path, damage: Callable[[Path], None], reason: 
     damage(copy)
     missing = load(copy, NOWHERE).missing
     assert missing is not None and re.search(reason, missing) and "\n" not in missing
-    assert missing.endswith(module.BUILD)
+    assert missing.endswith(build_command())
 
 
 @pytest.mark.parametrize("unreadable", ["_kernels.so", "cpu.cpp"])
@@ -139,7 +140,7 @@ def test_older_than_its_sources(copy: Path, tmp_path: Path) -> None:
     sources = tmp_path / "csrc"
     shutil.copytree(SOURCES, sources)
     (sources / "activation" / "cpu.cpp").open("a").write("// edited\n")
-    assert load(copy, sources).missing == f"older than csrc/; build again: {module.BUILD}"
+    assert load(copy, sources).missing == f"older than csrc/; build again: {build_command()}"
 
 
 def test_a_good_copy_loads(copy: Path) -> None:
