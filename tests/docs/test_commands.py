@@ -123,7 +123,8 @@ def test_files_named_in_the_docs_exist() -> None:
 # Flags of the launchers, of pip and of the interpreters that the pages call.
 FOREIGN = {"--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--master_port", "--ntasks-per-node"}
 FOREIGN |= {"--inplace", "--system-site-packages", "--standalone", "--array", "--wrap", "--rdzv_endpoint"}
-FOREIGN |= {"--nodes", "--time", "--signal", "--open-mode", "--tag"}
+FOREIGN |= {"--nodes", "--time", "--signal", "--open-mode", "--tag", "--local-dir"}
+FOREIGN |= {"--per_device_train_batch_size"}  # typed by mistake, with its error
 FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
 
 

@@ -50,17 +50,17 @@ def blank(found: re.Match[str]) -> str:
 
 
 def prose(text: str) -> str:
-    """The page with spaces in the place of code, headings and the box; positions stay."""
+    """Returns the page with spaces in place of code, headings and the box, so positions stay."""
     return re.sub(r"```.*?```|`[^`\n]*`|^#+ [^\n]*|^>[^\n]*", blank, text, flags=re.M | re.S)
 
 
 def words(term: str) -> str:
-    """A pattern for the term, which may be broken over two lines."""
+    """Returns a pattern for the term, which may be broken over two lines."""
     return r"\s+".join(map(re.escape, term.split()))
 
 
 def first_use(term: str, text: str) -> tuple[int, int] | None:
-    """Where a page first uses a term, also in the plural. Links to other places do not count."""
+    """Returns the place of the first use of a term, also in the plural. Links to other places do not count."""
     others = re.sub(LINK, lambda link: link[0] if "glossary.md#" in link[2] else blank(link), prose(text))
     longer = [other for other in TERMS if term.lower() in other.lower() and other != term]
     for other in longer:
