@@ -132,7 +132,7 @@ def known_flags() -> set[str]:
     """Flags of training, and those in the sources of tools, benchmarks and example scripts."""
     sources = [*(ROOT / "docs").glob("flags*.md"), *(ROOT / "tools").glob("*.py"), *(ROOT / "examples").glob("*.*")]
     sources += [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "csrc").glob("*.py")]
-    sources += [ROOT / "megatron" / "config" / "docs.py", ROOT / "tests" / "run.sh"]
+    sources += [ROOT / "megatron" / "config" / "docs.py", ROOT / "tests" / "run.sh", ROOT / "tests/policy/prose.py"]
     for package in ("cli", "preprocess", "inference", "evaluation", "training"):
         sources += (ROOT / "megatron" / package).rglob("*.py")
     return {flag for path in sources for flag in FLAG.findall(path.read_text(encoding="utf-8"))}
