@@ -9,7 +9,8 @@ RUN useradd --create-home --uid 10001 trainer && mkdir /opt/megatron && chown tr
 USER trainer
 WORKDIR /opt/megatron
 
-COPY --chown=trainer:trainer constraints.lock constraints.txt requirements.txt pyproject.toml setup.py README.md LICENSE ./
+COPY --chown=trainer:trainer constraints.lock requirements.txt pyproject.toml setup.py README.md LICENSE ./
+COPY --chown=trainer:trainer configs/ configs/
 COPY --chown=trainer:trainer csrc/ csrc/
 COPY --chown=trainer:trainer examples/ examples/
 COPY --chown=trainer:trainer megatron/ megatron/

@@ -256,7 +256,7 @@ def tool_part(folder: Path, rounds: int, workers: int, times: int) -> dict[str, 
 
 
 def show(title: str, values: dict[str, float]) -> None:
-    """Prints a table in the format of docs/performance.md."""
+    """Prints a table in the format of benchmarks/RESULTS.md."""
     print(f"\n| {title} | MB/s or ratio |\n|---|---|")
     for name, value in values.items():
         number = f"{value:.2f}x" if " / " in name else f"{value:.1f}"

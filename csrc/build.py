@@ -1,8 +1,9 @@
-"""Compiles csrc/ into one shared object that loads in any torch from 2.10 on, with or without CUDA.
+"""Compiles csrc/ into two shared objects. torch need not be installed.
 
-    python csrc/build.py                   # Makes megatron/ops/_kernels.so.
-    python csrc/build.py --emulated DIR    # Makes DIR/_kernels.so: the CUDA kernels on the CPU (common/emulator.h).
-    python csrc/build.py --ahead           # Makes the objects that need no torch, while it is being installed.
+The kernels load in any torch from 2.10 on, with or without CUDA; the index builders load in any Python.
+
+    python csrc/build.py                   # megatron/ops/_kernels.so and megatron/data/_helpers.so
+    python csrc/build.py --emulated DIR    # DIR/_kernels.so: the CUDA kernels, run on the CPU by common/emulator.h
 
 It is called by setup.py; nothing else ever compiles. Every operation has a folder, with files by these names:
 
@@ -12,10 +13,11 @@ It is called by setup.py; nothing else ever compiles. Every operation has a fold
     torch.cpp   Checks of the tensors, and registration with torch.
     product.h   If it exists, the CPU kernels multiply matrices (see PRODUCT_HEADER).
 
-Files that several operations share are in common/; data/ is another extension. Objects are kept under build/kernels by
-the hash of all their inputs, so an unchanged file is never compiled twice. A lock admits one build at a time; the
-system releases it however the holder ends. Without a working CUDA compiler, only the CPU kernels are built. CXX and
-CUDA_HOME choose compilers. Standard library only.
+common/ holds what several of them share; data/ has the index builders. common/stable.h declares what is called of
+torch, and linking only writes down the name libtorch_cpu.so. Objects are kept under build/kernels by the hash of all
+that made them, so an unchanged file is never compiled twice. One build at a time holds a lock, which the system
+releases however the holder ends. Where CUDA does not compile, the CPU kernels are built all the same. CXX and CUDA_HOME
+choose compilers. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ import argparse
 import concurrent.futures
 import fcntl
 import hashlib
-import importlib.util
 import json
 import os
 import platform
@@ -33,6 +34,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -40,9 +42,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent
-OUTPUT = CSRC.parent / "megatron" / "ops" / "_kernels.so"
+KERNELS, HELPERS = Path("megatron", "ops", "_kernels.so"), Path("megatron", "data", "_helpers.so")
+OUTPUT = CSRC.parent / KERNELS
+TORCH_LIBRARY = "libtorch_cpu.so"
 CACHE = CSRC.parent / "build" / "kernels"
-TORCH_TARGET = "0x020a000000000000"  # the stable ABI of torch 2.10
 COMMON_FLAGS = (
     "-std=c++20",
     "-O3",
@@ -62,7 +65,7 @@ PRODUCT_HEADER, UNFUSED = "product.h", ("-ffp-contract=off",)
 EQUAL_TO_NUMPY = ("random",)  # folders whose results equal numpy's bit for bit: nothing is fused either
 GPUS = (80, 90, 100, 120)  # compute capabilities (A100, H100, B200, RTX 50) that machine code is made for; others JIT
 CUDA_HOME = "/usr/local/cuda"
-OTHER_EXTENSION, SUFFIXES = "data", (".h", ".cpp", ".cu")
+HELPERS_FOLDER, SUFFIXES = "data", (".h", ".cpp", ".cu")
 UNUSED_DAYS = 14  # after which an object is deleted
 LOCK_SECONDS = 900.0
 SAY_SECONDS = 10.0  # between two lines about a running build
@@ -90,7 +93,8 @@ class Unit:
     failure: type[BuildError] = BuildError
 
     def object(self, cache: Path, compilers: str) -> Path:
-        key = hashlib.sha256("\0".join((compilers, *self.command, source_hash(self.source))).encode())
+        command = (word.replace(str(CSRC), ".") for word in self.command)  # wherever the checkout lies
+        key = hashlib.sha256("\0".join((compilers, *command, source_hash(self.source))).encode())
         return cache / f"{self.source.parent.name}-{self.source.stem}-{key.hexdigest()[:24]}.o"
 
 
@@ -113,8 +117,8 @@ def source_hash(*sources: Path) -> str:
 
 
 def sources() -> list[Path]:
-    """Everything that the shared object is made from."""
-    return sorted(path for path in CSRC.glob("*/*") if path.suffix in SUFFIXES and path.parent.name != OTHER_EXTENSION)
+    """Everything that the kernels are made from."""
+    return sorted(path for path in CSRC.glob("*/*") if path.suffix in SUFFIXES and path.parent.name != HELPERS_FOLDER)
 
 
 def binding_sources() -> list[Path]:
@@ -132,16 +136,6 @@ def cuda_sources() -> list[Path]:
 def cuda_folders() -> list[str]:
     """The folders whose operations have CUDA kernels."""
     return sorted({source.parent.name for source in CSRC.glob("*/cuda*.cu")})
-
-
-def torch_headers() -> Path:
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        raise BuildError("torch is not installed where this is built (pip needs --no-build-isolation)")
-    folder = Path(spec.origin).parent / "include"
-    if not (folder / "torch" / "csrc" / "stable" / "ops.h").is_file():
-        raise BuildError(f"{folder} has no headers of torch's stable ABI (2.10 or newer)")
-    return folder
 
 
 def compiler() -> tuple[str, ...]:
@@ -174,8 +168,7 @@ def find_cuda() -> Cuda:
 
 
 def torch_units(cxx: Sequence[str], *, cuda: bool, emulated: bool) -> list[Unit]:
-    flags = ["-Wall", "-isystem", str(torch_headers()), f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
-    flags += ["-DMK_HAS_CUDA"] * cuda + ["-DMK_EMULATED", *SANITIZERS] * emulated
+    flags = ["-Wall"] + ["-DMK_HAS_CUDA"] * cuda + ["-DMK_EMULATED", *SANITIZERS] * emulated
     return [Unit(source, (*cxx, *COMMON_FLAGS, *flags)) for source in binding_sources()]
 
 
@@ -255,15 +248,22 @@ def compile_unit(unit: Unit, cache: Path, compilers: str) -> Path:
 
 
 def link(cxx: Sequence[str], objects: Sequence[Path], output: Path, flags: Sequence[str]) -> None:
-    # No path to torch is stored: the torch that loads the object is in the process already.
-    command = [*cxx, *map(str, objects), "-shared", "-Wl,-z,relro,-z,now"]
-    command += [f"-L{torch_headers().parent / 'lib'}", "-ltorch_cpu", *flags]
+    output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_suffix(f".{os.getpid()}.tmp")
     try:
-        run((*command, "-o", str(temporary)))
+        run((*cxx, *map(str, objects), "-shared", "-Wl,-z,relro,-z,now", *flags, "-o", str(temporary)))
         temporary.replace(output)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def link_to_torch(cxx: Sequence[str], objects: Sequence[Path], output: Path, flags: Sequence[str]) -> None:
+    """Links against an empty library of the name of torch's: the torch that loads the object is in the process already,
+    and the loader resolves names in it. No path is stored."""
+    with tempfile.TemporaryDirectory() as folder:
+        stand_in = Path(folder) / TORCH_LIBRARY
+        run((*cxx, "-shared", f"-Wl,-soname,{TORCH_LIBRARY}", "-o", str(stand_in)))
+        link(cxx, objects, output, ("-Wl,--no-as-needed", str(stand_in), *flags))
 
 
 @contextmanager
@@ -320,15 +320,10 @@ def recipe(cxx: tuple[str, ...], cuda: Cuda | None, *, emulated: bool) -> Recipe
         units += cuda_units(emulated_command(cxx), BuildError)
         flags = ("-fsanitize=undefined",)
     else:
-        units += kernel_units(cxx, cuda)
+        units += cpu_units(cxx) + (cuda_units(nvcc_command(cuda), CudaError) if cuda is not None else [])
     if cuda is not None:
         flags = (f"-L{cuda.libraries}", "-lcudart_static", "-ldl", "-lrt", "-lpthread")
     return Recipe(cxx, tuple(units), flags, versions(cxx, cuda))
-
-
-def kernel_units(cxx: Sequence[str], cuda: Cuda | None) -> list[Unit]:
-    """Units of the kernels, which include nothing of torch."""
-    return cpu_units(cxx) + (cuda_units(nvcc_command(cuda), CudaError) if cuda is not None else [])
 
 
 def versions(cxx: Sequence[str], cuda: Cuda | None) -> str:
@@ -362,7 +357,7 @@ def compile_all(units: Sequence[Unit], compilers: str, cache: Path) -> list[Path
 
 def compile_and_link(cxx: tuple[str, ...], cuda: Cuda | None, output: Path, cache: Path, *, emulated: bool) -> None:
     chosen = recipe(cxx, cuda, emulated=emulated)
-    link(cxx, compile_all(chosen.units, chosen.compilers, cache), output, chosen.link_flags)
+    link_to_torch(cxx, compile_all(chosen.units, chosen.compilers, cache), output, chosen.link_flags)
 
 
 def needs_of_cuda(cuda: Cuda) -> dict[str, list[int]]:
@@ -399,7 +394,6 @@ def build(
 ) -> dict[str, object]:
     """Writes `output` and a .json that describes it, and returns the description."""
     cxx = compiler()
-    output.parent.mkdir(parents=True, exist_ok=True)
     with alone(cache, lock_seconds):
         clean(cache, output)
         try:
@@ -412,16 +406,28 @@ def build(
             return write_record(output, str(error), None)
 
 
-def build_ahead(*, cache: Path = CACHE, lock_seconds: float = LOCK_SECONDS) -> None:
-    """Compiles the objects that need no torch, at low priority, so that other work has the cores first."""
-    os.nice(10)
+def build_helpers(output: Path, *, cache: Path = CACHE, lock_seconds: float = LOCK_SECONDS) -> None:
+    """Writes the index builders of megatron.data, whose results are numpy's bits."""
     cxx = compiler()
+    flags = (*COMMON_FLAGS, *UNFUSED, "-Wall", "-pthread")
+    units = [Unit(source, (*cxx, *flags)) for source in sorted((CSRC / HELPERS_FOLDER).glob("*.cpp"))]
     with alone(cache, lock_seconds):
-        try:
-            cuda = find_cuda()
-        except CudaError:
-            cuda = None
-        compile_all(kernel_units(cxx, cuda), versions(cxx, cuda), cache)
+        link(cxx, compile_all(units, versions(cxx, None), cache), output, ("-pthread",))
+
+
+def build_into(root: Path) -> list[str]:
+    """Builds everything under a folder that has the layout of a checkout. Returns a line for each library."""
+    lines = []
+    try:
+        lines.append(f"{summary(build(root / KERNELS))}: {root / KERNELS}")
+    except (BuildError, OSError) as error:  # a full disk is no reason either to have no package
+        lines.append(f"kernels: not built ({error}); PyTorch's own operations are used, which are slower")
+    try:
+        build_helpers(root / HELPERS)
+        lines.append(f"index builders: built: {root / HELPERS}")
+    except (BuildError, OSError) as error:
+        lines.append(f"index builders: not built ({error}); numpy is used, which is slower")
+    return lines
 
 
 def summary(record: dict[str, object]) -> str:
@@ -433,18 +439,17 @@ def summary(record: dict[str, object]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--emulated", type=Path, metavar="DIR", help="the CUDA kernels for the CPU, with sanitizers")
-    parser.add_argument("--ahead", action="store_true", help="compile the objects that need no torch; link nothing")
     args = parser.parse_args()
-    output = OUTPUT if args.emulated is None else args.emulated / OUTPUT.name
+    if args.emulated is None:
+        lines = build_into(CSRC.parent)
+        print("\n".join(lines))
+        return int(any("not built" in line for line in lines))
+    output = args.emulated / OUTPUT.name
     try:
-        if args.ahead:
-            build_ahead()
-            return 0
-        record = build(output, emulated=args.emulated is not None)
+        print(f"{summary(build(output, emulated=True))}: {output}")
     except (BuildError, OSError) as error:
         print(f"kernels: not built ({error})", file=sys.stderr)
         return 1
-    print(f"{summary(record)}: {output}")
     return 0
 
 

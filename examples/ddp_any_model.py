@@ -55,7 +55,7 @@ class Net(nn.Module):
 
 
 def train(epochs: int) -> None:
-    """Needs a process group, whoever has opened it."""
+    """Trains the model; a process group must exist."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Mixtral 8x7B on 64 devices, pipeline parallel 4 x expert parallel 8 over data parallel 16.
-# Shape: "Mixtral of Experts" (arXiv 2401.04088), table 1, and config.json of mistralai/Mixtral-8x7B-v0.1. The paper tells no rates: these, the
-# batch and the layout are of Megatron-LM, examples/mixtral/train_mixtral_8x7b_distributed.sh.
+# Model, layout, batch and rates, and where they come from: configs/mixtral-8x7b.yaml.
 # Further flags, or other values of these: bash examples/mixtral_8x7b.sh --train-iters 1000 --dry-run
 set -euo pipefail
 . "$(dirname "$0")/launch.sh"
@@ -12,48 +11,7 @@ TOKENIZER_MODEL=${TOKENIZER_MODEL:-Mixtral-8x7B-v0.1}    # a folder with tokeniz
 DATA_PATH=${DATA_PATH:-my-data_text_document}    # made with --tokenizer-type HuggingFaceTokenizer --tokenizer-model $TOKENIZER_MODEL
 
 MODEL_ARGS=(
-    --num-layers 32
-    --hidden-size 4096
-    --ffn-hidden-size 14336
-    --num-attention-heads 32
-    --num-query-groups 8
-    --seq-length 4096
-    --max-position-embeddings 32768
-    --rotary-base 1000000
-    --position-embedding-type rope
-    --normalization RMSNorm
-    --swiglu
-    --disable-bias-linear
-    --untie-embeddings-and-output-weights
-    --attention-dropout 0
-    --hidden-dropout 0
-    --init-method-std 0.01
-    --num-experts 8
-    --moe-router-topk 2
-    --moe-router-load-balancing-type aux_loss
-    --moe-aux-loss-coeff 0.01
-)
-
-LAYOUT_ARGS=(
-    --pipeline-model-parallel-size 4
-    --expert-model-parallel-size 8
-    --use-distributed-optimizer
-    --overlap-grad-reduce
-    --overlap-param-gather
-)
-
-TRAINING_ARGS=(
-    --micro-batch-size 1
-    --global-batch-size 256
-    --train-iters 500000
-    --lr 1.0e-4
-    --min-lr 1.0e-5
-    --lr-decay-style cosine
-    --lr-decay-iters 320000
-    --lr-warmup-iters 500
-    --weight-decay 0.1
-    --clip-grad 1.0
-    --bf16
+    --config mixtral-8x7b
 )
 
 DATA_ARGS=(
@@ -73,4 +31,4 @@ OUTPUT_ARGS=(
     --tensorboard-dir "$CHECKPOINT_PATH/tensorboard"
 )
 
-launch "${MODEL_ARGS[@]}" "${LAYOUT_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" -- "$@"
+launch "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" -- "$@"

@@ -26,9 +26,21 @@ if (3, 11) <= sys.version_info[:2] <= (3, 13):
     echo "$first"
 }
 
+# Installs the packages and builds the C++ parts. These need no package and compile meanwhile: pip keeps one core busy.
 setup_environment() {
-    local base
+    local base ahead failed=0
     base=$(find_python) || return 2
-    "$base" "$ROOT/tools/setup_environment.py" "$@" || return 2
+    nice "$base" "$ROOT/csrc/build.py" >/dev/null 2>&1 &
+    ahead=$!
+    trap 'kill "$ahead" 2>/dev/null; exit 130' INT
+    "$base" "$ROOT/tools/setup_environment.py" "$@" || failed=$?
+    if [ "$failed" -ne 0 ]; then
+        kill "$ahead" 2>/dev/null || :
+        return "$failed"
+    fi
+    trap - INT
     PYTHON=$ROOT/.venv/bin/python
+    wait "$ahead" || :
+    "$PYTHON" -u "$ROOT/csrc/build.py" 2>&1 | tee -a "$ROOT/.venv/setup.log" | grep -E '^(kernels|index builders):' ||
+        echo "C++ parts: not built, see $ROOT/.venv/setup.log; numpy and PyTorch's own operations are used (slower)"
 }

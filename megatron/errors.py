@@ -6,6 +6,8 @@ The exit codes are a contract with launch scripts and restart policies (docs/get
 import re
 from collections.abc import Sequence
 
+from megatron.commands import as_typed_here
+
 # With one slash, too: a Path of a URL loses the other.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}:/{1,2})([^\s'\"<>]*[^\s'\"<>:;,.)])")
 
@@ -57,7 +59,7 @@ class MegatronError(Exception):
     exit_code: int = 1
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(printable(str(message)))
+        super().__init__(printable(as_typed_here(str(message))))
 
     @property
     def lines(self) -> tuple[str, ...]:

@@ -42,8 +42,6 @@ head is on both). A group of `model` (tp x pp) holds one replica of the model, a
 
 @dataclass(frozen=True)
 class Coordinates:
-    """The coordinates of one rank on every axis."""
-
     tp: int
     cp: int
     dp: int
@@ -105,7 +103,7 @@ class Layout:
         return sizes[axis] if axis in sizes else len(self.group_of(axis, 0))
 
     def first_groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """The first two groups of `axis` and that of the last rank, without making all of them."""
+        """Returns the first two groups of `axis` and the last rank's group, without making the others."""
         first = self.group_of(axis, 0)
         members = frozenset(first)
         second = next(rank for rank in range(self.world_size) if rank not in members)

@@ -55,7 +55,7 @@ def fills_groups(micro_batches: int, group: int, ranks: int) -> bool:
 
 def gpipe(ranks: int, rank: int, micro_batches: int, chunks: int) -> list[Action]:
     """All forward passes, then all backward passes. It keeps the activations of every micro-batch."""
-    assert chunks == 1, "gpipe has one chunk a rank"
+    assert chunks == 1, "gpipe has one chunk per rank"
     forward = [Action("F", 0, m) for m in range(micro_batches)]
     return forward + [Action("B", 0, m) for m in range(micro_batches)]
 
@@ -63,7 +63,7 @@ def gpipe(ranks: int, rank: int, micro_batches: int, chunks: int) -> list[Action
 def one_forward_one_backward(ranks: int, rank: int, micro_batches: int, chunks: int) -> list[Action]:
     """1F1B: each backward pass runs as early as possible, so a rank keeps the activations of `ranks - rank`
     micro-batches at most."""
-    assert chunks == 1, "1f1b has one chunk a rank"
+    assert chunks == 1, "1f1b has one chunk per rank"
     forward = [Action("F", 0, m) for m in range(micro_batches)]
     backward = [Action("B", 0, m) for m in range(micro_batches)]
     return _alternate(forward, backward, ranks - rank - 1)
@@ -85,7 +85,7 @@ def zero_bubble(ranks: int, rank: int, micro_batches: int, chunks: int) -> list[
     Where F, B and W take equally long the bubble is a third of 1F1B's. No rank needs more memory than the first
     rank needs under 1F1B.
     """
-    assert chunks == 1, "zero-bubble has one chunk a rank"
+    assert chunks == 1, "zero-bubble has one chunk per rank"
     warm_up = min(ranks - rank, micro_batches)
     actions = [Action("F", 0, m) for m in range(warm_up)]
     for m in range(micro_batches):

@@ -37,7 +37,7 @@ def pretrain(
     needs_data: bool = True,
     hooks: Sequence[Hook] = (),
 ) -> StopReason:
-    """Trains as the command line says. Errors end the process with one line and their exit code.
+    """Trains by the settings of the command line. Errors end the process with one line and their exit code.
 
     With `needs_data=False` the datasets are the script's own: neither --data-path nor a tokenizer is required. A
     dataset is anything with `len` and `[i]` whose samples are dicts. The `forward_step` gets them stacked, with their

@@ -20,7 +20,7 @@ class TokenizerType:
     fast: bool = False
     """True if there is a fast encoder."""
     pretrains: bool = True
-    """GPT pretraining takes it; the others are for preprocessing."""
+    """True if GPT pretraining supports it; other types are only for preprocessing."""
 
     def reads(self, name: str) -> bool:
         return name in (*self.needs, *self.takes)

@@ -1,4 +1,4 @@
-"""Does this layout train what one process trains? See `--help`."""
+"""Checks that a layout trains what one process trains; see `--help`."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checkpoints to and from other formats; see `--help`."""
+"""Converts checkpoints to and from other formats; see `--help`."""
 
 import sys
 from pathlib import Path

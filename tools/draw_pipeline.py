@@ -1,4 +1,4 @@
-"""The picture of a pipeline's step; see `--help`."""
+"""Draws the schedule of a pipelined step; see `--help`."""
 
 import sys
 from pathlib import Path

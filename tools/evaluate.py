@@ -1,4 +1,4 @@
-"""How good a trained model is: perplexity, LAMBADA, multiple choice; see `--help`."""
+"""Evaluates a trained model: perplexity, LAMBADA, multiple choice; see `--help`."""
 
 import sys
 from pathlib import Path

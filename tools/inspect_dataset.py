@@ -1,4 +1,4 @@
-"""What a dataset holds, and whether it is intact; see `--help`."""
+"""Describes a dataset and verifies its files; see `--help`."""
 
 import sys
 from pathlib import Path

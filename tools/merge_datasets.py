@@ -1,4 +1,4 @@
-"""Datasets end to end; see `--help`."""
+"""Concatenates datasets; see `--help`."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Where a traced training step went; see `--help`."""
+"""Summarizes the time of traced training steps; see `--help`."""
 
 import sys
 from pathlib import Path

@@ -1,8 +1,7 @@
 """Makes the virtual environment that the examples and the tests run in (called by examples/setup.sh).
 
-Standard library only: it runs before anything is installed. It is idempotent, it can be interrupted at any
-point and started again, and it never replaces a torch that is already importable. What is installed has a
-checksum in constraints.lock.
+Standard library only: it runs before anything is installed. It may be interrupted at any point and started again,
+installs only wheels that have a checksum in constraints.lock, and never replaces a torch that is importable.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
-import html
 import importlib.metadata
 import importlib.util
 import json
@@ -21,283 +19,135 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.lock_requirements import NoChecksumError, hashed_lines, of_other_versions, project_name, read_lock
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKER = "megatron-setup.json"  # inside the virtual environment: what it was made from
-LOCK = "constraints.lock"
-OLD_TRANSFORMERS = "transformers-4.57"  # inside the virtual environment: what exports are also tested with
-OLD_LOCK = f"tests/{OLD_TRANSFORMERS}.lock"
-REPORT = "report.json"  # inside the virtual environment: what pip chose, and where it found it
+LOCK = ROOT / "constraints.lock"  # its first lines say how it is made
+OLD_LOCK = ROOT / "tests" / "transformers-4.57.lock"  # exports are also tested with it
 OLDEST_TORCH = (2, 10)
-PYTHONS = ((3, 11), (3, 13))
+say = partial(print, "[setup]", flush=True)
 
 
 class SetupError(Exception):
-    """What the user has to change before the set-up can go on, in one line."""
+    """Reason why the set-up cannot go on, with the fix, in one line."""
 
 
-@dataclass(frozen=True)
-class Torch:
-    """A torch that was importable before we installed anything."""
+class Locked(NamedTuple):
+    """Entry of constraints.lock: `name==version ; marker`, its checksums, and the names of what needs it."""
 
-    version: str
-    path: str
-
-    @property
-    def installed_version(self) -> str:
-        """What pip knows: a wheel of the public index is version 2.14.1 where `torch.__version__` is 2.14.1+cu130."""
-        beside = str(Path(self.path).parent)
-        installed = next(iter(importlib.metadata.distributions(name="torch", path=[beside])), None)
-        return installed.version if installed else self.version
-
-
-def say(message: str) -> None:
-    print(f"[setup] {message}", flush=True)
-
-
-# ---------------------------------------------------------------- what is already here
+    pin: str
+    hashes: tuple[str, ...]
+    needed_by: frozenset[str]
 
 
 def release_tuple(version: str) -> tuple[int, ...]:
     """'2.10.0a0+b558c986e8.nv25.11' -> (2, 10, 0): vendor builds count as the release they became."""
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(part) for part in found.group().split(".")) if found else ()
+    return tuple(int(part) for part in re.split(r"[^\d.]", version)[0].split(".") if part)
 
 
-def outside_torch() -> Torch | None:
-    """The torch this interpreter can import, found without importing it (that takes seconds)."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
+def outside_torch() -> str:
+    """'VERSION in FOLDER' of the torch this interpreter can import, found without importing it (that takes seconds)."""
+    if (spec := importlib.util.find_spec("torch")) is None or spec.origin is None:
+        return ""
     folder = Path(spec.origin).parent
-    for name in ("version.py", "__init__.py"):
-        text = (folder / name).read_text(encoding="utf-8", errors="replace") if (folder / name).is_file() else ""
-        found = re.search(r"^__version__\s*(?::\s*\w+\s*)?=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
-        if found:
-            return Torch(found.group(1), str(folder))
-    return Torch(importlib.metadata.version("torch"), str(folder))
+    files = [*folder.glob("version.py"), folder / "__init__.py"]
+    text = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in files)
+    found = re.search(r"^__version__\s*(?::\s*\w+\s*)?=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+    return f"{found[1] if found else importlib.metadata.version('torch')} in {folder}"
 
 
-def check_python() -> None:
-    version = sys.version_info[:2]
-    if not PYTHONS[0] <= version <= PYTHONS[1]:
-        raise SetupError(
-            f"{sys.executable} is Python {version[0]}.{version[1]}; 3.11, 3.12 or 3.13 is needed: "
-            "name one, as in PYTHON=python3.12 bash examples/quickstart.sh"
-        )
+def imported_torch(python: Path, modules: str, problem: str) -> str:
+    """Version of the torch that imports with `modules`. Their compiled form is kept, whatever the user's setting."""
+    code = f"import sys; sys.dont_write_bytecode = False; import {modules}; print(torch.__version__)"
+    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SetupError(problem.format((done.stderr.strip().splitlines() or ["no message"])[-1]))
+    return done.stdout.split()[-1]
 
 
-def check_torch(torch: Torch) -> None:
-    """Refuses a torch that is too old or broken; replacing it is the user's decision, not ours."""
-    way_out = f"mend it there, or name a Python without it: PYTHON=... (now {sys.executable})"
-    if release_tuple(torch.version) < OLDEST_TORCH:
-        raise SetupError(f"torch {torch.version} in {torch.path} is too old, 2.10 or newer is needed: {way_out}")
-    imported = subprocess.run([sys.executable, "-c", "import torch"], capture_output=True, text=True, check=False)
-    if imported.returncode:
-        reason = (imported.stderr.strip().splitlines() or ["no message"])[-1]
-        raise SetupError(f"torch {torch.version} in {torch.path} does not import ({reason}): {way_out}")
+def check_torch(torch: str) -> None:
+    fix = f"change it there, or name a Python without it: PYTHON=... (now {sys.executable})"
+    if release_tuple(torch) < OLDEST_TORCH:
+        raise SetupError(f"torch {torch} is too old, 2.10 or newer is needed; {fix}")
+    imported_torch(Path(sys.executable), "torch", f"torch {torch} does not import ({{}}); {fix}")
 
 
-# ---------------------------------------------------------------- what is wanted
+def wait_for_others() -> None:
+    """Locks the checkout for one set-up at a time. The lock ends with its process, so it is never stale."""
+    handle = os.open(ROOT, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        say("another set-up of this checkout is at work: waiting for it")
+        fcntl.flock(handle, fcntl.LOCK_EX)
 
 
-def requirement_lines(path: Path) -> list[str]:
-    lines = (line.split("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
-    return [line for line in lines if line]
+def project_name(requirement: str) -> str:
+    """'PyYAML>=6.0' -> 'pyyaml', spelled as package indexes compare names."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", requirement)[0]).lower()
+
+
+def read_lock(text: str) -> dict[str, Locked]:
+    lock = {}
+    for entry in re.findall(r"^\w.*\n?(?:[ \t].*\n?)*", text, re.MULTILINE):
+        pin, via = re.split(r"\s*\\?\n|\s+--hash", entry)[0], re.findall(r"# via (.*)", entry)
+        hashes = re.findall(r"--hash=sha256:[0-9a-f]{64}", entry)
+        lock[project_name(entry)] = Locked(pin, tuple(hashes), frozenset(", ".join(via).split(", ")))
+    return lock
+
+
+def closure(lock: Mapping[str, Locked], names: Iterable[str]) -> set[str]:
+    """The names, and those of the locked packages that they need, directly or not."""
+    chosen, more = set[str](), set(names)
+    while more:
+        chosen |= more
+        more = {name for name, locked in lock.items() if locked.needed_by & chosen} - chosen
+    return chosen
 
 
 def wanted(extras: Sequence[str]) -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    lines = requirement_lines(ROOT / "requirements.txt") + list(project["build-system"]["requires"])
-    for extra in extras:
-        lines += project["project"]["optional-dependencies"][extra]
-    return list(dict.fromkeys(lines))
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines() + project["build-system"]["requires"]
+    lines += [line for extra in extras for line in project["project"]["optional-dependencies"][extra]]
+    return [line for each in lines if (line := each.partition("#")[0].strip())]
 
 
-def pip_inputs(extras: Sequence[str], torch: Torch | None) -> tuple[list[str], list[str]]:
-    """Requirements and constraints. Beside a torch that is already there, its neighbours stay as they are too:
-    a vendor's numpy was chosen with its torch, so only packages that are missing take our tested pins."""
-    requirements, pins = wanted(extras), requirement_lines(ROOT / "constraints.txt")
-    if torch is None:
-        return requirements, pins
-    present = {project_name(found.name) for found in importlib.metadata.distributions() if found.name}
-    pins = [pin for pin in pins if project_name(pin) not in present | {"torch"}] + [f"torch=={torch.installed_version}"]
-    return [line for line in requirements if project_name(line) != "torch"], pins
-
-
-def fingerprint(torch: Torch | None) -> str:
-    parts = [sys.executable, sys.version, repr(torch)]
-    parts += [(ROOT / name).read_text(encoding="utf-8") for name in ("requirements.txt", "constraints.txt", LOCK)]
-    parts += [path.read_text(encoding="utf-8") for path in [ROOT / OLD_LOCK] if path.is_file()]
-    parts += wanted(())
+def fingerprint(torch: str) -> str:
+    parts = [sys.executable, sys.version, torch, *wanted(())]
+    parts += [path.read_text(encoding="utf-8") for path in (LOCK, OLD_LOCK) if path.is_file()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-# ---------------------------------------------------------------- the marker
+def with_build(locked: Locked, chosen: Mapping[str, Any]) -> Locked:
+    """The torch that pip chose. A build for one device ("2.13.0+cpu") is in no public index: it comes from an index
+    that the user gave, and is taken with the checksum of that index."""
+    version, archive = chosen["metadata"]["version"], chosen["download_info"].get("archive_info", {})
+    release, _, local = version.partition("+")
+    known = archive.get("hashes") or dict([archive.get("hash", "=").split("=", 1)])  # the latter: pip before 23.1
+    if f"torch=={release}" != locked.pin or (local and "sha256" not in known):
+        raise unlocked(f"torch {version}")
+    return locked._replace(pin=f"torch=={version}", hashes=(f"--hash=sha256:{known['sha256']}",)) if local else locked
 
 
-def read_marker(venv: Path) -> dict:
-    try:
-        return json.loads((venv / MARKER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+def unlocked(packages: str) -> SetupError:
+    fix = "install it (or torch, if that needs it) into that Python yourself; what is there is used"
+    return SetupError(f"{packages} would be installed: {LOCK.name} has no checksum of it; {fix}")
 
 
-def write_marker(venv: Path, marker: dict) -> None:
-    temporary = venv / (MARKER + ".tmp")
-    temporary.write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(venv / MARKER)
-
-
-@contextlib.contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """Two set-ups of one checkout wait for each other; the lock goes with the process, so it is never stale."""
-    handle = os.open(ROOT, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("another set-up of this checkout is at work: waiting for it")
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
-# ---------------------------------------------------------------- the work
-
-
-def run_logged(command: Sequence[str], log: Path, shown: str) -> bool:
-    """Runs a command with everything it says in `log`; lines that match `shown` pass by as the progress display."""
+def run_logged(command: Sequence[str], log: Path, shown: str = r"$^") -> bool:
+    """Runs a command with its output in `log`. The lines that match `shown` are printed, as progress."""
     with log.open("a", encoding="utf-8") as file:
         file.write(f"$ {' '.join(command)}\n")
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
-        assert process.stdout is not None
-        for line in process.stdout:
+        for line in process.stdout or ():
             file.write(line)
             if re.match(shown, line.strip()):
                 print(f"  {line.strip()[:150]}", flush=True)
         return process.wait() == 0
-
-
-def create_venv(venv: Path, torch: Torch | None) -> None:
-    if venv.exists() and any(venv.iterdir()) and not read_marker(venv).get("made_here"):
-        raise SetupError(f"{venv} is there and was not made by this script: move it away")
-    if venv.exists():
-        shutil.rmtree(venv)
-    venv.mkdir()
-    write_marker(venv, {"state": "building", "made_here": True, "python": sys.executable})
-    options = ["--system-site-packages"] if torch else []
-    command = [sys.executable, "-m", "venv", *options, str(venv)]
-    log = venv / "setup.log"
-    if not run_logged(command, log, r"$^") and not run_logged([*command, "--without-pip"], log, r"$^"):
-        raise SetupError(
-            f"{sys.executable} -m venv failed, see {log}: install python3-venv, or set PYTHON to another one"
-        )
-    if torch and sys.prefix != sys.base_prefix:
-        # We were started inside a virtual environment; --system-site-packages would skip to the system's packages.
-        site_packages = next((venv / "lib").glob("python3*/site-packages"))
-        outer = sorted({path for path in sys.path if path.startswith(sys.prefix) and path.endswith("-packages")})
-        lines = [f"import site; site.addsitedir({path!r})" for path in outer]
-        (site_packages / "outer_environment.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    if torch:
-        launcher = venv / "bin" / "torchrun"  # the outer one runs the outer Python, which lacks our requirements
-        launcher.write_text(
-            f'#!/bin/sh\nexec "{venv / "bin" / "python"}" -m torch.distributed.run "$@"\n', encoding="utf-8"
-        )
-        launcher.chmod(0o755)
-
-
-def pip_command(python: Path) -> list[str]:
-    has_pip = subprocess.run([str(python), "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0
-    if has_pip:
-        return [str(python), "-m", "pip"]
-    if importlib.util.find_spec("pip"):
-        return [sys.executable, "-m", "pip", "--python", str(python)]
-    raise SetupError(
-        f"{sys.executable} has neither pip nor ensurepip: install python3-venv, or set PYTHON to another one"
-    )
-
-
-def install(venv: Path, extras: Sequence[str], torch: Torch | None) -> None:
-    python = venv / "bin" / "python"
-    requirements, constraints = pip_inputs(extras, torch)
-    say(f"installing {len(requirements)} requirements into {venv} (the first time takes some minutes)")
-    locked = choose(venv, requirements, constraints)
-    if locked:
-        install_locked(venv, locked)
-        compile_packages(venv)
-    check = "import torch, numpy, tokenizers, transformers, yaml; print(torch.__version__)"
-    imported = subprocess.run([str(python), "-c", check], capture_output=True, text=True, check=False)
-    if imported.returncode:
-        reason = (imported.stderr.strip().splitlines() or ["no message"])[-1]
-        raise SetupError(f"the installed packages do not import ({reason}): see {venv / 'setup.log'}")
-    found = imported.stdout.strip().splitlines()[-1]
-    if torch and found != torch.version:
-        raise SetupError(f"{python} imports torch {found} where {torch.version} was found: unset PYTHONPATH and retry")
-
-
-def choose(venv: Path, requirements: Sequence[str], constraints: Sequence[str]) -> list[str]:
-    """What is missing in the environment, each with its checksums. pip chooses, and nothing is installed or built."""
-    lock, report = read_lock((ROOT / LOCK).read_text(encoding="utf-8")), venv / REPORT
-    options = ["--dry-run", "--report", str(report), "-r", str(write_lines(venv / "requirements.txt", requirements))]
-    pins = list(constraints)
-    for _ in range(2):
-        run_pip(venv, [*options, "-c", str(write_lines(venv / "constraints.txt", pins))])
-        chosen = json.loads(report.read_text(encoding="utf-8"))
-        others = of_other_versions(chosen, lock)
-        if not others:
-            break
-        pins += others  # of packages that were there, but not as they have to be
-    try:
-        return hashed_lines(chosen, lock)
-    except NoChecksumError as error:
-        raise SetupError(str(error)) from None
-
-
-def install_locked(venv: Path, locked: Sequence[str]) -> None:
-    """Installs these checksums, from where pip found the files: to search the index once more takes as long again."""
-    options = ["--no-deps", "--no-compile", "--require-hashes", "-r", str(write_lines(venv / "locked.txt", locked))]
-    report = json.loads((venv / REPORT).read_text(encoding="utf-8"))
-    links = [f'<a href="{html.escape(item["download_info"]["url"])}"></a>' for item in report["install"]]
-    page = write_lines(venv / "chosen.html", links)
-    if not pip_succeeds(venv, ["--no-index", "--find-links", str(page), *options]):
-        run_pip(venv, options)  # an index with a password, which pip leaves out of its report
-
-
-def install_old_transformers(venv: Path) -> None:
-    """Installs the oldest supported transformers into a folder of its own, which only the tests put on their path."""
-    folder = venv / OLD_TRANSFORMERS
-    shutil.rmtree(folder, ignore_errors=True)
-    options = ["--no-deps", "--no-compile", "--require-hashes", "--target", str(folder), "-r", str(ROOT / OLD_LOCK)]
-    run_pip(venv, options)
-
-
-def run_pip(venv: Path, options: Sequence[str]) -> None:
-    if not pip_succeeds(venv, options):
-        log = venv / "setup.log"
-        raise SetupError(f"pip could not install the requirements, see the end of {log}; then run this again")
-
-
-def pip_succeeds(venv: Path, options: Sequence[str]) -> bool:
-    """Wheels only: to read what a source archive needs, pip would run it."""
-    command = [*pip_command(venv / "bin" / "python"), "install", "--disable-pip-version-check", "--no-input"]
-    shown = r"Downloading|Processing|Building|Installing|ERROR"
-    return run_logged([*command, "--only-binary", ":all:", *options], venv / "setup.log", shown)
-
-
-def compile_packages(venv: Path) -> None:
-    """Python's own compilation of what was installed, on all cores: pip takes one. What does not compile (a template,
-    code for another Python) is left as it is, as pip leaves it."""
-    folders = map(str, venv.glob("lib/python3*/site-packages"))
-    command = [str(venv / "bin" / "python"), "-m", "compileall", "-q", "-j", "0", *folders]
-    run_logged(command, venv / "setup.log", r"$^")
 
 
 def write_lines(path: Path, lines: Sequence[str]) -> Path:
@@ -305,122 +155,146 @@ def write_lines(path: Path, lines: Sequence[str]) -> Path:
     return path
 
 
-def compiler() -> str | None:
-    for name in ("c++", "g++", "clang++"):
-        path = shutil.which(name)
-        if path and subprocess.run([path, "--version"], capture_output=True, check=False).returncode == 0:
-            return path
-    return None
+def read_marker(venv: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((venv / MARKER).read_text(encoding="utf-8"))
+    return {}
 
 
-def build_helpers(venv: Path, marker: dict) -> str:
-    """Builds the C++ data helpers and the kernels in place; returns what they were built from ('' = not all built)."""
-    sources = sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())
-    if not (ROOT / "setup.py").is_file() or not sources:
-        return ""
-    digest = hashlib.sha256(sys.version.encode())
-    for path in [ROOT / "setup.py", *sources]:
-        digest.update(path.read_bytes())
-    if marker.get("helpers") == digest.hexdigest() and compiled_parts():
-        return digest.hexdigest()
-    if compiler() is None:
-        say("C++ parts: no compiler here, numpy and PyTorch's own operations are used (slower)")
-        return ""
-    say("building the C++ parts (the first time takes a minute)")
-    command = [str(venv / "bin" / "python"), "-u", "setup.py", "build_ext", "--inplace"]
-    if not run_logged(command, venv / "setup.log", r"kernels:|megatron\.data\._helpers:"):
-        say(f"C++ parts: not built, numpy and PyTorch's own operations are used; see {venv / 'setup.log'}")
-        return ""
-    if not compiled_parts():
-        return ""
-    say("C++ parts: built")
-    return digest.hexdigest()
+def write_marker(venv: Path, **marker: Any) -> None:
+    write_lines(venv / f"{MARKER}.tmp", [json.dumps(marker, indent=1)]).replace(venv / MARKER)
 
 
-@contextlib.contextmanager
-def kernels_ahead() -> Iterator[None]:
-    """Compiles the kernels beside what is done here: they need no package, and pip keeps one core busy.
-
-    The build that follows waits for it (csrc/build.py has a lock), and says what went wrong.
-    """
-    script = ROOT / "csrc" / "build.py"
-    if not script.is_file() or compiler() is None:
-        yield
-        return
-    command = [sys.executable, str(script), "--ahead"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
-    try:
-        yield
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
-
-
-def compiled_parts() -> bool:
-    helpers, kernels = (ROOT / "megatron" / "data").glob("_helpers*.so"), ROOT / "megatron" / "ops" / "_kernels.so"
-    return any(helpers) and kernels.is_file()
+def create_venv(venv: Path, torch: str) -> None:
+    if venv.exists() and any(venv.iterdir()) and not read_marker(venv).get("made_here"):
+        raise SetupError(f"{venv} is there and was not made by this script: move it away")
+    shutil.rmtree(venv, ignore_errors=True)
+    venv.mkdir()
+    write_marker(venv, state="building", made_here=True, python=sys.executable)
+    log, options = venv / "setup.log", ["--system-site-packages"] if torch else []
+    command = [sys.executable, "-m", "venv", *options, str(venv)]
+    if not run_logged(command, log) and not run_logged([*command, "--without-pip"], log):
+        raise SetupError(f"{sys.executable} -m venv failed, see {log}: install python3-venv, or set PYTHON to another")
+    if torch and sys.prefix != sys.base_prefix:
+        # We were started inside a virtual environment; --system-site-packages would skip to the system's packages.
+        outer = sorted({path for path in sys.path if path.startswith(sys.prefix) and path.endswith("-packages")})
+        (folder,) = venv.glob("lib/python3*/site-packages")
+        write_lines(folder / "outer_environment.pth", [f"import site; site.addsitedir({path!r})" for path in outer])
+    if torch:  # the outer torchrun runs the outer Python, which lacks our requirements
+        script = ["#!/bin/sh", f'exec "{venv}/bin/python" -m torch.distributed.run "$@"']
+        write_lines(venv / "bin" / "torchrun", script).chmod(0o755)
 
 
-def right_interpreter(venv: Path, marker: dict) -> None:
-    """Goes on in the interpreter that the environment belongs to, where that is another one than ours."""
-    python = venv / "bin" / "python"
-    inside = Path(sys.prefix).resolve() == venv.resolve()
-    if marker.get("made_here") and inside:  # started from the activated environment: go on in the one that made it
+@cache
+def pip_command(venv: Path) -> tuple[str, ...]:
+    python = str(venv / "bin" / "python")
+    if subprocess.run([python, "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0:
+        return python, "-m", "pip"
+    if importlib.util.find_spec("pip"):
+        return sys.executable, "-m", "pip", "--python", python
+    raise SetupError(f"{sys.executable} has neither pip nor ensurepip: install python3-venv, or set PYTHON to another")
+
+
+def run_pip(venv: Path, *options: str) -> None:
+    """Installs wheels only: to read what a source archive needs, pip would run it."""
+    command = (*pip_command(venv), "install", "--no-input", "--disable-pip-version-check", "--only-binary", ":all:")
+    if not run_logged((*command, *options), log := venv / "setup.log", r"Downloading|Processing|Install|ERROR"):
+        raise SetupError(f"pip could not install the requirements, see the end of {log}; then run this again")
+
+
+def reported(venv: Path, *options: str) -> dict[str, dict[str, Any]]:
+    """What pip would install, by name: it chooses, and installs nothing."""
+    run_pip(venv, "--dry-run", "--report", str(venv / "report.json"), *options)
+    chosen = json.loads((venv / "report.json").read_text(encoding="utf-8"))["install"]
+    return {project_name(item["metadata"]["name"]): item for item in chosen}
+
+
+def install_locked(venv: Path, path: Path, *more: str) -> None:
+    """Installs a file of locked lines: with uv, if it is on the PATH, on the indexes that pip is configured for. If it
+    fails, pip installs them or explains why it cannot."""
+    options = ("--no-deps", "--require-hashes", *more, "-r", str(path))
+    if uv := shutil.which("uv"):
+        listed = subprocess.run([*pip_command(venv), "config", "list"], capture_output=True, text=True, check=False)
+        found = re.findall(r"\.(index-url|extra-index-url|find-links)='(.*)'$", listed.stdout, re.MULTILINE)
+        indexes = [f"--{name}={each}" for name, value in dict(found[::-1]).items() for each in value.split()]
+        command = [uv, "pip", "install", "--python", f"{venv}/bin/python", "--index-strategy", "unsafe-best-match"]
+        if run_logged([*command, "--only-binary", ":all:", *indexes, *options], venv / "setup.log", "Installed"):
+            return
+    run_pip(venv, "--no-compile", *options)
+
+
+def install_packages(venv: Path, extras: Sequence[str], torch: str) -> None:
+    """Installs locked packages: all, for the build of torch that pip chooses, or what pip finds missing beside a torch
+    that is there. A vendor's numpy was chosen with its torch, and stays."""
+    lock, asked = read_lock(LOCK.read_text(encoding="utf-8")), wanted(extras)
+    say(f"installing {len(asked)} requirements into {venv} (the first time takes some minutes)")
+    asked, locked_torch = [line for line in asked if project_name(line) != "torch"], lock.pop("torch")
+    roots = {project_name(line) for line in asked}
+    if torch:
+        here = {project_name(found.name) for found in importlib.metadata.distributions() if found.name}
+        pins = write_lines(venv / "pins.txt", [each.pin for name, each in lock.items() if name not in here])
+        chosen = {*reported(venv, "-c", str(pins), "-r", str(write_lines(venv / "asked.txt", asked)))} - {"torch"}
+        names = (chosen & closure(lock, roots)) | (chosen - {*lock})  # without what only the locked torch needs
+    else:
+        built = reported(venv, "--ignore-installed", "--no-deps", locked_torch.pin)["torch"]
+        needs = built["metadata"].get("requires_dist", [])
+        roots |= {project_name(line) for line in needs if not re.search(r";.*\bextra\b", line)}
+        names = closure(lock, roots) | {"torch"}
+        lock["torch"] = with_build(locked_torch, built)
+    if unknown := names - {*lock}:
+        raise unlocked(", ".join(sorted(unknown)))
+    if lines := [" ".join([lock[name].pin, *lock[name].hashes]) for name in sorted(names)]:
+        install_locked(venv, write_lines(venv / "locked.txt", lines))
+    if "test" in extras and OLD_LOCK.is_file():
+        shutil.rmtree(folder := venv / OLD_LOCK.stem, ignore_errors=True)
+        install_locked(venv, OLD_LOCK, "--target", str(folder))
+        run_logged([f"{venv}/bin/python", "-m", "compileall", "-q", "-j", "0", f"{venv}/lib"], venv / "setup.log")
+
+
+def right_interpreter(venv: Path, marker: Mapping[str, Any]) -> None:
+    """Continues in the interpreter that the environment belongs to, if that is not this one."""
+    python, inside = str(venv / "bin" / "python"), Path(sys.prefix).resolve() == venv.resolve()
+    if marker.get("made_here") and inside:  # started from the activated environment
         os.execv(marker["python"], [marker["python"], *sys.argv])
     if (venv / "pyvenv.cfg").is_file() and not marker.get("made_here") and not inside:  # the user's own environment
-        if subprocess.run([str(python), "-c", ""], capture_output=True, check=False).returncode:
+        if subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode:
             raise SetupError(f"{venv} is not ours and its Python does not run: move it away")
-        os.execv(str(python), [str(python), *sys.argv])
+        os.execv(python, [python, *sys.argv])
+    if not (3, 11) <= sys.version_info[:2] <= (3, 13):
+        raise SetupError(f"{sys.executable}: not Python 3.11, 3.12 or 3.13; name one, as in PYTHON=python3.12 bash ...")
 
 
 def prepare(venv: Path, extras: Sequence[str]) -> None:
     marker = read_marker(venv)
     right_interpreter(venv, marker)
-    check_python()
     made_here = not (venv / "pyvenv.cfg").is_file() or bool(marker.get("made_here"))
-    torch = None if marker.get("torch") == "installed here" and not made_here else outside_torch()
-    key = fingerprint(torch)
-    ready = marker.get("state") == "ready" and (venv / "bin" / "python").exists()
+    torch = "" if marker.get("found") == "" and not made_here else outside_torch()
+    key, ready = fingerprint(torch), marker.get("state") == "ready" and (venv / "bin" / "python").exists()
     extras = sorted({*extras, *(marker.get("extras", []) if ready else [])})
-    if ready and marker.get("key") == key and marker.get("extras") == extras:
+    if ready and (marker["key"], marker["extras"]) == (key, extras):
         say(f"{venv.name} is up to date (Python {sys.version.split()[0]}, torch {marker['torch_version']})")
-    else:
-        if torch:
-            check_torch(torch)
-            say(f"torch {torch.version} is already here and is used ({torch.path})")
-        reusable = ready and (marker["python"], marker["found"]) == (sys.executable, repr(torch))
-        if made_here and not reusable:
-            create_venv(venv, torch)
-        with kernels_ahead():
-            install(venv, extras, torch)
-            if "test" in extras and (ROOT / OLD_LOCK).is_file():
-                install_old_transformers(venv)
-        version = torch.version if torch else pinned_torch(venv)
-        marker = {"state": "ready", "made_here": made_here, "python": sys.executable, "found": repr(torch), "key": key}
-        marker |= {"torch": "found" if torch else "installed here", "torch_version": version, "extras": extras}
-    marker["helpers"] = build_helpers(venv, marker)
-    write_marker(venv, marker)
-
-
-def pinned_torch(venv: Path) -> str:
-    command = [str(venv / "bin" / "python"), "-c", "import importlib.metadata as m; print(m.version('torch'))"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="where the environment is made")
-    parser.add_argument("--extra", action="append", default=[], help="an extra of pyproject.toml, as in --extra test")
-    args = parser.parse_args()
-    try:
-        with one_at_a_time():
-            prepare(args.venv.absolute(), args.extra)
-    except SetupError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return
+    if torch:
+        check_torch(torch)
+        say(f"torch {torch} is already here and is used")
+    if made_here and not (ready and (marker["python"], marker["found"]) == (sys.executable, torch)):
+        create_venv(venv, torch)
+    install_packages(venv, extras, torch)
+    problem = f"the installed packages do not import ({{}}): see {venv / 'setup.log'}"
+    version = imported_torch(venv / "bin" / "python", "torch, numpy, tokenizers, transformers, yaml", problem)
+    if torch and version != torch.split()[0]:
+        raise SetupError(f"{venv} imports torch {version} where {torch} was found: unset PYTHONPATH and retry")
+    now = {"made_here": made_here, "python": sys.executable, "found": torch, "torch_version": version}
+    write_marker(venv, state="ready", key=key, extras=extras, **now)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--extra", action="append", default=[], help="an extra of pyproject.toml, as in --extra test")
+    args = parser.parse_args()
+    try:
+        wait_for_others()
+        prepare(ROOT / ".venv", args.extra)
+    except SetupError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

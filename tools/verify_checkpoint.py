@@ -1,4 +1,4 @@
-"""Whether a checkpoint on disk is what was saved; see `--help`."""
+"""Verifies that a checkpoint on disk equals what was saved; see `--help`."""
 
 import sys
 from pathlib import Path

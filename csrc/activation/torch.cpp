@@ -19,9 +19,9 @@ template <class Backend>
 Tensor gated_forward(const Tensor& x, Activation function, const char* op) {
   check_contiguous(x, op, "x");
   STD_TORCH_CHECK(x.dim() > 0 && x.size(-1) % 2 == 0, op, ": the last dimension of x is not even");
-  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  std::vector<int64_t> shape = x.sizes();
   shape.back() /= 2;
-  Tensor out = torch::stable::new_empty(x, shape);
+  Tensor out = new_empty(x, shape);
   const GatedForward args{
       .x = x.const_data_ptr(),
       .out = out.mutable_data_ptr(),
@@ -39,7 +39,7 @@ Tensor gated_backward(const Tensor& grad, const Tensor& x, Activation function, 
   check_contiguous(x, op, "x");
   STD_TORCH_CHECK(x.dim() > 0 && x.size(-1) % 2 == 0, op, ": the last dimension of x is not even");
   check_gradient(grad, x, x.numel() / 2, op);
-  Tensor grad_x = torch::stable::empty_like(x);
+  Tensor grad_x = empty_like(x);
   const GatedBackward args{
       .grad = grad.const_data_ptr(),
       .x = x.const_data_ptr(),
@@ -56,7 +56,7 @@ Tensor gated_backward(const Tensor& grad, const Tensor& x, Activation function, 
 template <class Backend>
 Tensor activation_forward(const Tensor& x, Activation function, const char* op) {
   check_contiguous(x, op, "x");
-  Tensor out = torch::stable::empty_like(x);
+  Tensor out = empty_like(x);
   const ActivationForward args{
       .x = x.const_data_ptr(),
       .out = out.mutable_data_ptr(),
@@ -72,7 +72,7 @@ template <class Backend>
 Tensor activation_backward(const Tensor& grad, const Tensor& x, Activation function, const char* op) {
   check_contiguous(x, op, "x");
   check_gradient(grad, x, x.numel(), op);
-  Tensor grad_x = torch::stable::empty_like(x);
+  Tensor grad_x = empty_like(x);
   const ActivationBackward args{
       .grad = grad.const_data_ptr(),
       .x = x.const_data_ptr(),
@@ -128,7 +128,7 @@ Tensor squared_relu_backward(const Tensor& grad, const Tensor& x) {
 }
 
 template <class Backend>
-void implement(torch::stable::detail::StableLibrary& library) {
+void implement(stable::Library& library) {
   library.impl("swiglu_forward", TORCH_BOX(&swiglu_forward<Backend>));
   library.impl("swiglu_backward", TORCH_BOX(&swiglu_backward<Backend>));
   library.impl("geglu_forward", TORCH_BOX(&geglu_forward<Backend>));

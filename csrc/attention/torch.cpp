@@ -69,9 +69,8 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& query, const Tensor& 
                                              double dropout, const std::optional<Tensor>& seed) {
   AttentionForward args{.shape = shape_of(query, key, Options{mask, diagonal, scale, dropout, seed})};
   const AttentionShape& shape = args.shape;
-  Tensor out = torch::stable::new_empty(query, {shape.batch, shape.queries, shape.heads, shape.width});
-  Tensor log_sum_exp =
-      torch::stable::new_empty(query, {shape.batch, shape.heads, shape.queries}, ScalarType::Float);
+  Tensor out = new_empty(query, {shape.batch, shape.queries, shape.heads, shape.width});
+  Tensor log_sum_exp = new_empty(query, {shape.batch, shape.heads, shape.queries}, ScalarType::Float);
   args.query = of_queries(query, shape), args.key = of_keys(key, shape), args.value = of_keys(value, shape);
   args.out = of_queries(out, shape), args.log_sum_exp = static_cast<float*>(log_sum_exp.mutable_data_ptr());
   cpu::attention_forward(args);
@@ -114,7 +113,7 @@ Tensor attention_backward(const Tensor& grad, const Tensor& query, const Tensor&
   args.query = of_queries(query, shape), args.key = of_keys(key, shape), args.value = of_keys(value, shape);
   args.out = of_queries(out, shape), args.grad = of_queries(grad, shape);
   args.log_sum_exp = static_cast<const float*>(log_sum_exp.const_data_ptr());
-  Tensor grads = torch::stable::new_empty(query, {query.numel() + 2 * key.numel()});
+  Tensor grads = new_empty(query, {query.numel() + 2 * key.numel()});
   place_gradients(grads, thirds, args);
   cpu::attention_backward(args);
   return grads;

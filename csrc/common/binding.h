@@ -1,16 +1,9 @@
-// Binding to torch: checks of tensors, and the call of a kernel on the right backend, device and stream. Stable ABI
-// only: one shared object loads in every torch from 2.10 on.
+// Binding to torch: checks of tensors, and the call of a kernel on the right backend, device and stream.
 #pragma once
-
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include "device.h"
 #include "dtype.h"
+#include "stable.h"
 #include "tiers.h"
 
 #if defined(MK_EMULATED)
@@ -23,8 +16,8 @@
 
 namespace mk::binding {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+using stable::ScalarType;
+using stable::Tensor;
 
 inline DType dtype_of(const Tensor& x, const char* op) {
   switch (x.scalar_type()) {
@@ -65,7 +58,7 @@ void on_gpu(int (*launch)(const Args&, void* stream), const Args& args, const Te
   void* stream = nullptr;
 #if !defined(MK_EMULATED)
   // torch's guard puts the caller's device back afterwards; it does not set the one of our own runtime.
-  const torch::stable::accelerator::DeviceGuard guard(where.get_device_index());
+  const stable::DeviceGuard guard(where.get_device_index());
   stream = current_stream(where.get_device_index());
   const int unusable = mk::cuda::use_device(where.get_device_index());
   STD_TORCH_CHECK(unusable == 0, op, ": device ", where.get_device_index(), " gives CUDA error ", unusable);

@@ -41,7 +41,7 @@ void check_labels(const Tensor& labels, int64_t vocabulary) {
 
 Tensor per_row(const Tensor& logits, int64_t how_many) {
   const std::vector<int64_t> shape{how_many, logits.size(0)};
-  return torch::stable::new_empty(logits, shape, ScalarType::Float);
+  return new_empty(logits, shape, ScalarType::Float);
 }
 
 const int64_t* labels_of(const Tensor& labels) { return static_cast<const int64_t*>(labels.const_data_ptr()); }
@@ -89,7 +89,7 @@ void run_backward(const Tensor& logits, Tensor& out, const Tensor& labels, const
 template <class Backend>
 Tensor xent_backward(const Tensor& grad, const Tensor& logits, const Tensor& labels, const Tensor& log_sum_exp) {
   const std::vector<int64_t> shape{logits.size(0), logits.size(1)};
-  Tensor out = torch::stable::new_empty(logits, shape);
+  Tensor out = new_empty(logits, shape);
   run_backward<Backend>(logits, out, labels, log_sum_exp, grad, 0, logits.size(1));
   return out;
 }
@@ -105,7 +105,7 @@ Tensor xent_in_place_(Tensor logits, const Tensor& labels, int64_t columns) {
   check_logits(logits, labels, columns);
   check_labels<Backend>(labels, columns);
   const std::vector<int64_t> shape{logits.size(0)};
-  Tensor loss = torch::stable::new_empty(logits, shape, ScalarType::Float);
+  Tensor loss = new_empty(logits, shape, ScalarType::Float);
   const XentInPlace args{logits.mutable_data_ptr(), labels_of(labels), static_cast<float*>(loss.mutable_data_ptr()),
                          logits.size(0), columns, logits.size(1), logits.stride(0), dtype_of(logits, kName)};
   MK_RUN(Backend, xent_in_place, args, logits);
@@ -113,7 +113,7 @@ Tensor xent_in_place_(Tensor logits, const Tensor& labels, int64_t columns) {
 }
 
 template <class Backend>
-void implement(torch::stable::detail::StableLibrary& library) {
+void implement(stable::Library& library) {
   library.impl("xent_forward", TORCH_BOX(&xent_forward<Backend>));
   library.impl("xent_backward", TORCH_BOX(&xent_backward<Backend>));
   library.impl("xent_statistics", TORCH_BOX(&xent_statistics<Backend>));

@@ -1,13 +1,14 @@
 // Index builders of megatron.data: loops that numpy cannot say quickly. Each has an exactly equal numpy twin in
 // megatron/data/index_builders.py or indexed/index_file.py, which the tests hold against it. No torch, no state;
 // threads share no word that one of them writes, so their number changes no result.
-
-#include <pybind11/numpy.h>
-#include <pybind11/pybind11.h>
+//
+// The interface is plain C, called by megatron/data/helpers.py, which checks types and sizes: one library for every
+// Python. Functions return 0 or a negative Failure.
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <functional>
 #include <limits>
 #include <numeric>
@@ -16,15 +17,28 @@
 #include <thread>
 #include <vector>
 
-namespace py = pybind11;
+#define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
 
 // Raised when a signature or a meaning changes, so that a stale build is never used with newer Python.
-constexpr int kInterface = 2;
+constexpr int kInterface = 3;
 
-template <typename T>
-using Array = py::array_t<T, py::array::c_style>;
+enum Failure : int64_t { kTooFew = -2, kOutside = -3, kOutOfMemory = -4 };
+
+// The result of work(), or the failure that it threw: no exception leaves a C function.
+template <typename Work>
+int64_t guarded(const Work& work) {
+  try {
+    return work();
+  } catch (const std::length_error&) {
+    return kTooFew;
+  } catch (const std::domain_error&) {
+    return kOutside;
+  } catch (const std::exception&) {
+    return kOutOfMemory;
+  }
+}
 
 #if defined(__GNUC__)
 #define PREFETCH(address) __builtin_prefetch(address)
@@ -57,21 +71,13 @@ void in_parts(int64_t count, int threads, const Work& work) {
   for (std::thread& other : others) other.join();
 }
 
-void check_threads(int threads) {
-  if (threads < 1 || threads > 256) throw std::invalid_argument("1 to 256 threads");
-}
-
 // ---- checks of an .idx file -----------------------------------------------------------------------------------
 
 // The bytes that the sequences take, or -1: a length is negative or an offset is not the sum of the lengths before.
-int64_t sequence_bytes(Array<int32_t> lengths, Array<int64_t> offsets, int64_t itemsize, int threads) {
-  check_threads(threads);
-  if (lengths.size() != offsets.size()) throw std::invalid_argument("one offset per length");
-  if (lengths.size() == 0) return 0;
-  const void *length_data = lengths.data(), *offset_data = offsets.data();
-  const int64_t last = lengths.size() - 1;
+int64_t sequence_bytes(const void* length_data, const void* offset_data, int64_t count, int64_t itemsize, int threads) {
+  if (count == 0) return 0;
+  const int64_t last = count - 1;
   std::vector<char> bad(threads, 0);
-  py::gil_scoped_release release;
   if (load<int64_t>(offset_data, 0) != 0) return -1;
   in_parts(last, threads, [&](int part, int64_t start, int64_t stop) {
     uint64_t wrong = 0;  // unsigned, for there sums of any content of the file are defined
@@ -87,12 +93,9 @@ int64_t sequence_bytes(Array<int32_t> lengths, Array<int64_t> offsets, int64_t i
   return load<int64_t>(offset_data, last) + length * itemsize;  // both are sums of lengths, so not negative
 }
 
-bool never_falls(Array<int64_t> values, int threads) {
-  check_threads(threads);
-  const void* data = values.data();
-  const int64_t steps = std::max<int64_t>(values.size() - 1, 0);
+bool never_falls(const void* data, int64_t count, int threads) {
+  const int64_t steps = std::max<int64_t>(count - 1, 0);
   std::vector<char> bad(threads, 0);
-  py::gil_scoped_release release;
   in_parts(steps, threads, [&](int part, int64_t start, int64_t stop) {
     bool falls = false;
     for (int64_t i = start; i < stop; ++i) falls |= load<int64_t>(data, i + 1) < load<int64_t>(data, i);
@@ -121,7 +124,7 @@ void fetch_lengths(const int32_t* lengths, int64_t sequences, const Doc* documen
       fetched[i] = load<int32_t>(table, document);
     }
   });
-  if (std::count(bad.begin(), bad.end(), 0) != threads) throw std::out_of_range("document number outside the dataset");
+  if (std::count(bad.begin(), bad.end(), 0) != threads) throw std::domain_error("document number outside the dataset");
 }
 
 template <typename Doc, typename Out>
@@ -145,21 +148,7 @@ void sample_index(const int32_t* lengths, int64_t sequences, const Doc* document
       begin = end;
     }
   }
-  if (sample <= samples) throw std::out_of_range("the documents have fewer tokens than the samples need");
-}
-
-template <typename Doc, typename Out>
-void sample_index_into(Array<int32_t> lengths, Array<Doc> documents, int64_t seq_length, Array<Out> out, int threads) {
-  if (out.ndim() != 2 || out.shape(1) != 2 || out.shape(0) < 1)
-    throw std::invalid_argument("out must be [samples + 1, 2]");
-  if (seq_length < 1) throw std::invalid_argument("seq_length must be positive");
-  check_threads(threads);
-  const int32_t* lengths_data = lengths.data();
-  const Doc* documents_data = documents.data();
-  Out* out_data = out.mutable_data();
-  const int64_t sequences = lengths.size(), count = documents.size(), samples = out.shape(0) - 1;
-  py::gil_scoped_release release;
-  sample_index(lengths_data, sequences, documents_data, count, seq_length, samples, out_data, threads);
+  if (sample <= samples) throw std::length_error("the documents have fewer tokens than the samples need");
 }
 
 // ---- shuffle ------------------------------------------------------------------------------------------------
@@ -259,15 +248,9 @@ class Shuffle {
 };
 
 template <typename T>
-int shuffle_array(Array<T> values, Array<uint32_t> key, int position) {
-  if (key.size() != MersenneTwister::kWords) throw std::invalid_argument("key must have 624 words");
-  if (position < 0 || position > MersenneTwister::kWords) throw std::invalid_argument("position is 0 to 624");
-  if (values.size() > (int64_t{1} << 32)) throw std::invalid_argument("more than 2^32 entries");
-  T* data = values.mutable_data();
-  MersenneTwister random(key.mutable_data(), position);
-  const int64_t count = values.size();
-  py::gil_scoped_release release;
-  Shuffle<T>(data, count, random).run();
+int shuffle(void* values, int64_t count, uint32_t* key, int position) {
+  MersenneTwister random(key, position);
+  Shuffle<T>(static_cast<T*>(values), count, random).run();
   return random.position();
 }
 
@@ -343,7 +326,7 @@ class Blend {
         largest = e;
       }
     }
-    if (best < 0) throw std::out_of_range("the datasets have fewer samples than the blend needs");
+    if (best < 0) throw std::length_error("the datasets have fewer samples than the blend needs");
     dataset_index_[sample] = static_cast<int16_t>(best);
     sample_index_[sample] = static_cast<int64_t>(taken_[best]);
     taken_[best] += 1;
@@ -359,41 +342,53 @@ class Blend {
   int64_t* sample_index_ = nullptr;
 };
 
-void blend(Array<double> weights, py::object limits, Array<int16_t> dataset_index, Array<int64_t> sample_index) {
-  if (weights.size() < 1 || weights.size() > 32767) throw std::invalid_argument("1 to 32767 datasets");
-  if (dataset_index.size() != sample_index.size()) throw std::invalid_argument("outputs differ in length");
-  Array<int64_t> limit_array;
-  if (!limits.is_none()) {
-    limit_array = limits.cast<Array<int64_t>>();
-    if (limit_array.size() != weights.size()) throw std::invalid_argument("one limit per weight");
-  }
-  Blend blender(weights.data(), weights.size(), limits.is_none() ? nullptr : limit_array.data());
-  int16_t* dataset_data = dataset_index.mutable_data();
-  int64_t* sample_data = sample_index.mutable_data();
-  const int64_t size = dataset_index.size();
-  py::gil_scoped_release release;
-  blender.run(size, dataset_data, sample_data);
+// ---- the interface ------------------------------------------------------------------------------------------------
+
+template <typename Doc, typename Out>
+int64_t sample_index_of(const int32_t* lengths, int64_t sequences, const void* documents, int64_t count,
+                        int64_t seq_length, int64_t samples, void* out, int threads) {
+  return guarded([&] {
+    sample_index(lengths, sequences, static_cast<const Doc*>(documents), count, seq_length, samples,
+                 static_cast<Out*>(out), threads);
+    return 0;
+  });
 }
 
 }  // namespace
 
-PYBIND11_MODULE(_helpers, module) {
-  module.doc() = "Index builders of megatron.data; use megatron.data.index_builders.";
-  module.attr("interface") = kInterface;
-  // noconvert: a silently made copy of an output would throw the result away
-  const auto in = [](const char* name) { return py::arg(name).noconvert(); };
-  const auto sample_index = [&](auto build) {
-    module.def("sample_index", build, in("lengths"), in("documents"), py::arg("seq_length"), in("out"),
-               py::arg("threads"));
-  };
-  sample_index(&sample_index_into<int32_t, int32_t>);
-  sample_index(&sample_index_into<int32_t, int64_t>);
-  sample_index(&sample_index_into<int64_t, int32_t>);
-  sample_index(&sample_index_into<int64_t, int64_t>);
-  module.def("sequence_bytes", &sequence_bytes, in("lengths"), in("offsets"), py::arg("itemsize"), py::arg("threads"));
-  module.def("never_falls", &never_falls, in("values"), py::arg("threads"));
-  module.def("shuffle", &shuffle_array<int32_t>, in("values"), in("key"), py::arg("position"));
-  module.def("shuffle", &shuffle_array<uint32_t>, in("values"), in("key"), py::arg("position"));
-  module.def("shuffle", &shuffle_array<int64_t>, in("values"), in("key"), py::arg("position"));
-  module.def("blend", &blend, in("weights"), py::arg("limits").none(true), in("dataset_index"), in("sample_index"));
+EXPORT int mk_data_interface() { return kInterface; }
+
+EXPORT int64_t mk_sequence_bytes(const void* lengths, const void* offsets, int64_t count, int64_t itemsize,
+                                 int threads) {
+  return guarded([&] { return sequence_bytes(lengths, offsets, count, itemsize, threads); });
+}
+
+EXPORT int64_t mk_never_falls(const void* values, int64_t count, int threads) {
+  return guarded([&] { return int64_t{never_falls(values, count, threads)}; });
+}
+
+// `documents` and `out` have entries of 4 or 8 bytes, as the sizes say.
+EXPORT int64_t mk_sample_index(const int32_t* lengths, int64_t sequences, const void* documents, int document_size,
+                               int64_t count, int64_t seq_length, int64_t samples, void* out, int out_size,
+                               int threads) {
+  using Build = int64_t (*)(const int32_t*, int64_t, const void*, int64_t, int64_t, int64_t, void*, int);
+  const Build build = document_size == 4 ? (out_size == 4 ? Build{sample_index_of<int32_t, int32_t>}
+                                                          : Build{sample_index_of<int32_t, int64_t>})
+                                         : (out_size == 4 ? Build{sample_index_of<int64_t, int32_t>}
+                                                          : Build{sample_index_of<int64_t, int64_t>});
+  return build(lengths, sequences, documents, count, seq_length, samples, out, threads);
+}
+
+// Returns the new position in the key.
+EXPORT int64_t mk_shuffle(void* values, int size, int64_t count, uint32_t* key, int position) {
+  return size == 4 ? shuffle<uint32_t>(values, count, key, position) : shuffle<uint64_t>(values, count, key, position);
+}
+
+// `limits` may be null.
+EXPORT int64_t mk_blend(const double* weights, int64_t datasets, const int64_t* limits, int16_t* dataset_index,
+                        int64_t* sample_index, int64_t size) {
+  return guarded([&] {
+    Blend(weights, datasets, limits).run(size, dataset_index, sample_index);
+    return 0;
+  });
 }

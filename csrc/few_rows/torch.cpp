@@ -24,9 +24,9 @@ Tensor few_rows(const Tensor& x, const Tensor& weight, const std::optional<Tenso
     STD_TORCH_CHECK(bias->numel() == weight.size(0) && bias->scalar_type() == x.scalar_type(), kName,
                     ": the bias has not the size and type of the result");
   }
-  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  std::vector<int64_t> shape = x.sizes();
   shape.back() = weight.size(0);
-  Tensor result = torch::stable::new_empty(x, shape);
+  Tensor result = new_empty(x, shape);
   const FewRows args{
       .x = x.const_data_ptr(),
       .weight = weight.const_data_ptr(),

@@ -40,10 +40,10 @@ Normed forward(const Tensor& x, const OptionalTensor& residual, const Tensor& we
   check_weight(x, weight, bias);
   if (residual.has_value()) check_like(*residual, x, "the residual");
   const int64_t rows = rows_of(x);
-  Tensor out = torch::stable::empty_like(x);
-  Tensor sum = residual.has_value() ? torch::stable::empty_like(x) : torch::stable::new_empty(x, {0});
-  Tensor mean = torch::stable::new_empty(x, {centred ? rows : 0}, ScalarType::Float);
-  Tensor rstd = torch::stable::new_empty(x, {rows}, ScalarType::Float);
+  Tensor out = empty_like(x);
+  Tensor sum = residual.has_value() ? empty_like(x) : new_empty(x, {0});
+  Tensor mean = new_empty(x, {centred ? rows : 0}, ScalarType::Float);
+  Tensor rstd = new_empty(x, {rows}, ScalarType::Float);
   const NormForward args{
       .x = x.const_data_ptr(),
       .residual = data_of(residual),
@@ -90,10 +90,10 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(const Tensor& grad, const Optio
   STD_TORCH_CHECK(rstd.numel() == rows && (mean.numel() == rows || mean.numel() == 0),
                   "norm: the statistics do not fit x");
   const RowParts parts = Backend::gpu ? row_parts_of_gpu(rows, width) : row_parts_of_cpu(rows);
-  Tensor partial = torch::stable::new_empty(x, {parts.count, with_bias ? 2 : 1, width}, ScalarType::Float);
-  Tensor grad_x = torch::stable::empty_like(x);
-  Tensor grad_weight = torch::stable::empty_like(weight);
-  Tensor grad_bias = torch::stable::new_empty(weight, {with_bias ? width : 0});
+  Tensor partial = new_empty(x, {parts.count, with_bias ? 2 : 1, width}, ScalarType::Float);
+  Tensor grad_x = empty_like(x);
+  Tensor grad_weight = empty_like(weight);
+  Tensor grad_bias = new_empty(weight, {with_bias ? width : 0});
   const NormBackward args{
       .grad = grad.const_data_ptr(),
       .grad_sum = data_of(grad_sum),
@@ -115,7 +115,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(const Tensor& grad, const Optio
 }
 
 template <class Backend>
-void implement(torch::stable::detail::StableLibrary& library) {
+void implement(stable::Library& library) {
   library.impl("norm_forward", TORCH_BOX(&norm_forward<Backend>));
   library.impl("add_norm_forward", TORCH_BOX(&add_norm_forward<Backend>));
   library.impl("norm_backward", TORCH_BOX(&norm_backward<Backend>));

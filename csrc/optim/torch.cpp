@@ -25,7 +25,8 @@ Segments segments_of(const Tensor& ends, const Tensor& rates) {
   STD_TORCH_CHECK(ends.scalar_type() == ScalarType::Long && rates.scalar_type() == ScalarType::Float &&
                       rates.numel() == 2 * ends.numel() && ends.numel() > 0,
                   "adamw: segments are int64 ends and two float32 rates for each");
-  return {ends.const_data_ptr<int64_t>(), rates.const_data_ptr<float>(), ends.numel()};
+  return {static_cast<const int64_t*>(ends.const_data_ptr()), static_cast<const float*>(rates.const_data_ptr()),
+          ends.numel()};
 }
 
 // All but the weights.
@@ -86,8 +87,8 @@ template <class Backend>
 Tensor square_sum(const Tensor& x) {
   check_contiguous(x, "square_sum", "x");
   const auto type = std::optional<ScalarType>(ScalarType::Double);
-  Tensor partial = torch::stable::new_empty(x, {square_sum_parts(x.numel())}, type);
-  Tensor out = torch::stable::new_empty(x, {}, type);
+  Tensor partial = new_empty(x, {square_sum_parts(x.numel())}, type);
+  Tensor out = new_empty(x, {}, type);
   const SquareSum args{x.const_data_ptr(), static_cast<double*>(partial.mutable_data_ptr()),
                        static_cast<double*>(out.mutable_data_ptr()), x.numel(), dtype_of(x, "square_sum")};
   MK_RUN(Backend, square_sum, args, x);
@@ -95,7 +96,7 @@ Tensor square_sum(const Tensor& x) {
 }
 
 template <class Backend>
-void implement(torch::stable::detail::StableLibrary& library) {
+void implement(stable::Library& library) {
   library.impl("adamw_", TORCH_BOX(&adamw<Backend>));
   library.impl("adamw_remainder_", TORCH_BOX(&adamw_remainder<Backend>));
   library.impl("square_sum", TORCH_BOX(&square_sum<Backend>));

@@ -24,7 +24,7 @@ void check_angles(const Tensor& x, const Tensor& cos, const Tensor& sin) {
 template <class Backend>
 Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, bool backwards) {
   check_angles(x, cos, sin);
-  Tensor out = torch::stable::new_empty(x, x.sizes());
+  Tensor out = new_empty(x, x.sizes());
   const mk::Rope args{
       .x = x.const_data_ptr(),
       .cos = cos.const_data_ptr(),
@@ -48,7 +48,7 @@ Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, bool backward
 }
 
 template <class Backend>
-void implement(torch::stable::detail::StableLibrary& library) {
+void implement(stable::Library& library) {
   library.impl("rope", TORCH_BOX(&rope<Backend>));
 }
 

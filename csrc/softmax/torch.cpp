@@ -36,7 +36,7 @@ SoftmaxForward arguments(const Tensor& scores, const std::optional<Tensor>& mask
 template <class Backend>
 Tensor softmax_forward(const Tensor& scores, const std::optional<Tensor>& mask, int64_t diagonal, double scale) {
   SoftmaxForward args = arguments(scores, mask, diagonal, scale);
-  Tensor out = torch::stable::empty_like(scores);
+  Tensor out = empty_like(scores);
   args.out = out.mutable_data_ptr();
   MK_RUN(Backend, softmax_forward, args, scores);
   return out;
@@ -49,7 +49,7 @@ Tensor softmax_backward(const Tensor& grad, const Tensor& out, int64_t diagonal,
   STD_TORCH_CHECK(grad.dim() == 4 && grad.numel() == out.numel() && grad.size(3) == out.size(-1) &&
                       grad.scalar_type() == out.scalar_type(),
                   kName, ": the gradient does not fit the probabilities");
-  Tensor grad_scores = torch::stable::empty_like(grad);
+  Tensor grad_scores = empty_like(grad);
   const SoftmaxBackward args{grad.const_data_ptr(), out.const_data_ptr(), grad_scores.mutable_data_ptr(), rows_of(grad),
                              grad.size(2), grad.size(3), diagonal, float(scale), dtype_of(grad, kName)};
   MK_RUN(Backend, softmax_backward, args, grad);
@@ -57,7 +57,7 @@ Tensor softmax_backward(const Tensor& grad, const Tensor& out, int64_t diagonal,
 }
 
 template <class Backend>
-void implement(torch::stable::detail::StableLibrary& library) {
+void implement(stable::Library& library) {
   library.impl("softmax_forward", TORCH_BOX(&softmax_forward<Backend>));
   library.impl("softmax_backward", TORCH_BOX(&softmax_backward<Backend>));
 }

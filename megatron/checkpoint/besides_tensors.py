@@ -23,7 +23,7 @@ def values_file(file: str) -> str:
 
 def values_of_file(content: Mapping[str, Any]) -> dict[str, Any]:
     """Selects the values of a `.pt` file that are also written beside it. The `extra` of a user's script may have any
-    size and is only in the `.pt` file; an entry of None says that there is none."""
+    size and is only in the `.pt` file; without one, an entry of None is written."""
     found = {key: content[key] for key in ("iteration", "opt_param_scheduler", "rng_state") if key in content}
     found["optimizer"] = {"extra": (content["optimizer"] or {}).get("extra")}
     return found if "extra" in content else {**found, "extra": None}

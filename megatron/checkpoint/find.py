@@ -69,7 +69,7 @@ def find_candidates(
 
 
 def refuse_shares(directory: Path, given: str) -> None:
-    """Rejects a directory with shares of a local step (`local/`), which is complete only with those of all ranks.
+    """Rejects a directory with shares of a local step (`local/`), because a load needs the shares of all ranks.
     Recognises the folder of one share, of one rank, of one run, and the run's --non-persistent-local-ckpt-dir."""
     steps = "rank_*/iter_*/"
     depths = ("", "iter_*/") if paths.list_steps(directory) else ("", "iter_*/", steps, f"*/{steps}")

@@ -115,7 +115,7 @@ class SavedInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedState:
-    """Result of a load besides the parameters, which it fills in place; by default, of a load of weights only."""
+    """Result of a load, without the parameters, which are filled in place. The defaults fit a load of weights only."""
 
     path: Path
     step: int  # of the directory
@@ -141,7 +141,7 @@ def in_memory(name: str, target: Tensor, take: Take | None) -> Iterator[Tensor]:
     if not target.is_meta:
         yield target
         return
-    assert take is not None, f"nobody takes the piece of {name}"
+    assert take is not None, f"no rank takes the piece of {name}"
     whole = torch.zeros_like(target, device="cpu")
     yield whole
     take(name, whole)

@@ -63,7 +63,7 @@ def covers_exactly(record: TensorRecord) -> bool:
 
 
 def whole_stored_shape(record: TensorRecord) -> tuple[int, ...]:
-    """The stored shape of the unsplit tensor, without padding. A slice's shape shows which dimensions are joined."""
+    """Stored shape of the unsplit tensor, without padding. The slices' shape shows which dimensions are flattened."""
     logical, piece = record.logical_shape, record.slices[0]
     if len(piece.shape) == len(logical):
         return logical

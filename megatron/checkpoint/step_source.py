@@ -59,7 +59,7 @@ class StepSource(Protocol):
 
     def open_step(self, directory: Path, say: Say, *, check_hashes: bool = True) -> ForeignStep | None:
         """Opens a step that another program wrote; None if the step is native, or there is none. Data that is read is
-        compared with the checksums of its files; a file without any is reported to `say`."""
+        compared with the checksums of its files; a file without any is reported through `say`."""
 
     def open_model(self, folder: Path) -> ForeignModel: ...
 

@@ -260,7 +260,7 @@ def _beside(directory: Path, record: Manifest, file: str, content: Any) -> Itera
         except (AttributeError, KeyError, TypeError, ValueError):  # not written by a run
             same = None
         if paths.member(directory, values).read_bytes() != same:
-            yield f"its plain values are not those of {values}"
+            yield f"its plain values differ from those in {values}"
 
 
 _PARTS = {"optimizer": ("optimizer", "extra"), "scheduler": ("opt_param_scheduler",), "rng": ("rng_state",)}
@@ -271,7 +271,7 @@ def _plain_values(record: Manifest, file: str, content: Any) -> Iterator[str]:
     """Finds plain values that a load needs and that a file lacks or has of another step."""
     step = classic.lookup(content, ("iteration",))
     if step != record.step:
-        yield f"is of iteration {step!r:.40}, the manifest of {record.step}"
+        yield f"is of iteration {step!r:.40}, but the manifest of {record.step}"
     for part in record.holds if file.endswith(paths.MODEL_FILE) else ():
         found = classic.lookup(content, _PARTS.get(part, (part,)))
         if part == "rng":  # one for each replica that has no file of its own
@@ -291,7 +291,7 @@ def _stored(record: TensorRecord, piece: Slice, stretch: Stretch, found: Any, de
         place = described.place(classic.lookup(described.content, piece.key))
         if place is None or place[0] != stretch.start:
             where = "out of order" if place is None else f"from byte {place[0]} on"
-            yield f"lies there {where}; the manifest says byte {stretch.start}"
+            yield f"lies there {where}; in the manifest: byte {stretch.start}"
 
 
 def stored_problem(record: TensorRecord, piece: Slice, found: Any, held: Range) -> str | None:
@@ -306,7 +306,7 @@ def description_problem(
 ) -> str | None:
     expected = (held[1] - held[0],) if piece.share else piece.shape
     if str(dtype) != record.dtype or shape != expected:
-        return f"is {dtype} {shape}, the manifest says {record.dtype} {expected}"
+        return f"is {dtype} {shape}, in the manifest {record.dtype} {expected}"
     return None
 
 

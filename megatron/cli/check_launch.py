@@ -1,7 +1,7 @@
-"""What a launch script asks before any process starts: `python -m megatron.cli.check_launch RANKS FLAGS...`
+"""Checks a launch before any process starts: `python -m megatron.cli.check_launch RANKS FLAGS...`
 
-Each mistake is then one line, and not a report of every rank. With --dry-run among the flags, what is said of files is
-printed and is no mistake: a launch is planned before its data is there. Loads no torch.
+A mistake prints one line, where a launch would print it once per rank. With --dry-run, missing files are reported but
+are not errors: a launch is planned before its data exists. This module loads no torch.
 """
 
 import sys
@@ -16,7 +16,7 @@ from megatron.training.settings import read_settings
 
 
 def check_launch(ranks: int, flags: Sequence[str]) -> tuple[str, ...]:
-    """The lines about files that are not there yet, of a --dry-run; a ConfigError for what would be refused."""
+    """Returns, for a --dry-run, the lines about missing files; raises a ConfigError for what a launch would reject."""
     absent = Refusals() if "--dry-run" in flags else None
     config = read_settings(flags, absent=absent, source=OTHER_PROGRAMS, other_file=deepspeed_assignments)
     check_world(config, ranks)

@@ -1,4 +1,4 @@
-"""The command line of tools/check_layout.py: trains a configuration at its layout and by one process, and compares."""
+"""The command line of tools/check_layout.py: trains a configuration in its layout and in one process, and compares."""
 
 import argparse
 import sys
@@ -33,10 +33,10 @@ def build_parser() -> Parser:
     parser = Parser(
         prog=NAME,
         usage="%(prog)s [options] -- FLAGS OF THE TRAINING",
-        description="Shows that a layout trains what one process trains: the configuration behind -- runs a few steps "
-        "at its layout and by one process, on the CPU in fp64 without dropout, and losses, every gradient, gradient "
-        "norms, weights and an evaluation are compared, every token with a weight of its own. Exit code 0: equal "
-        "within the tolerance; 1: not; other codes: nothing could be compared.",
+        description="Shows that a layout trains what one process trains. The configuration behind -- runs a few steps "
+        "in its layout and in one process, on the CPU in fp64 without dropout. Losses, every gradient, gradient norms, "
+        "weights and an evaluation are compared, and every token has its own weight. Exit code 0: equal within the "
+        "tolerance; 1: different; other codes: nothing was compared.",
     )
     parser.add_argument("--steps", type=integer(1, 1_000_000), default=3, metavar="N", help="optimizer steps (3)")
     parser.add_argument("--tolerance", type=_positive, default=1e-10, metavar="X", help="relative (1e-10)")
@@ -50,28 +50,28 @@ def build_parser() -> Parser:
         "--cluster",
         type=integer(2, LARGEST_WORLD),
         metavar="N",
-        help="train nothing: prove that the flags do not hang on N ranks over nccl, from what one rank of each kind "
-        "asks of its communicators from start to stop, a save and a load included (exit code 0: proved, 1: they would "
-        "hang), and print what that is",
+        help="train nothing; prove that the flags do not hang on N ranks over nccl. One rank of each kind records its "
+        "communication from start to stop, with a save and a load, and the record is printed. Exit code 0: proved; 1: "
+        "the ranks would hang",
     )
     parser.add_argument(
         "--workers",
         type=integer(1, MOST_PROCESSES),
         metavar="N",
-        help="with --cluster: processes at a time (one for each CPU)",
+        help="processes at a time for --cluster (one for each CPU)",
     )
     parser.add_argument("--full", action="store_true", help="never shrink the model, however long it takes")
     parser.add_argument("--script", metavar="FILE.py", help="a pretrain script of your own (pretrain_gpt.py)")
-    parser.add_argument("--plant", choices=FAULT_NAMES, help="plant this fault, to see that it is found (exit code 1)")
+    parser.add_argument("--plant", choices=FAULT_NAMES, help="inject this fault, to see that it is found (exit code 1)")
     parser.add_argument(
         "--timeout-minutes", type=_positive, default=30.0, metavar="X", help="longest time of one of the runs (30)"
     )
-    parser.add_argument("--traceback", action="store_true", help="show where in the code an error comes from")
+    parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     return parser
 
 
 def _of_training(options: argparse.Namespace) -> str | None:
-    """An option given that is for the comparison of trainings."""
+    """Returns the first given option that only trainings use, or None; --cluster trains nothing."""
     unset = build_parser().parse_known_flags([])
     names = ("steps", "tolerance", "ranks", "full", "plant", "timeout_minutes")
     changed = (name for name in names if getattr(options, name) != getattr(unset, name))
@@ -96,7 +96,7 @@ def _run(argv: list[str]) -> int:
     if options.cluster is not None and (given := _of_training(options)):
         raise ConfigError(f"--cluster {options.cluster}: trains nothing, so {given} has no effect; remove it")
     if options.cluster is None and options.workers is not None:
-        raise ConfigError(f"--workers {options.workers}: is for --cluster N; remove it")
+        raise ConfigError(f"--workers {options.workers}: has no effect without --cluster N; remove it")
     try:  # imports not above: `--help` loads no torch
         from megatron.compat.deepspeed_file.source import deepspeed_assignments
         from megatron.interop.source import OTHER_PROGRAMS

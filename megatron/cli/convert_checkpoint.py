@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 def parser(*, check: bool = False) -> Parser:
-    """`check`: --check is given, which needs no other flag."""
+    """Returns the parser; with `check`, no other flag is required."""
     p = Parser(
         prog="convert_checkpoint.py",
-        description="Convert a checkpoint. --to hf writes a folder that transformers opens offline, with the run's "
-        "tokenizer, and compares its logits and token ids with ours before it appears under its name.",
+        description="Converts a checkpoint. --to hf writes a folder with the run's tokenizer, which transformers opens "
+        "offline. The folder gets its name only after its logits and token ids equal those of the run.",
     )
     p.add_argument(
         "--check",
@@ -38,35 +38,39 @@ def parser(*, check: bool = False) -> Parser:
     p.add_argument(
         "--load", type=Path, required=not check, help="A run's save directory, or a Hugging Face model folder."
     )
-    p.add_argument("--ckpt-step", type=integer(0), help="This iteration instead of the newest.")
+    p.add_argument("--ckpt-step", type=integer(0), help="Iteration to convert (default: the newest).")
     p.add_argument(
-        "--from", dest="source", choices=("native", "hf", "megatron"), help="Format of --load (default: what it is)."
+        "--from", dest="source", choices=("native", "hf", "megatron"), help="Format of --load (default: detected)."
     )
     p.add_argument(
         "--true-vocab-size", type=integer(1, INT32), help="Rows of the vocabulary without padding (--from megatron)."
     )
     p.add_argument(
-        "--target-tensor-parallel-size", type=integer(1, LARGEST_WORLD), metavar="N", help="TP of --to megatron (1)."
+        "--target-tensor-parallel-size", type=integer(1, LARGEST_WORLD), metavar="N", help="TP size for Megatron (1)."
     )
     p.add_argument(
-        "--target-pipeline-parallel-size", type=integer(1, LARGEST_WORLD), metavar="N", help="PP of --to megatron (1)."
+        "--target-pipeline-parallel-size", type=integer(1, LARGEST_WORLD), metavar="N", help="PP size for Megatron (1)."
     )
     p.add_argument(
         "--megatron-names",
         choices=("classic", "core", "te"),
-        help="Names of --to megatron: those of 23.06 (classic, the default), of Megatron core, or of core with "
+        help="Parameter names (--to megatron): of 23.06 (classic, the default), of Megatron core, or of core with "
         "Transformer Engine.",
     )
     p.add_argument("--to", required=not check, choices=("hf", "native", "megatron"), help="Format of --save.")
-    p.add_argument("--save", type=Path, required=not check, help="Where to write.")
-    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="Other than trained (--to hf).")
+    p.add_argument("--save", type=Path, required=not check, help="Folder to write.")
+    p.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="Precision of the export (--to hf; default: as trained).",
+    )
     p.add_argument("--max-shard-size", help="Largest file of weights, such as 500MB or 2GB (--to hf; default: 5GB).")
     p.add_argument(
         "--no-safe-serialization",
         action="store_true",
-        help="Write pytorch_model.bin in the place of safetensors (--to hf).",
+        help="Write pytorch_model.bin instead of safetensors (--to hf).",
     )
-    p.add_argument("--verify", action="store_true", help="Compare logits, or export nothing (--to hf).")
+    p.add_argument("--verify", action="store_true", help="Fail if logits cannot be compared (--to hf).")
     p.add_argument("--overwrite", action="store_true", help="Replace --save if it exists.")
     return p
 
@@ -84,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse_theirs(words: Sequence[str]) -> None:
-    """Flags of the converter that Megatron-LM has."""
+    """Rejects flags of Megatron-LM's own converter."""
     names = [word.partition("=")[0] for word in words]
     theirs = [name for name in names if name in ("--model-type", "--loader", "--saver", "--load-dir", "--save-dir")]
     if theirs:
@@ -119,7 +123,7 @@ def convert_checkpoint(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--to {arguments.to}: --load is in that format already; there is nothing to convert")
     if arguments.true_vocab_size is not None and arguments.source != "megatron":
         given = f"--true-vocab-size {arguments.true_vocab_size}"
-        raise ConfigError(f"{given}: applies to --from megatron alone; leave it out")
+        raise ConfigError(f"{given}: has no effect without --from megatron; leave it out")
     _refuse_targets(arguments)
     if arguments.overwrite:
         from megatron.interop.conversion import refuse_what_must_stay
@@ -136,7 +140,7 @@ def convert_checkpoint(arguments: argparse.Namespace) -> None:
 
 
 def _format(directory: Path, step: int | None) -> str:
-    """What is in a directory."""
+    """Returns the format of the checkpoint or model in a directory."""
     if is_hugging_face(directory):
         return "hf"
     from megatron.checkpoint.find import find_candidates
@@ -147,16 +151,16 @@ def _format(directory: Path, step: int | None) -> str:
 
 
 def _refuse_targets(arguments: argparse.Namespace) -> None:
-    """The flags that say how to write or read another format."""
+    """Rejects flags about a format that is neither read nor written."""
     for flag in ("target_tensor_parallel_size", "target_pipeline_parallel_size", "megatron_names"):
         value = getattr(arguments, flag)
         if value is not None and arguments.to != "megatron":
-            raise ConfigError(f"--{flag.replace('_', '-')} {value}: applies to --to megatron alone; leave it out")
+            raise ConfigError(f"--{flag.replace('_', '-')} {value}: has no effect without --to megatron; leave it out")
     given = {"--dtype": arguments.dtype, "--max-shard-size": arguments.max_shard_size, "--verify": arguments.verify}
     given |= {"--no-safe-serialization": arguments.no_safe_serialization}
     for flag, value in given.items():
         if value and arguments.to != "hf":
-            raise ConfigError(f"{flag}{f' {value}' * (value is not True)}: applies to --to hf alone; leave it out")
+            raise ConfigError(f"{flag}{f' {value}' * (value is not True)}: has no effect without --to hf; leave it out")
     if arguments.ckpt_step is not None and arguments.source == "hf":
         raise ConfigError(f"--ckpt-step {arguments.ckpt_step}: does not apply to --from hf; leave it out")
 
@@ -195,8 +199,8 @@ def from_megatron(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _ours(arguments: argparse.Namespace, target: "TargetLayout") -> "Iterator[FoundStep]":
-    """A Hugging Face model becomes a checkpoint of ours first, beside --save, which is removed again. What `target`
-    cannot be is refused before that."""
+    """Yields the native step to convert. A Hugging Face model is first imported into a temporary folder beside --save;
+    a `target` that it does not fit is rejected before."""
     if arguments.source != "hf":
         yield _found(arguments)
         return
@@ -293,8 +297,7 @@ def _refuse_occupied(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _target(arguments: argparse.Namespace) -> Iterator[Path]:
-    """Where a native checkpoint is written. A step appears in a directory when it is complete; --overwrite replaces
-    the directory."""
+    """Yields the directory to write a native checkpoint in. With --overwrite, a temporary one replaces the old one."""
     from megatron.checkpoint.paths import holds_nothing
     from megatron.interop.conversion import written_aside
 

@@ -22,13 +22,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> Parser:
     parser = Parser(prog=NAME, description="Draws when each pass of a pipelined step ran, with the bubble.")
-    parser.add_argument("--trace", metavar="DIR", help="what a run with --pipeline-trace DIR wrote")
+    parser.add_argument("--trace", metavar="DIR", help="directory that a run with --pipeline-trace DIR wrote")
     parser.add_argument("--schedule", choices=tuple(SCHEDULES), help="simulate this schedule instead")
     parser.add_argument("--stages", type=integer(1, 1024), default=4, metavar="N", help="simulated ranks (4)")
-    parser.add_argument("--micro-batches", type=integer(1, 4096), default=8, metavar="N", help="simulated (8)")
-    parser.add_argument("--chunks", type=integer(1, 64), default=1, metavar="N", help="simulated stages a rank (1)")
+    parser.add_argument("--micro-batches", type=integer(1, 4096), default=8, metavar="N", help="micro-batches (8)")
+    parser.add_argument("--chunks", type=integer(1, 64), default=1, metavar="N", help="simulated stages per rank (1)")
     parser.add_argument(
-        "--group", type=integer(1, 4096), metavar="N", help="simulated micro-batches a group (--stages)"
+        "--group", type=integer(1, 4096), metavar="N", help="simulated micro-batches per group (--stages)"
     )
     parser.add_argument("--output", required=True, metavar="FILE.png", help="the picture")
     return parser
@@ -44,7 +44,7 @@ def _draw(arguments: argparse.Namespace) -> None:
         step = _simulated(arguments)
         source = f"simulated, {arguments.schedule}, equal stages"
     title = (
-        f"{source}; {step.ranks} stages, {step.micro_batches} micro-batches, {step.chunks} chunks a rank; bubble "
+        f"{source}; {step.ranks} stages, {step.micro_batches} micro-batches, {step.chunks} chunks per rank; bubble "
         f"{step.bubble:.1%} of the work, {'(p-1)/(3 m)' if step.defers_wgrads else '(p-1)/(m v)'} is "
         f"{step.theoretical_bubble:.1%}"
     )
@@ -63,9 +63,11 @@ def _simulated(arguments: argparse.Namespace) -> Timeline:
     record = SCHEDULES[schedule]
     chunks, group = arguments.chunks, arguments.group
     if (chunks > 1) != record.interleaves:
-        raise ConfigError(f"--chunks {chunks}: --schedule interleaved, and it alone, has several chunks a rank")
+        raise ConfigError(
+            f"--chunks {chunks}: only --schedule interleaved has several chunks per rank, and it needs them"
+        )
     if group is not None and not record.interleaves:
-        raise ConfigError(f"--group {group}: --schedule interleaved alone has groups; leave it out")
+        raise ConfigError(f"--group {group}: only --schedule interleaved has groups; leave it out")
     if record.interleaves and not fills_groups(micro_batches, group or ranks, ranks):
         raise ConfigError(
             f"--micro-batches {micro_batches}: --schedule interleaved takes groups of {group or ranks} micro-batches, "
@@ -73,7 +75,7 @@ def _simulated(arguments: argparse.Namespace) -> Timeline:
         )
     if 2 * ranks * micro_batches * chunks > _MOST_PASSES:
         raise ConfigError(
-            f"--stages {ranks} --micro-batches {micro_batches} --chunks {chunks}: no picture shows more than "
+            f"--stages {ranks} --micro-batches {micro_batches} --chunks {chunks}: a picture shows at most "
             f"{_MOST_PASSES} passes; give fewer"
         )
     backward = 1 if record.defers_wgrads else 2  # without the weight gradients, or with them

@@ -2,9 +2,11 @@
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import megatron_anywhere
 from megatron.cli.model_flags import add_model_flags
 from megatron.errors import ConfigError
 from megatron.training.exit import StopReason, run_as_program
@@ -20,15 +22,15 @@ TASKS = ("perplexity", "lambada", "choices")
 def parser() -> Parser:
     p = Parser(
         prog="evaluate.py",
-        description="How good a trained model is: perplexity of a text, LAMBADA, or multiple choice. Under "
-        "torchrun the model is split over the ranks as the flags say, and data-parallel ranks share the work.",
+        description="Evaluates a trained model: perplexity of a text, LAMBADA, or multiple choice. Under torchrun, "
+        "parallel-size flags split the model, and data-parallel ranks share the work.",
     )
     what = p.add_argument_group("what")
-    what.add_argument("--task", choices=TASKS, default="perplexity", help="What is measured (default perplexity).")
+    what.add_argument("--task", choices=TASKS, default="perplexity", help="Measure to compute (default perplexity).")
     what.add_argument(
         "--data", required=True, metavar="FILE", help="A text, JSON lines (.jsonl, .json), or the prefix of .bin/.idx."
     )
-    what.add_argument("--json-key", default="text", help="Where a line of JSON has its text (default text).")
+    what.add_argument("--json-key", default="text", help="JSON key of the text (default text).")
     what.add_argument(
         "--detokenize",
         choices=("wikitext",),
@@ -38,21 +40,23 @@ def parser() -> Parser:
         "--overlapping-eval",
         type=integer(1),
         metavar="N",
-        help="A window begins N tokens after the one before, and scores what is new in it (default: the window).",
+        help="Tokens from one window to the next; each window scores its new tokens (default: the window).",
     )
     what.add_argument(
         "--score-first-token",
         action="store_true",
-        help="Predict the first token of a document, from an end of document.",
+        help="Score the first token of a document too, predicted from an end-of-document token.",
     )
-    what.add_argument("--strict-lambada", action="store_true", help="All tokens of the last word, not the last token.")
+    what.add_argument(
+        "--strict-lambada", action="store_true", help="Require all tokens of the last word, not only the last token."
+    )
     what.add_argument(
         "--truncate-prompts", action="store_true", help="Drop the beginning of prompts that are longer than the window."
     )
     what.add_argument("--output", metavar="FILE", help="Write the results as JSON.")
     axes = ("tensor-model", "pipeline-model", "context", "expert-model")
     how = add_model_flags(p, batch="Whole windows per pass", axes=axes)
-    how.add_argument("--seq-length", type=integer(1), metavar="N", help="The window (default: as trained).")
+    how.add_argument("--seq-length", type=integer(1), metavar="N", help="Length of the window (default: as trained).")
     return p
 
 
@@ -84,3 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     run_as_program(body)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(megatron_anywhere.evaluate())

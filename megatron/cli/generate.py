@@ -1,9 +1,11 @@
 """The command line of tools/generate.py."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import megatron_anywhere
 from megatron.cli.model_flags import add_model_flags
 from megatron.errors import ConfigError
 from megatron.training.exit import StopReason, run_as_program
@@ -15,8 +17,8 @@ if TYPE_CHECKING:
     from megatron.inference.sampling import Sampling
 
 _FIRST_SCREEN = """\
-Continues texts with a trained model. Under torchrun the ranks split the model
-as the flags say, and data-parallel ranks share the prompts.
+Continues texts with a trained model. Under torchrun, parallel-size flags split
+the model, and data-parallel ranks share the prompts.
 
   python tools/generate.py --load checkpoints --prompt "Once upon a time" \\
     --max-new-tokens 64 --temperature 0.8 --top-p 0.95
@@ -37,59 +39,83 @@ Flags that most runs need:
 
 def parser() -> Parser:
     p = Parser(prog="generate.py", first_screen=_FIRST_SCREEN)
-    what = p.add_argument_group("prompts")
-    what.add_argument("--prompt", action="append", default=[], help="Text to continue; may be given several times.")
-    what.add_argument(
+    _add_prompt_flags(p.add_argument_group("prompts"))
+    _add_stopping_flags(p.add_argument_group("stopping"))
+    _add_sampling_flags(p.add_argument_group("sampling"))
+    add_model_flags(p, batch="Prompts at a time", axes=("tensor-model", "pipeline-model", "expert-model"))
+    return p
+
+
+def _add_prompt_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--prompt", action="append", default=[], help="Text to continue; may be given several times.")
+    group.add_argument(
         "--prompts",
         metavar="FILE",
         help="Texts to continue: JSON lines (.jsonl, .json), or one in each line; - is standard input (the default).",
     )
-    what.add_argument("--json-key", default="prompt", help="Where a line of JSON has its text (default prompt).")
-    what.add_argument(
-        "--truncate-prompts", action="store_true", help="Drop the beginning of prompts that the model has no room for."
+    group.add_argument("--json-key", default="prompt", help="JSON key of the prompt (default prompt).")
+    group.add_argument(
+        "--truncate-prompts",
+        action="store_true",
+        help="Drop the beginning of prompts that are longer than the model's positions.",
     )
-    what.add_argument(
+    group.add_argument(
         "--chat",
         action="store_true",
-        help="Prompts are conversations, put through the model's chat template: a text is what the user says, a JSON "
-        "line has messages. Text in them stays text.",
+        help="Prompts are conversations, formatted by the model's chat template: a text is one user message, a JSON "
+        "line has messages. Special tokens spelled in them stay text.",
     )
-    what.add_argument(
+    group.add_argument(
         "--prompt-with-special-tokens",
         action="store_true",
-        help="Text in a prompt that spells a special token is that token (default: it is text, as in documents).",
+        help="Encode special tokens that a prompt spells (default: they are text, as in documents).",
     )
-    what.add_argument("--output", metavar="FILE", help="Write JSON lines, whole or not at all, and show nothing.")
-    what.add_argument("--logprobs", action="store_true", help="With --output: the log-probability of every token.")
-    end = p.add_argument_group("stopping")
-    end.add_argument(
+    group.add_argument(
+        "--output", metavar="FILE", help="Write JSON lines to this file, atomically, instead of printing."
+    )
+    group.add_argument("--logprobs", action="store_true", help="Log-probability of every token (with --output).")
+
+
+def _add_stopping_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--max-new-tokens",
         type=integer(1, INT32),
         metavar="N",
-        help="Tokens to add at most (default 64, or what the model has room for).",
+        help="Most tokens to add (default 64, or the positions that are left).",
     )
-    end.add_argument("--stop", action="append", default=[], help="Text before which to end; may come several times.")
-    end.add_argument("--ignore-eod", action="store_true", help="Go on after the end of the document.")
-    choice = p.add_argument_group("sampling")
-    choice.add_argument("--greedy", action="store_true", help="Always the likeliest token.")
-    choice.add_argument("--temperature", type=number, default=1.0, help="Below 1: safer; above 1: wilder (default 1).")
-    choice.add_argument(
-        "--top-k", type=integer(0), default=0, help="Draw from the K likeliest tokens only (default 0: all)."
+    group.add_argument(
+        "--stop", action="append", default=[], help="Text before which the output ends; may be given several times."
     )
-    choice.add_argument(
-        "--top-p", type=number, default=0.0, help="Draw from the likeliest tokens that hold this share."
+    group.add_argument("--ignore-eod", action="store_true", help="Continue after an end-of-document token.")
+
+
+def _add_sampling_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--greedy", action="store_true", help="Take the most probable token each time.")
+    group.add_argument(
+        "--temperature",
+        type=number,
+        default=1.0,
+        help="Divides the logits: below 1 sharpens, above 1 flattens the distribution (default 1).",
     )
-    choice.add_argument(
-        "--seed", type=integer(0), default=1234, help="The same seed gives the same text (default 1234)."
+    group.add_argument(
+        "--top-k", type=integer(0), default=0, help="Sample from the K most probable tokens (default 0: all)."
     )
-    choice.add_argument(
-        "--num-beams", type=integer(1, 4096), default=1, metavar="N", help="Search for the likeliest text with N beams."
+    group.add_argument(
+        "--top-p",
+        type=number,
+        default=0.0,
+        help="Sample from the most probable tokens that together have this probability.",
     )
-    choice.add_argument(
-        "--length-penalty", type=number, default=1.0, help="Above 0 favours long texts in the search (default 1)."
+    group.add_argument(
+        "--seed", type=integer(0), default=1234, help="Seed of the sampling; the same seed gives the same text (1234)."
     )
-    add_model_flags(p, batch="Prompts at a time", axes=("tensor-model", "pipeline-model", "expert-model"))
-    return p
+    group.add_argument("--num-beams", type=integer(1, 4096), default=1, metavar="N", help="Beam search with N beams.")
+    group.add_argument(
+        "--length-penalty",
+        type=number,
+        default=1.0,
+        help="Exponent of the length in beam search; larger values favour long texts (default 1).",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,38 +146,46 @@ def sampling(given: argparse.Namespace) -> "Sampling":
 
 
 _NOT_WITH_CHAT = {
-    "json_key": "the JSON lines of --chat have messages, as those of --sft",
-    "truncate_prompts": "a conversation without its beginning is none that the chat template writes",
-    "prompt_with_special_tokens": "the chat template writes the special tokens, and the text of messages stays text",
+    "json_key": "with --chat, JSON lines have messages, as with --sft",
+    "truncate_prompts": "a chat template cannot format a conversation without its beginning",
+    "prompt_with_special_tokens": "the chat template writes the special tokens; messages are text",
 }
 
 
 def check_sampling_flags(given: argparse.Namespace) -> None:
-    """What can be said without torch."""
+    """Checks the flags that need no torch."""
     if given.greedy and (given.top_k or given.top_p or given.temperature != 1.0):
-        raise ConfigError(
-            "--greedy: nothing is drawn, so --temperature, --top-k and --top-p do nothing; leave them out"
-        )
+        raise ConfigError("--greedy: --temperature, --top-k and --top-p have no effect with it; leave them out")
     if given.num_beams > 1 and (given.greedy or given.top_k or given.top_p or given.temperature != 1.0):
         raise ConfigError(
-            f"--num-beams {given.num_beams}: the search draws nothing; leave --greedy, --temperature, --top-k and "
-            "--top-p out"
+            f"--num-beams {given.num_beams}: beam search does not sample; leave --greedy, --temperature, --top-k "
+            "and --top-p out"
         )
     if given.num_beams > 1 and given.stop:
-        raise ConfigError(f"--num-beams {given.num_beams}: the search knows no --stop; leave one of them out")
+        raise ConfigError(
+            f"--num-beams {given.num_beams}: --stop does not work with beam search; leave one of them out"
+        )
     if given.num_beams == 1 and given.length_penalty != 1.0:
-        raise ConfigError(f"--length-penalty {given.length_penalty}: is for the search; give --num-beams 2 or more")
+        raise ConfigError(
+            f"--length-penalty {given.length_penalty}: has no effect without beam search; give --num-beams 2 or more"
+        )
     if not -10 <= given.length_penalty <= 10:
         raise ConfigError(f"--length-penalty {given.length_penalty}: must be from -10 to 10")
     if given.prompt and given.prompts is not None:
-        raise ConfigError("--prompt: --prompts is given, too; give one of them")
+        raise ConfigError("--prompt: --prompts is given too; give one of them")
     if given.json_key != "prompt" and not str(given.prompts).endswith((".jsonl", ".json")):
-        raise ConfigError("--json-key: --prompts is no file of JSON lines (.jsonl, .json); leave it out")
+        raise ConfigError(
+            "--json-key: has no effect unless --prompts is a file of JSON lines (.jsonl, .json); leave it out"
+        )
     if given.chat:
         for flag, why in _NOT_WITH_CHAT.items():
             if getattr(given, flag) not in (False, "prompt"):
                 raise ConfigError(f"--{flag.replace('_', '-')}: {why}; leave it or --chat out")
     if given.logprobs and given.output is None:
-        raise ConfigError("--logprobs: they are written to --output FILE; give one")
+        raise ConfigError("--logprobs: has no effect without --output FILE; add that")
     if "" in given.stop:
-        raise ConfigError("--stop: an empty text stands before every token; give a text")
+        raise ConfigError("--stop: the text is empty and would end the output at once; give a text")
+
+
+if __name__ == "__main__":
+    sys.exit(megatron_anywhere.generate())

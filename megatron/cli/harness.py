@@ -1,4 +1,4 @@
-"""The command line of tools/harness.py: that of EleutherAI's harness, with our model among its own."""
+"""The command line of tools/harness.py: EleutherAI's harness with our models as a model type."""
 
 import os
 import sys
@@ -9,14 +9,14 @@ from megatron.training.exit import StopReason, rank_of_process, run_as_program
 from megatron.utils.loading import loading_torch
 
 _WRITING = {"--output_path": True, "-o": True, "--log_samples": False, "-s": False}
-"""Flags with which the harness writes files, and whether they take a value: the first rank's business."""
+"""Flags with which the harness writes files -> whether they take a value. Only the first rank gets them."""
 
 
 _USAGE = """\
 usage: harness.py --model megatron --model_args load=DIR[,seq_length=N,dtype=T,...] --tasks TASK[,TASK...] [...]
 
-EleutherAI's harness (the package lm_eval) with one model more, a checkpoint of ours. model_args are the flags of
-evaluate.py's model without dashes; all other flags are the harness's own: `lm_eval run --help` tells them."""
+Runs EleutherAI's harness (the package lm_eval) on a checkpoint. model_args are the model flags of evaluate.py without
+dashes. All other flags are the harness's own: see `lm_eval run --help`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         with ExitStack() as closing:
             main_rank = rank_of_process() == 0
-            if not main_rank:  # every rank gets every request, and the first one tells the results
+            if not main_rank:  # every rank gets every request; the first one prints the results
                 closing.enter_context(redirect_stdout(closing.enter_context(open(os.devnull, "w"))))
             sys.argv = ["lm_eval", *(words if main_rank else without_files(words))]
             offer_model(OTHER_PROGRAMS)

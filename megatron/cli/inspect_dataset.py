@@ -30,26 +30,26 @@ _TERMINAL = "terminal"
 
 
 def build_parser() -> Parser:
-    parser = Parser(prog=NAME, description="What a .bin/.idx dataset holds, and with --verify whether it is intact.")
+    parser = Parser(prog=NAME, description="Shows what a .bin/.idx dataset holds; --verify checks that it is intact.")
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="a dataset, without .bin or .idx; or its URL")
     parser.add_argument("--verify", action="store_true", help="read every byte: checksums, ids, ends of documents")
     parser.add_argument(
         "--document", type=integer(0), nargs="+", metavar="N", help="show these documents (text, with a tokenizer)"
     )
-    parser.add_argument("--tokens", type=integer(1), metavar="N", help=f"at most so many tokens of each ({_SHOWN})")
+    parser.add_argument("--tokens", type=integer(1), metavar="N", help=f"most tokens to show of each ({_SHOWN})")
     parser.add_argument(
         "--histogram", nargs="?", const=_TERMINAL, metavar="FILE",
         help="picture of the documents' lengths: in the terminal, or a FILE.svg or FILE.png",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="one JSON object for each dataset, a line each")
-    parser.add_argument("--work-folder", metavar="DIR", help="with URLs: folder for the local copies (here)")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON per dataset")
+    parser.add_argument("--work-folder", metavar="DIR", help="folder for local copies of URLs (here)")
     group = parser.add_argument_group("tokenizer")
     group.add_argument("--tokenizer-type", metavar="NAME", help="as in preprocess_data.py")
     group.add_argument("--vocab-file", "--vocab", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
     group.add_argument("--merge-file", "--merges-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
     group.add_argument("--tokenizer-model", metavar="PATH", help="tokenizer.json, or its folder")
     group.add_argument(
-        "--vocab-size", type=integer(1, INT32), metavar="N", help="without a tokenizer: --verify checks ids against it"
+        "--vocab-size", type=integer(1, INT32), metavar="N", help="upper limit of ids for --verify without a tokenizer"
     )
     return parser
 
@@ -64,14 +64,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if picture not in (None, _TERMINAL) and not picture.endswith((".svg", ".png")):
         raise ConfigError(f"--histogram {picture}: a picture is a .svg or a .png; put prefixes before --histogram")
     if picture not in (None, _TERMINAL) and len(arguments.prefixes) > 1:
-        raise ConfigError(f"--histogram {picture}: is of one dataset; give one PREFIX")
+        raise ConfigError(f"--histogram {picture}: draws only one dataset; give one PREFIX")
     if arguments.tokens is not None and arguments.document is None:
         arguments.document = [0]
     return arguments
 
 
 def inspect_all(arguments: argparse.Namespace) -> int:
-    """Inspects all datasets; the exit code is that of the first damaged one."""
+    """Inspects all datasets. Returns 0, or the exit code of the first damaged one."""
     tokenizer = _tokenizer(arguments)
     code = 0
     for prefix in arguments.prefixes:

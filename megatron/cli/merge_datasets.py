@@ -34,9 +34,9 @@ def build_parser() -> Parser:
         help="folders of datasets, prefixes, patterns; URLs",
     )
     parser.add_argument("--output-prefix", required=True, metavar="PATH", help="writes PATH.bin, .idx and .meta.json")
-    parser.add_argument("--work-folder", metavar="DIR", help="with URLs: folder for the local copies (here)")
+    parser.add_argument("--work-folder", metavar="DIR", help="folder for local copies of URLs (here)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
-    parser.add_argument("--dataset-impl", choices=("lazy", "cached", "mmap"), help="kind of index (that of the inputs)")
+    parser.add_argument("--dataset-impl", choices=("lazy", "cached", "mmap"), help="kind of index (as in the inputs)")
     return parser
 
 

@@ -30,13 +30,11 @@ def build_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     several: dict[str, Any] = {"type": Path, "nargs": "+", "default": [], "metavar": "FILE"}
-    parser.add_argument("--metrics-jsonl", **several, help="what runs with --metrics-jsonl wrote: all digits")
-    parser.add_argument("--log", **several, help="what runs printed, in either --log-format, or Megatron-LM's own logs")
+    parser.add_argument("--metrics-jsonl", **several, help="files that runs with --metrics-jsonl wrote (all digits)")
+    parser.add_argument("--log", **several, help="logs of runs, in either --log-format, or of Megatron-LM")
     parser.add_argument("--output", type=Path, metavar="FILE.png", help="the picture (needs matplotlib)")
-    parser.add_argument(
-        "--value", default="lm_loss", help="which number to draw, by its key in the metrics file (lm_loss)"
-    )
-    parser.add_argument("--names", nargs="+", metavar="NAME", help="of the runs, in the legend; unset: their files")
+    parser.add_argument("--value", default="lm_loss", help="number to draw, by its key in the metrics file (lm_loss)")
+    parser.add_argument("--names", nargs="+", metavar="NAME", help="names of the runs in the legend (their files)")
     parser.add_argument(
         "--width", type=integer(10, 10_000), default=72, metavar="N", help="columns in the terminal (72)"
     )

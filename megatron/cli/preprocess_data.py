@@ -90,36 +90,39 @@ def _add_data_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--work-folder", metavar="DIR",
-        help="with a URL as --output-prefix: where it is written before it is uploaded (NAME-....upload here)",
+        help="local folder for the output before its upload, if --output-prefix is a URL (NAME-....upload here)",
     )  # fmt: skip
     group.add_argument("--overwrite", action="store_true", help="replace an existing output, or an interrupted run")
-    group.add_argument("--resume", action="store_true", help="go on with an interrupted run: only what is missing")
+    group.add_argument("--resume", action="store_true", help="continue an interrupted run; finished parts are kept")
     group.add_argument(
         "--dataset-impl", choices=("lazy", "cached", "mmap"), default="mmap", help="kind of index (mmap)"
     )
     group.add_argument(
-        "--on-error", choices=("stop", "skip"), default="stop", help="at a line that gives no document (stop)"
+        "--on-error",
+        choices=("stop", "skip"),
+        default="stop",
+        help="action for a line that gives no document (stop)",
     )
     group.add_argument(
         "--max-skip-fraction",
         type=fraction,
         default=1.0,
         metavar="X",
-        help="with --on-error skip: fail when more than this share of the lines is bad (1: never)",
+        help="largest share of bad lines with --on-error skip (1: any)",
     )
 
 
 def _add_text_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--json-keys", nargs="+", default=["text"], metavar="KEY",
-        help="keys of the text, a dataset each; meta.text is text in meta (text)",
+        help="keys of the text; each makes a dataset; meta.text is the key text within meta (text)",
     )  # fmt: skip
     group.add_argument("--append-eod", action="store_true", help="put an end-of-document token after each document")
     group.add_argument(
-        "--split-sentences", action="store_true", help="a sequence for each sentence; writes PATH_KEY_sentence"
+        "--split-sentences", action="store_true", help="make a sequence of each sentence; writes PATH_KEY_sentence"
     )
-    group.add_argument("--keep-newlines", action="store_true", help="with --split-sentences: keep line ends")
-    group.add_argument("--lang", metavar="NAME", help="with --split-sentences: the language (english)")
+    group.add_argument("--keep-newlines", action="store_true", help="keep line ends (--split-sentences)")
+    group.add_argument("--lang", metavar="NAME", help="language of the text (--split-sentences; english)")
 
 
 def _add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
@@ -135,7 +138,7 @@ def _add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--tiktoken-special-tokens", "--tokenizer-special-tokens", nargs="+", metavar="TOKEN",
-        help="TikTokenizer: the first of its ids by name; elsewhere: tokens that it must have",
+        help="names of the first ids of TikTokenizer; for other tokenizers, tokens that must exist",
     )  # fmt: skip
     group.add_argument(
         "--null-tokenizer-eod-id",
@@ -145,7 +148,7 @@ def _add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--encoder", choices=("auto", "fast", "exact"), default="auto",
-        help="auto: the fast engine where it is installed and proved equal (auto)",
+        help="engine; auto: the fast one if it is installed and proved equal (auto)",
     )  # fmt: skip
 
 
@@ -162,21 +165,23 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--log-interval", type=integer(1), metavar="N",
-        help="documents between progress lines (1000, and at most a line a second)",
+        help="documents between progress lines (1000, at most a line per second)",
     )  # fmt: skip
     group.add_argument("--keep-sequential-samples", action="store_true", help="no-op: order is always kept")
 
 
 def _add_trial_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--find-optimal-num-workers", action="store_true", help="measure short runs, print them, and write nothing"
+        "--find-optimal-num-workers",
+        action="store_true",
+        help="measure short runs with different --workers, print them, and write no dataset",
     )
     group.add_argument(
         "--workers-to-check",
         type=integer(1, MOST_PROCESSES),
         nargs="+",
         metavar="N",
-        help="the counts (1, 2, 4, ... to all cores)",
+        help="numbers of workers to measure (1, 2, 4, ... to all cores)",
     )
     group.add_argument("--max-documents", type=integer(1), metavar="N", help="documents of each run (100000)")
 
@@ -190,7 +195,7 @@ def _add_partition_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--partitions", type=integer(1, LARGEST_WORLD), metavar="N",
-        help="with --rank: --world; alone: nothing to do, all --workers share the files",
+        help="the same as --world, with --rank; without it a no-op: all --workers share the files",
     )  # fmt: skip
 
 
@@ -201,10 +206,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def settings_and_folder(arguments: argparse.Namespace) -> "tuple[PreprocessSettings, Path | None]":
-    """The settings, and the local folder of a run that writes to a URL."""
+    """Returns the settings, and the local folder if the output is a URL."""
     world = _world(arguments)
     if arguments.keep_sequential_samples:
-        print("--keep-sequential-samples: nothing to do, documents always keep their order", file=sys.stderr)
+        print("--keep-sequential-samples: no-op; documents always keep their order", file=sys.stderr)
     if arguments.tiktoken_pattern is not None and arguments.tokenizer_type != "TikTokenizer":
         without = "has no effect without --tokenizer-type TikTokenizer"
         print_line(f"--tiktoken-pattern {arguments.tiktoken_pattern}: {without}", sys.stderr)
@@ -238,11 +243,11 @@ def find_workers(arguments: argparse.Namespace, settings: "PreprocessSettings", 
     for trial in trials:
         rates = f"{trial.documents_per_second:12.1f} docs/s {trial.megabytes_per_second:9.2f} MB/s"
         print(f"--workers {trial.workers:<4d} {rates}")
-    print(f"--workers {trials[0].workers} is the fastest; no dataset was written, run again without the search")
+    print(f"--workers {trials[0].workers} is the fastest; no dataset was written: run again without the search")
 
 
 def powers_of_two(most: int) -> list[int]:
-    """1, 2, 4, ... and `most` itself."""
+    """Returns 1, 2, 4, ... and `most`."""
     return sorted({*(1 << n for n in range(most.bit_length())), most})
 
 
@@ -253,20 +258,20 @@ def _with_dashes(word: str) -> str:
 
 
 def _world(arguments: argparse.Namespace) -> int:
-    """The number of partitions; this run writes one of them."""
+    """Returns the number of partitions; this run writes one of them."""
     if arguments.rank is None:
         if arguments.world not in (None, 1):
             raise ConfigError(f"--world {arguments.world}: --rank is missing; give each partition its number from 0")
         if arguments.partitions is not None and arguments.partitions > 1:
             print_line(
-                f"--partitions {arguments.partitions}: nothing to do, all --workers share the files and the output is "
-                "the same; with --rank it makes one partition of many",
+                f"--partitions {arguments.partitions}: no-op; all --workers share the files and the output is the "
+                "same. With --rank it makes one partition of many",
                 sys.stderr,
             )
         return 1
     if arguments.world and arguments.partitions and arguments.world != arguments.partitions:
         raise ConfigError(
-            f"--partitions {arguments.partitions}: --world says {arguments.world}; give one of the two with --rank"
+            f"--partitions {arguments.partitions}: --world is {arguments.world}; give one of the two with --rank"
         )
     world: int | None = arguments.world or arguments.partitions
     if world is None:
@@ -293,7 +298,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.on_error == "stop" and arguments.max_skip_fraction != 1.0:
         raise ConfigError(f"--max-skip-fraction {arguments.max_skip_fraction:g}: only used with --on-error skip")
     if arguments.resume and arguments.overwrite:
-        raise ConfigError("--resume: --overwrite starts afresh and --resume goes on; give one of the two")
+        raise ConfigError("--resume: --overwrite starts anew and --resume continues; give one of the two")
     trials = (("--workers-to-check", arguments.workers_to_check), ("--max-documents", arguments.max_documents))
     for flag, value in trials:
         if value is not None and not arguments.find_optimal_num_workers:

@@ -1,4 +1,4 @@
-"""tools/profile_summary.py: where the steps of traces went."""
+"""tools/profile_summary.py: prints where the time of traced steps went."""
 
 import argparse
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> Parser:
-    parser = Parser(prog=NAME, description="A table of where the time of traced training steps went, for every trace.")
+    parser = Parser(prog=NAME, description="Prints a table, per trace, of where the time of training steps went.")
     parser.add_argument("traces", nargs="+", metavar="TRACE", help="trace files, or the folder given as --profile-dir")
-    parser.add_argument("--top", type=integer(0), default=10, metavar="N", help="how many operations are listed (10)")
+    parser.add_argument("--top", type=integer(0), default=10, metavar="N", help="number of operations to list (10)")
     return parser
 
 

@@ -22,12 +22,12 @@ def build_parser() -> Parser:
     parser = Parser(prog=NAME, description="A table of runs: size, devices, samples/s, perplexity, steps.")
     parser.add_argument(
         "--run", nargs=3, action="append", required=True, metavar=("SIZE", "DEVICES", "FILE"),
-        help="a run, by what it wrote under --metrics-jsonl; may be given several times",
+        help="a run and its --metrics-jsonl file; may be given several times",
     )  # fmt: skip
     parser.add_argument(
-        "--published", type=Path, metavar="FILE.json", help="rows of others: examples/gpt2_8p/published.json is one"
+        "--published", type=Path, metavar="FILE.json", help="published rows, as in examples/gpt2_8p/published.json"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE.png", help="the same as a picture (needs matplotlib)")
+    parser.add_argument("--output", type=Path, metavar="FILE.png", help="also draw the table (needs matplotlib)")
     return parser
 
 
@@ -39,7 +39,7 @@ def _show(arguments: argparse.Namespace) -> None:
     print(render(rows, published.source))
     if arguments.output is not None:
         write_picture(lambda: draw_bars(rows, published.source), arguments.output)
-        print_line(f"{arguments.output}: the same as a picture")
+        print_line(f"{arguments.output}: the table as a picture")
 
 
 def render(rows: Sequence[SizeResult], source: str) -> str:

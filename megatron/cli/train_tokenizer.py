@@ -40,7 +40,7 @@ def build_parser() -> Parser:
         metavar="N",
         help="tokens, bytes and <|endoftext|> included",
     )
-    parser.add_argument("--output-dir", required=True, metavar="DIR", help="where vocab.json and merges.txt go")
+    parser.add_argument("--output-dir", required=True, metavar="DIR", help="folder for vocab.json and merges.txt")
     parser.add_argument(
         "--min-frequency", type=integer(1), default=2, metavar="N", help="a pair seen less often is not merged (2)"
     )

@@ -23,7 +23,7 @@ def parser() -> Parser:
         "the manifest does not list, 2 usage, 3 unsafe, 4 incomplete.",
     )
     p.add_argument("directory", type=Path, nargs="?", help="A run's save directory, or one of its iter_* directories.")
-    p.add_argument("--load", type=Path, metavar="DIR", help="The same, as the other tools spell it.")
+    p.add_argument("--load", type=Path, metavar="DIR", help="The same directory, spelled as in the other tools.")
     p.add_argument("--all", action="store_true", help="Every step, not only the one that --load would take.")
     p.add_argument(
         "--compare",
@@ -93,8 +93,8 @@ def _kind(error: CheckpointError) -> str:
 
 
 def _tell_foreign(step: Path, foreign: "ForeignStep", *, deep: bool) -> list[int]:
-    """Every file was opened, and every tensor has its shape; `deep` reads all tensors, which compares them with the
-    checksums of their files. Exit codes of what is wrong."""
+    """Reports a step of Megatron-LM, whose files and shapes were checked on opening. With `deep`, reads all tensors to
+    compare checksums. Returns the exit codes of faults."""
     from megatron.checkpoint.manifest import all_tensors
     from megatron.report import step_summary
     from megatron.torch_files.member_checks import DamagedMemberError
@@ -116,7 +116,7 @@ def _tell_foreign(step: Path, foreign: "ForeignStep", *, deep: bool) -> list[int
 def _compare(arguments: argparse.Namespace) -> int:
     """Exit code 0: equal; 1: not."""
     if arguments.directory is not None or arguments.load is not None:
-        raise ConfigError("--compare A B: takes the two directories alone; leave the other one out")
+        raise ConfigError("--compare A B: takes only these two directories; leave the other one out")
     from megatron.interop.compare import first_difference, open_step
 
     one, other = (open_step(directory) for directory in arguments.compare)
@@ -128,7 +128,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _steps(directory: Path, *, everything: bool) -> tuple[list[Path], list[int]]:
-    """The step directories to look at, and the exit codes of what the save directory itself has wrong."""
+    """Returns the step directories to check, and an exit code for each fault of the save directory itself."""
     from megatron.checkpoint import paths
     from megatron.report import step_summary
 

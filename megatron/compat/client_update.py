@@ -87,7 +87,7 @@ class ClientUpdate:
         self._copy_back()
 
     def state(self) -> OptimizerState:
-        """Returns the live elementwise state tensors of each parameter, and `master` for half-precision ones."""
+        """Returns each parameter's state tensors of its own shape (not copies), with `master` in half precision."""
         self._take_up_writes()
         found: OptimizerState = {}
         for name, tensor in self._tensors.items():

@@ -1,6 +1,6 @@
 """The settings of a run. Importing this package loads neither torch nor numpy, so `--help` is fast.
 
-`parse_args(argv)` reads flags, presets and YAML into one frozen `RunConfig`; a class is handed the section it needs.
+`parse_args(argv)` reads flags, presets and YAML into one frozen `RunConfig`. A class takes the section that it needs.
 `check_settings` needs nothing but the settings, `check_world` the number of ranks and `check_paths` the file system.
 """
 

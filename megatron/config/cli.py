@@ -34,10 +34,10 @@ from megatron.version import __version__
 def parse_args(
     argv: Sequence[str] | None = None, *, needs_data: bool = True, other_file: SettingsSource = no_other_file
 ) -> RunConfig:
-    """The checked settings of a training run; every mistake is one line of a ConfigError.
+    """Returns the checked settings of a training run; a ConfigError has one line for each mistake.
 
-    `needs_data=False`: the script brings its own datasets, so neither data path nor tokenizer is required. `.notices`
-    are lines to print once, `.origins` tells where each value came from. `other_file`: reads another program's file.
+    With `needs_data=False` the script brings its own datasets: neither data path nor tokenizer is required. `.notices`
+    are lines to print once, and `.origins` has the source of each value. `other_file` reads another program's file.
     """
     refusals = Refusals()
     config = merge_sources(argv, refusals, other_file)
@@ -49,8 +49,8 @@ def parse_args(
 def merge_sources(
     argv: Sequence[str] | None, refusals: Refusals, other_file: SettingsSource = no_other_file
 ) -> RunConfig:
-    """Merges the sources (default < preset < files < flag) without the checks across settings. A value that is refused
-    stays at its default."""
+    """Merges the sources (default < preset < files < flag) without the checks across settings. A rejected value
+    keeps its default."""
     flags = Assignments(origin="flag")
     for given in tokenize(sys.argv[1:] if argv is None else argv, refusals):
         with refusals.of_reading():
@@ -87,7 +87,7 @@ def _preset(name: str) -> Assignments:
 
 
 def tokenize(argv: Sequence[str], refusals: Refusals) -> list[Given]:
-    """Splits argv into (spelling in the table, raw value); unknown flags and words that belong to none are refused."""
+    """Splits argv into (spelling in the table, raw value); rejects unknown flags and stray words."""
     if "--version" in argv:
         raise SystemExit(print_help(f"megatron {__version__}, torch {version('torch')}, Python {python_version()}"))
     if (text := train_help(sys.argv[0]).answer(argv)) is not None:
@@ -107,7 +107,7 @@ def _is_flag(word: str) -> bool:
 
 
 def _read(word: str, after: Sequence[str]) -> Given:
-    """One flag, with the words up to the next one."""
+    """Parses one flag and the words up to the next one."""
     name, equals, attached = word.partition("=")
     spelling = canonical_spellings().get(f"--{name.lstrip('-')}".replace("_", "-"))
     if spelling is None:
@@ -147,11 +147,11 @@ def _is_switch(target: Target) -> bool:
 def _switch_value(spelling: str, text: str) -> bool:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    raise ConfigError(f"{spelling}={text}: it is a switch; give {spelling} alone, or {spelling}=false")
+    raise ConfigError(f"{spelling}={text}: it is a switch; give only {spelling}, or {spelling}=false")
 
 
 def _values_wanted(target: Target) -> int | str | None:
-    """A number, "+" for one or more, None for a single value that is no list."""
+    """Returns the number of values, "+" for one or more, or None for a single value."""
     if isinstance(target, Setting):
         return target.flag.nargs
     return "+" if target.takes == "values" else None

@@ -7,7 +7,7 @@ from megatron.config.megatron_lm_flags import compat_flags, retired_flags
 from megatron.config.presets import PRESETS
 from megatron.config.run import SECTIONS, all_settings
 from megatron.config.values import show
-from megatron.utils.help import Entry, Help, more
+from megatron.utils.help import Help, HelpEntry, more
 
 _FIRST = """\
 Trains a GPT or a Llama-style model; flags are spelled as in Megatron-LM.
@@ -49,7 +49,7 @@ def train_help(program: str) -> Help:
     return Help(first, (*map(_entry, all_settings()), *_known_by_name()), _SWITCHES)
 
 
-def _entry(setting: Setting) -> Entry:
+def _entry(setting: Setting) -> HelpEntry:
     flag, marks = setting.flag, list[str]()
     if flag.status in ("later", "never"):
         marks = [f"[not supported{' yet' if flag.status == 'later' else ''}: {flag.note}]"]
@@ -62,13 +62,13 @@ def _entry(setting: Setting) -> Entry:
     values = "{" + ",".join(map(str, flag.choices)) + "}" if flag.choices else setting.base.__name__.upper()
     more_values = " ..." if flag.nargs == "+" else ""
     value = "" if setting.is_switch else values + more_values
-    return Entry(setting.section, setting.spellings, value, " ".join([flag.help, *marks]))
+    return HelpEntry(setting.section, setting.spellings, value, " ".join([flag.help, *marks]))
 
 
-def _known_by_name() -> list[Entry]:
+def _known_by_name() -> list[HelpEntry]:
     """Megatron's flags that have no setting here."""
-    rows = [Entry("retired", (flag.spelling,), "", flag.note) for flag in retired_flags().values()]
+    rows = [HelpEntry("retired", (flag.spelling,), "", flag.note) for flag in retired_flags().values()]
     for name, flag in sorted(compat_flags().items()):
         status = {"later": "not supported yet", "never": "not supported"}.get(flag.status, flag.status)
-        rows.append(Entry("known by name", (name,), "", f"[{status}: {flag.note}]"))
+        rows.append(HelpEntry("known by name", (name,), "", f"[{status}: {flag.note}]"))
     return rows

@@ -154,7 +154,7 @@ FAMILIES: dict[str, str] = {
     "--megatron-fsdp-": "Megatron-FSDP is not supported; remove the --megatron-fsdp-* flags",
 }
 
-# flag -> (its notice, the fields that it sets; None stands for the given value)
+# flag -> (its notice, the fields that it sets; None: the given value)
 RETIRED: dict[str, tuple[str, dict[str, str | bool | None]]] = {
     "--activations-checkpoint-method=": (
         "taken as --recompute-granularity full with this --recompute-method",

@@ -1,7 +1,7 @@
 """Compatibility with Megatron-LM's command lines: flags of its scripts that no section declares.
 
 A retired spelling sets the field that replaced it, a no-op prints one line, and every other flag raises an error with
-the fix. `docs/flags.md` lists them all. A new feature's flags move from here into a section.
+the fix. `docs/flags_of_others.md` lists them all. A new feature's flags move from here into a section.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,7 +34,7 @@ class CompatFlag:
 
 @dataclass(frozen=True, kw_only=True)
 class RetiredFlag:
-    """An old spelling, and the values of the fields that replaced it. None stands for the given text."""
+    """An old spelling, and the values of the fields that replaced it. None is replaced by the given value."""
 
     spelling: str
     takes: Takes
@@ -62,7 +62,7 @@ def _parse(word: str) -> tuple[str, Takes, str]:
 def compat_flags() -> Mapping[str, CompatFlag]:
     rows = [row for table in _TABLES for row in _rows_of(table)]
     by_spelling = {row.spelling: row for row in rows}
-    assert len(by_spelling) == len(rows), "a flag stands in both tables"
+    assert len(by_spelling) == len(rows), "a flag is in both tables"
     return MappingProxyType(by_spelling)
 
 

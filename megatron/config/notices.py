@@ -29,7 +29,7 @@ def to_add(config: RunConfig, name: str) -> str:
 
 
 def notices_of(config: RunConfig) -> Iterator[str]:
-    """Yields the notices of a configuration. Those of retired and no-op flags come from the reader of the flags."""
+    """Yields the notices of a configuration. Notices of retired and no-op flags come from the reader of the flags."""
     yield from _of_the_model(config)
     yield from _of_the_training(config)
     for setting, need in without_effect(config):

@@ -1,6 +1,6 @@
 """The settings of other training programs, and what to give here instead.
 
-Names are those of transformers' TrainingArguments, accelerate, DeepSpeed, torchtitan, nanotron, GPT-NeoX, axolotl and
+Names come from transformers' TrainingArguments, accelerate, DeepSpeed, torchtitan, nanotron, GPT-NeoX, axolotl and
 LitGPT, without dashes at the front and with dashes between words. Names that this program has too are left out.
 """
 
@@ -139,7 +139,7 @@ _SENTENCES: dict[str, str] = {
     "the ranks that torchrun starts are counted; do not give it": "world-size world rank node-rank machine-rank",
     "torchrun has the address: --master_addr and --master_port, or --rdzv_endpoint": "master-addr master-port "
     "main-process-ip main-process-port rdzv-endpoint rdzv-backend hostfile",
-    "the ranks that are left are the data-parallel ones; do not give it": "dp dp-size dp-degree data-parallel-size "
+    "the data-parallel size is ranks / (TP x PP x CP); do not give it": "dp dp-size dp-degree data-parallel-size "
     "data-parallel",
     "length is in steps: --train-iters, or --train-samples": "epochs num-epochs num-train-epochs n-epochs epoch "
     "epoch-count",
@@ -149,7 +149,7 @@ _SENTENCES: dict[str, str] = {
     "upload after the run: python tools/convert_checkpoint.py --to hf, then hf upload": "push-to-hub hub-model-id "
     "hub-token hub-strategy hub-private-repo hub-revision hub-always-push upload-s3-path",
     "the scripts train; evaluate with --skip-train or tools/evaluate.py": "do-train do-eval do-predict",
-    "evaluation keeps the loss alone, and no logits; leave it out": "eval-accumulation-steps prediction-loss-only",
+    "evaluation keeps only the loss, no logits; leave it out": "eval-accumulation-steps prediction-loss-only",
     "mu-parametrization is not supported yet; leave it out": "mup",
     "nothing is ever run from a model's folder; leave it out": "remote-code",
     "flash attention is chosen on each device; --kernels and --attention-backend change it": "attn-implementation "
@@ -168,11 +168,9 @@ _SENTENCES: dict[str, str] = {
 
 
 @cache
-def names() -> Mapping[str, str]:
+def answers() -> Mapping[str, str]:
     """Name without dashes at the front -> flags or a sentence."""
-    table = {
-        name: answer for answers in (_FLAGS, _SENTENCES) for answer, names in answers.items() for name in names.split()
-    }
+    table = {name: answer for part in (_FLAGS, _SENTENCES) for answer, names in part.items() for name in names.split()}
     return MappingProxyType(table)
 
 
@@ -182,7 +180,7 @@ def given_elsewhere(spelling: str) -> str | None:
     Of `--training.seq_len` the part after the last dot counts, if the whole is unknown.
     """
     name = spelling.lstrip("-").replace("_", "-").lower()
-    answer = names().get(name.replace(".", "-")) or names().get(name.rpartition(".")[2])
+    answer = answers().get(name.replace(".", "-")) or answers().get(name.rpartition(".")[2])
     if answer is None:
         return None
     return f"here it is {answer}" if answer.startswith("--") else answer

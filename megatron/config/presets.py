@@ -88,10 +88,15 @@ PRESETS: Mapping[str, Values] = MappingProxyType(
         "qwen3-1.7b": _llama(28, 2048, 6144, 16, 8, 40960, **_QWEN3, **_TIED),
         "qwen3-4b": _llama(36, 2560, 9728, 32, 8, 40960, **_QWEN3, **_TIED),
         "qwen3-8b": _llama(36, 4096, 12288, 32, 8, 40960, **_QWEN3),
+        "qwen3-14b": _llama(40, 5120, 17408, 40, 8, 40960, **_QWEN3),
+        "qwen3-32b": _llama(64, 5120, 25600, 64, 8, 40960, **_QWEN3),
         "mistral-7b": _llama(32, 4096, 14336, 32, 8, 32768, window_size=(4095, 0)),
         "mixtral-8x7b": _llama(32, 4096, 14336, 32, 8, 32768, **_MIXTRAL),
         "mixtral-8x22b": _llama(56, 6144, 16384, 48, 8, 65536, **_MIXTRAL),
         "qwen3-30b-a3b": _qwen3_moe(48, 2048, 6144, 32, 768),
         "qwen3-235b-a22b": _qwen3_moe(94, 4096, 12288, 64, 1536),
+        "gpt2-tiny": _gpt(4, 192, 3, 256),
+        "llama-tiny": _llama(4, 192, 512, 3, 3, 256, **_TIED),
+        "moe-tiny": _llama(4, 128, 256, 4, 2, 256, **_TIED, num_experts=8, moe_router_topk=2),
     }
 )

@@ -1,4 +1,4 @@
-"""The refusals of one command line, collected so that all of them are told at once."""
+"""Collects the errors of one command line, so that all of them are printed together."""
 
 import re
 from collections.abc import Iterator
@@ -14,16 +14,18 @@ class UnknownSettingError(ConfigError):
 
 
 class Refusals:
-    """Filled while the settings are read and checked; `end` raises what there is."""
+    """The errors found while settings are read and checked. `end` raises them."""
 
     def __init__(self) -> None:
         self._errors: dict[str, ConfigError] = {}
         self._in_doubt: set[str] = set()
 
     def refuse(self, error: ConfigError, *doubted: str) -> None:
-        """A value that cannot be read. The flags that the line names, before its way out, and those in `doubted` are
-        in doubt from then on: they stand at their defaults, and what a check says of them would only follow from this
-        refusal."""
+        """Records a value that cannot be read.
+
+        The flags that the line names before its fix, and those in `doubted`, keep their defaults. Later errors about
+        them would only follow from this one, so they are dropped.
+        """
         self._errors.setdefault(str(error), error)
         self._in_doubt.update(_FLAG.findall(str(error).partition(";")[0]), doubted)
 
@@ -39,7 +41,7 @@ class Refusals:
 
     @contextmanager
     def of_checking(self) -> Iterator[None]:
-        """A check across settings. After a refusal it may also fail in other ways, which says nothing new."""
+        """Records the error of a check across settings. After an earlier error, any other exception is dropped too."""
         try:
             yield
         except ConfigError as error:
@@ -50,7 +52,7 @@ class Refusals:
                 raise
 
     def end_if_unknown(self) -> None:
-        """Raises unknown names alone: a misspelt flag is also a missing one, and what follows from that is noise."""
+        """Raises the unknown names, without other errors: a misspelt flag is also missing, which would be noise."""
         self._raise(tuple(error for error in self._errors.values() if isinstance(error, UnknownSettingError)))
 
     @property

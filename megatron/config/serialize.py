@@ -127,7 +127,7 @@ def adopt_checkpoint_args(
     if adopted.moe.weight_is_always_one:
         lines.append(
             "--moe-router-topk 1 of the checkpoint: the softmax over one expert is 1, so its router learns from the "
-            "balance loss alone"
+            "balance loss only"
         )
     return dataclasses.replace(adopted, notices=(*config.notices, *lines))
 

@@ -28,7 +28,7 @@ Target = Setting | RetiredFlag | CompatFlag
 
 @dataclass(frozen=True)
 class Given:
-    """One setting as it was written: the spelling, and True, False or the raw value."""
+    """One setting as the user wrote it: the spelling, and True, False or the raw value."""
 
     spelling: str
     raw: Any
@@ -36,7 +36,7 @@ class Given:
 
 @cache
 def spelling_table() -> Mapping[str, Target]:
-    """Every accepted spelling and what it stands for."""
+    """Returns every accepted spelling with its setting or compatibility flag."""
     table: dict[str, Target] = {spelling: s for s in all_settings() for spelling in s.spellings}
     for extra in (retired_flags(), compat_flags()):
         assert not table.keys() & extra.keys(), table.keys() & extra.keys()
@@ -52,7 +52,7 @@ def canonical_spellings() -> Mapping[str, str]:
 
 @cache
 def _that_work() -> tuple[str, ...]:
-    """The spellings worth suggesting."""
+    """Returns the spellings of settings that work, which may be suggested."""
     return tuple(
         s for s, target in spelling_table().items() if isinstance(target, Setting) and target.flag.status == "works"
     )
@@ -75,16 +75,16 @@ class Assignments:
     values: dict[str, Any] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
     spelled: dict[str, str] = field(default_factory=dict)
-    """Each value as it was written: a flag or a key, and its text."""
+    """Field name -> the flag or key with its text, as the user wrote it."""
     named_by_key: bool = False
-    """Whether the origin of a value names its key too, for messages of checks that speak of flags."""
+    """True if the origin of a value names its key too, for messages of checks that name flags."""
 
     def origin_of(self, name: str) -> str:
         return f"key {self.spelled[name]} of {self.origin}" if self.named_by_key else self.origin
 
     def set(self, setting: Setting, value: Any, spelled: str) -> None:
-        """A flag given twice takes its last value and prints a line, because shell scripts end in "$@"; two different
-        spellings that disagree are refused."""
+        """Sets a value. A flag given twice takes its last value and prints a line, because shell scripts end in "$@".
+        Two different spellings that disagree are rejected."""
         if setting.name in self.values and self.values[setting.name] != value:
             before = self.spelled[setting.name]
             if before.split()[0] != spelled.split()[0]:
@@ -120,26 +120,26 @@ class Assignments:
 
 
 class SettingsSource(Protocol):
-    """A file of another program that the command line, or a file of --config, names."""
+    """Reads another program's file that the command line or a file of --config names."""
 
     def __call__(self, others: Sequence[Assignments], refusals: Refusals) -> Assignments | None:
-        """Its values; None if none is named. `others` take precedence over it, the last one most."""
+        """Returns the values of the file; None if none is named. `others` have higher precedence, the last one most."""
 
 
 def value_of(sources: Sequence[Assignments], name: str) -> Any:
-    """The value from the source with the highest precedence, which is the last."""
+    """Returns the value from the source with the highest precedence, which is the last."""
     return next((source.values[name] for source in reversed(sources) if name in source.values), None)
 
 
 def no_other_file(others: Sequence[Assignments], refusals: Refusals) -> None:
-    """The source of an entry that reads no other program's settings: one that is named is refused."""
+    """Rejects a DeepSpeed file, for entry points that do not read one."""
     path = value_of(others, "deepspeed_config")
     if path is not None and value_of(others, "deepspeed"):
         refusals.refuse(ConfigError(f"--deepspeed_config {path}: is read by megatron.pretrain and by the tools"))
 
 
 def _interpret_retired(given: Given, setting: Setting, spelled: str) -> Any:
-    """What is refused under the name of the setting names the older flag too."""
+    """Interprets the value of a retired spelling; its errors name that spelling too."""
     try:
         return interpret(given, setting)
     except ConfigError as error:
@@ -148,7 +148,7 @@ def _interpret_retired(given: Given, setting: Setting, spelled: str) -> Any:
 
 
 def interpret(given: Given, setting: Setting) -> Any:
-    """The parsed value; what this version does not support is refused here, by name."""
+    """Parses the value, and rejects what this version does not support."""
     later = setting.flag.status in ("later", "never")
     try:
         if setting.is_switch:
@@ -174,7 +174,7 @@ def _flatten(path: str, content: Mapping[Any, Any]) -> dict[str, Any]:
         grouped = isinstance(value, dict)
         if grouped and key not in SECTIONS:
             hint = nearest(str(key), SECTIONS)
-            raise ConfigError(f"--config {path}: '{key}' is no section{hint}; sections are {', '.join(SECTIONS)}")
+            raise ConfigError(f"--config {path}: '{key}' is not a section{hint}; sections are {', '.join(SECTIONS)}")
         for name, inner in value.items() if grouped else [(key, value)]:
             spelling = str(name).lstrip("-").replace("_", "-")
             if spelling in flat and flat[spelling] != inner:

@@ -32,7 +32,7 @@ class StageLayers:
 
 
 def stage_layers(layers: int, parallel: ParallelConfig) -> StageLayers:
-    """Divides the layers over the stages as the settings say."""
+    """Divides the layers over the stages by the settings."""
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     embedding, loss = parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split
     if not (embedding or loss or parallel.has_virtual_stages):

@@ -1,4 +1,4 @@
-"""What to type when --data-path is text, or a dataset's name on the Hugging Face Hub, instead of a prefix."""
+"""Suggests a command if --data-path is text, or the name of a dataset on the Hugging Face Hub."""
 
 import json
 import shlex
@@ -13,7 +13,7 @@ _PEEK = 65536
 def fix_of_prefix(config: RunConfig, flag: str, prefix: str) -> str | None:
     """Returns the reason and the fix; None if `prefix` is neither text nor a name on the Hub."""
     path = Path(prefix)
-    if path.suffix in (".bin", ".idx"):
+    if path.suffix in (".bin", ".idx") or Path(f"{prefix}.idx").exists():
         return None
     if path.is_file():
         key = _key_of_text(path)
@@ -28,7 +28,7 @@ def fix_of_prefix(config: RunConfig, flag: str, prefix: str) -> str | None:
 
 
 def _key_of_text(path: Path) -> str | None:
-    """The key of the text in the first JSON line; "text" where the line is no JSON; None if the file is not text."""
+    """Returns the key of the text in the first JSON line, "text" without JSON, or None if the file is not text."""
     with path.open("rb") as file:
         beginning = file.read(_PEEK)
     try:

@@ -1,4 +1,4 @@
-"""Which samples each evaluation of the validation data reads, from the flags that say so."""
+"""Plans which samples each evaluation of the validation data reads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,25 +9,27 @@ from megatron.config.sections.data import DataConfig
 from megatron.errors import ConfigError
 
 ONE_SET = "valid"
-"""What the set is called in records where there is one."""
+"""Name of a single validation set in records."""
 SET_PREFIX = "validation-"
-"""Before the name of one of several, in records."""
+"""Prefix of the name of one of several sets in records."""
 
 
 @dataclass(frozen=True)
 class ValidationPlan:
-    """`samples`: of each set, the first so many at every evaluation, or all of them (None). No plan at all: every
-    evaluation reads the next --eval-iters global batches, as in Megatron-LM."""
+    """Number of samples that every evaluation reads from the start of each set; None for all of them.
+
+    Without a plan, every evaluation reads the next --eval-iters global batches, as in Megatron-LM.
+    """
 
     samples: Mapping[str, int | None]
 
     def of(self, split: str) -> int | None:
-        """The number of samples to read of the set whose records have this `split`."""
+        """Returns the number of samples to read of the set whose records have this `split`."""
         return self.samples[split.removeprefix(SET_PREFIX)]
 
 
 def set_names(config: RunConfig) -> tuple[str, ...]:
-    """The names of the validation sets; one name unless there is --multiple-validation-sets."""
+    """Returns the names of the validation sets; a single name without --multiple-validation-sets."""
     blend = data_sources(config.data).blends[1]
     if not config.data.multiple_validation_sets or blend is None:
         return (ONE_SET,)
@@ -35,13 +37,13 @@ def set_names(config: RunConfig) -> tuple[str, ...]:
 
 
 def named_sets(config: DataConfig, blend: Blend) -> list[tuple[str, str]]:
-    """(name, prefix) of each of --multiple-validation-sets; those without a name are numbered."""
+    """Returns (name, prefix) of each of --multiple-validation-sets; sets without a name are numbered."""
     names = config.validation_set_names or [str(number) for number in range(len(blend.prefixes))]
     return list(zip(names, blend.prefixes, strict=True))
 
 
 def validation_plan(config: RunConfig, batch_size: int) -> ValidationPlan | None:
-    """`batch_size`: of an evaluation, for the sets that --eval-iters bounds."""
+    """`batch_size`: samples per evaluation step, for sets that --eval-iters bounds."""
     evaluation, names = config.evaluation, set_names(config)
     asked = asked_samples(config)
     if asked is None and not evaluation.full_validation:
@@ -66,7 +68,7 @@ def asked_samples(config: RunConfig) -> dict[str, int] | None:
         if not equals:
             raise ConfigError(f"{flag}: {word!r} is not NAME=N; give one number for all sets, or NAME=N for each")
         if not several:
-            raise ConfigError(f"{flag}: there is one validation set; give its number of samples alone")
+            raise ConfigError(f"{flag}: there is one validation set; give only its number of samples")
         if name not in names:
             raise ConfigError(f"{flag}: no validation set is called {name!r}; there are {', '.join(names)}")
         if name in found:
@@ -75,7 +77,7 @@ def asked_samples(config: RunConfig) -> dict[str, int] | None:
     missing = [name for name in names if name not in found]
     if missing and not config.evaluation.full_validation:
         raise ConfigError(
-            f"{flag}: says nothing of {', '.join(missing)}; add {missing[0]}=N, or --full-validation to read the "
+            f"{flag}: no number for {', '.join(missing)}; add {missing[0]}=N, or --full-validation to read the "
             "others whole"
         )
     return found

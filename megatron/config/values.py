@@ -42,7 +42,7 @@ def parse_switch(setting: Setting, raw: Any) -> bool:
     if text in _FALSE:
         return False
     raise ConfigError(
-        f"{setting.spelling} {show(raw)}: it is a switch; give {setting.spelling} alone, or {setting.spelling}=false"
+        f"{setting.spelling} {show(raw)}: it is a switch; give only {setting.spelling}, or {setting.spelling}=false"
     )
 
 

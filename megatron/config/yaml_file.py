@@ -5,9 +5,11 @@ Dates stay text, as in `run-name: 2024-01-01`.
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from megatron.config.text_file import text_of
+from megatron.config.values import nearest
 from megatron.errors import ConfigError
 from megatron.utils.numerals import real_number
 
@@ -19,11 +21,19 @@ _NOT_FINITE = re.compile(r"[+-]?\.(inf|nan)", re.IGNORECASE)
 _DATE_TAG = "tag:yaml.org,2002:timestamp"
 
 
+_SHIPPED = tuple(Path(__file__).resolve().parents[above] / "configs" for above in (1, 2))  # installed, in a checkout
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Paths of the settings that come with this package, by the bare names that --config takes."""
+    return {path.stem: path for folder in _SHIPPED for path in sorted(folder.glob("*.yaml"))}
+
+
 def read_yaml(path: str) -> dict[Any, Any]:
     """Returns the file's mapping."""
     import yaml  # here, because a command line without --config needs no YAML
 
-    text = text_of("--config", path, "YAML")
+    text = text_of("--config", _found(path), "YAML")
     try:
         problem = _problem(yaml.parse(text, Loader=yaml.SafeLoader))
         if problem is not None:
@@ -48,6 +58,16 @@ def read_yaml(path: str) -> dict[Any, Any]:
     return content
 
 
+def _found(path: str) -> str:
+    """A file of that path, or else the shipped one of that name."""
+    names = {} if Path(path).exists() or Path(path).name != path or Path(path).suffix == ".yaml" else shipped_configs()
+    if names and path not in names:
+        raise ConfigError(
+            f"--config {path}: no such file, and none is shipped{nearest(path, names)}; {', '.join(names)}"
+        )
+    return str(names.get(path, path))
+
+
 def _problem(events: Iterable[Any]) -> str | None:
     """Returns the first construct that settings do not need, from the parser's events, before it builds anything."""
     depth, collections = 0, set()
@@ -59,7 +79,7 @@ def _problem(events: Iterable[Any]) -> str | None:
         if depth > _DEEPEST:
             return f"{line}: nested too deeply; write settings as 'name: value', optionally in sections"
         if getattr(event, "tag", None) not in (None, "!", _PLAIN_TAG):
-            return f"{line}: the tag {event.tag} is not supported; write the value alone"
+            return f"{line}: the tag {event.tag} is not supported; write only the value"
         if opens and event.anchor is not None:
             collections.add(event.anchor)
         if kind == "AliasEvent" and event.anchor in collections:

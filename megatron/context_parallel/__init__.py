@@ -1,4 +1,4 @@
-"""Context parallelism: how a sequence is split over ranks, and attention over the whole of it."""
+"""Context parallelism: splits a sequence over ranks, and computes attention over all of it."""
 
 from megatron.context_parallel.gathered import GatheredAttention
 from megatron.context_parallel.ring import RingAttention

@@ -1,8 +1,8 @@
-"""Blockwise attention: attention of a chunk of queries over a chunk of keys, and merging the results of several.
+"""Blockwise attention: computes attention of a chunk of queries over a chunk of keys, and merges several results.
 
-Softmax over all keys is the mean of the softmaxes over their parts, weighted with exp(log-sum-exp) of each part, so the
-parts can be processed one after another. Scores, sums and the merged result are in fp32 (in fp64 for fp64). Memory is
-bounded by working on a few queries at a time, and all sums have a fixed order.
+Softmax over all keys is the mean of the softmaxes over parts, weighted with exp(log-sum-exp) of each part. The parts
+can therefore be processed one after another. Scores, sums and the merged result are in fp32 (fp64 for fp64). A few
+queries are processed at a time to bound memory, and all sums have a fixed order.
 """
 
 import math
@@ -18,22 +18,22 @@ from megatron.utils.dtype import widened
 
 _ROWS = {"cpu": 128}  # queries at a time
 _ROWS_ACCELERATOR = 1024
-_SCORES = 1 << 26  # the most scores at a time
+_SCORES = 1 << 26  # upper limit of scores at a time
 _HEADROOM = 64.0  # fp16 scores are computed divided by 64, so that none overflows; a power of two is exact
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """The softmax of one attention call."""
+    """Softmax settings of one attention call."""
 
     scale: float
     dropout_p: float = 0.0
-    seed: int = 0  # of the dropout mask, which the backward pass draws again
+    seed: int = 0  # of the dropout mask; the backward pass generates the same mask again
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A chunk of queries and a chunk of keys that starts no later."""
+    """Chunk of queries and chunk of keys that starts no later."""
 
     query_chunk: int
     key_chunk: int
@@ -44,16 +44,16 @@ class Pair:
 
     @property
     def may_hide_all(self) -> bool:
-        """Whether a query may see none of the keys."""
+        """True if a query may see none of the keys."""
         return self.look_back is not None or self.query_documents is not None
 
     def keys_before(self, stop: int, keys: int) -> int:
-        """The number of keys that the queries before `stop` can see at most."""
+        """Upper limit of the keys that queries before `stop` can see."""
         return min(keys, self.distance + stop)
 
     def hidden(self, start: int, stop: int, keys: int, device: torch.device) -> tuple[int, Tensor] | None:
-        """The mask of queries start..stop over the first `keys` keys: (index of its first key, before which all keys
-        are visible; true where hidden, [batch or 1, 1, 1, rows, keys from there on])."""
+        """Mask of queries start..stop over the first `keys` keys: (index of its first key, before which all keys are
+        visible; true where hidden, [batch or 1, 1, 1, rows, keys from there on])."""
         parts, first = [], 0
         if self.query_documents is not None and self.key_documents is not None:
             parts.append(self.query_documents[:, start:stop, None] != self.key_documents[:, None, :keys])
@@ -91,7 +91,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, pair: Pair, softmax: Soft
 def merge_partial_attention(result: Tensor, log_sum: Tensor, other: Tensor, other_sum: Tensor) -> None:
     """Merges attention over other keys into `result` and `log_sum`, in place."""
     total = torch.logaddexp(log_sum, other_sum)
-    reference = total.masked_fill(total == -math.inf, 0.0)  # of queries that see no key: exp(-inf - 0) is 0, not NaN
+    reference = total.masked_fill(total == -math.inf, 0.0)  # for queries that see no key: exp(-inf - 0) is 0, not NaN
     result.mul_((log_sum - reference).exp_().unsqueeze(-1))
     result.addcmul_(other, (other_sum - reference).exp_().unsqueeze(-1))
     log_sum.copy_(total)
@@ -99,10 +99,10 @@ def merge_partial_attention(result: Tensor, log_sum: Tensor, other: Tensor, othe
 
 @dataclass(frozen=True)
 class Finished:
-    """What the backward pass needs of a chunk of queries after all merges."""
+    """Inputs of the backward pass for a chunk of queries, after all merges."""
 
     log_sum: Tensor  # [batch, heads, queries]
-    grad: Tensor  # of the result [batch, heads, queries, d]
+    grad: Tensor  # gradient of the result [batch, heads, queries, d]
     delta: Tensor  # grad . result [batch, heads, queries]
 
 
@@ -172,7 +172,7 @@ def _softmax(scores: Tensor, may_hide_all: bool) -> tuple[Tensor, Tensor]:
 
 
 def _kept(probabilities: Tensor, pair: Pair, start: int, softmax: Softmax) -> Tensor | None:
-    """The dropout factors, 0 or 1 / (1 - p), equal at every call."""
+    """Dropout factors, 0 or 1 / (1 - p), the same in every call."""
     if softmax.dropout_p == 0.0:
         return None
     generator = torch.Generator(probabilities.device)

@@ -1,4 +1,4 @@
-"""All-gather attention: every rank gathers all keys and values, with one message per layer and the memory of all
+"""All-gather attention: every rank gathers all keys and values, in one message per layer. It needs memory for all
 keys."""
 
 import torch
@@ -15,7 +15,7 @@ _SEQUENCE = 2  # of [batch, heads, seq, d]
 
 
 class GatheredAttention(nn.Module):
-    """Each of the rank's two chunks of queries attends to the keys up to its end with the plain core attention."""
+    """Attends from each of the rank's two chunks of queries to all keys up to its end, by the plain core attention."""
 
     def __init__(self, core: CoreAttention, cp: Axis, window: Window) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class GatheredAttention(nn.Module):
     def visible(
         cp: Axis, tokens: int, window: Window, document_ids: Tensor | None, device: torch.device
     ) -> tuple[Tensor | None, bool]:
-        """A mask [batch or 1, 1, this rank's tokens, all tokens], or None if attention is only causal."""
+        """Mask [batch or 1, 1, this rank's tokens, all tokens], or None if attention is only causal."""
         size = tokens // 2
         masks = []
         for chunk in chunks_of(cp.rank, cp.size):

@@ -1,6 +1,6 @@
 """Ring attention: blocks of keys and values rotate over the ranks, and each rank merges its queries' attention to them.
 
-The next block is received while the present one is processed. In the backward pass the blocks rotate once more, with
+The next block is received while the current one is processed. In the backward pass the blocks rotate once more, with
 their gradients one step behind, so that no rank holds more than two blocks.
 """
 
@@ -24,7 +24,7 @@ from megatron.model.attention_mask import Window
 
 
 class RingAttention(nn.Module):
-    """Dropout uses a random stream per rank, because ranks hold different queries."""
+    """Computes ring attention. Dropout uses a random stream per rank, because ranks hold different queries."""
 
     def __init__(self, core: CoreAttention, cp: Axis, window: Window) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class RingAttention(nn.Module):
     def visible(
         cp: Axis, tokens: int, window: Window, document_ids: Tensor | None, device: torch.device
     ) -> tuple[Tensor | None, bool]:
-        """The document ids of all tokens instead of a mask, which `forward` derives block by block."""
+        """Returns the document ids of all tokens instead of a mask; `forward` derives the mask block by block."""
         return document_ids, True
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
@@ -54,8 +54,8 @@ class _Ringed:
     look_back: int | None
 
     def pairs(self, owner: int, chunk: int, document_ids: Tensor | None) -> Iterator[tuple[int, int, Pair]]:
-        """(index of my chunk, index of the owner's chunk, their `Pair`) of all pairs in which a query may see a key. In
-        my own block each chunk is paired with itself first, so every query has seen a key from then on."""
+        """Yields (index of my chunk, index of the owner's chunk, their `Pair`) of all pairs in which a query may see a
+        key. In my own block each chunk is paired with itself first, so that every query has seen a key from then on."""
         mine, theirs = chunks_of(self.cp.rank, self.cp.size), chunks_of(owner, self.cp.size)
         for q, query_chunk in enumerate(mine):
             for k, key_chunk in sorted(enumerate(theirs), reverse=True):
@@ -72,7 +72,7 @@ def _chunk(document_ids: Tensor | None, number: int, size: int) -> Tensor | None
 
 
 def _rotation(block: Tensor, cp: Axis) -> Iterator[tuple[int, Tensor]]:
-    """(owner, block) of every rank, my own first; the next block is received meanwhile."""
+    """Yields (owner, block) of every rank, my own first; the next block is received meanwhile."""
     for step in range(cp.size):
         last = step == cp.size - 1
         arriving = None if last else collectives.start_shift(block, cp)
@@ -87,7 +87,7 @@ class _Ring(Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None, ring: _Ringed
     ) -> Tensor:
         wide, chunk = torch.promote_types(query.dtype, torch.float32), query.shape[2] // 2
-        # In the layout that the next projection reads: [batch, seq, heads, d].
+        # With the strides that the next projection reads: [batch, seq, heads, d].
         result = torch.zeros_like(query.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format)
         results = result.transpose(1, 2).chunk(2, 2)
         log_sum = query.new_full(query.shape[:3], -torch.inf, dtype=wide)

@@ -1,8 +1,8 @@
-"""The balanced split of a sequence into 2N chunks, of which rank r of N holds chunks r and 2N - 1 - r.
+"""Balanced split of a sequence into 2N chunks: rank r of N holds chunks r and 2N - 1 - r.
 
 Under a causal mask late tokens attend to more keys than early ones; with this split all ranks have the same work.
-Tokens occur in three orders: of the sequence, of a rank's own part (its two chunks, ascending), and "by rank" (the
-parts of ranks 0, 1, ... concatenated, as collectives deliver them).
+Tokens occur in three orders: the sequence's, a rank's own part (its two chunks, ascending), and "by rank" (the parts of
+ranks 0, 1, ... concatenated, as collectives deliver them).
 """
 
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from megatron.model.passes import Batch, shape_of
 
 
 def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
-    """The two chunks of a rank, ascending."""
+    """Numbers of the two chunks of a rank: one from each end, which balances causal attention."""
     return rank, 2 * ranks - 1 - rank
 
 
@@ -45,7 +45,7 @@ def by_rank(x: Tensor, ranks: int, dim: int) -> Tensor:
 
 
 def own_positions(tokens: int, cp: Axis, device: torch.device) -> Tensor:
-    """The positions in the sequence of this rank's `tokens` tokens."""
+    """Positions in the sequence of this rank's `tokens` tokens."""
     first, second = chunks_of(cp.rank, cp.size)
     size = tokens // 2
     steps = torch.arange(size, device=device)
@@ -53,8 +53,8 @@ def own_positions(tokens: int, cp: Axis, device: torch.device) -> Tensor:
 
 
 def slice_batch(batch: Batch, cp: Axis) -> Batch:
-    """Cuts every tensor [batch, seq, ...] of a batch to this rank's part of the sequence, except document ids, which
-    attention needs of all tokens."""
+    """Cuts every tensor [batch, seq, ...] of a batch to this rank's part of the sequence. Document ids stay whole,
+    because attention needs the ids of all tokens."""
     if cp.size == 1:
         return batch
     shape = _tokens_shape(batch, cp)
@@ -70,7 +70,7 @@ def _tokens_shape(batch: Batch, cp: Axis) -> torch.Size:
     shape = shape_of(batch) if isinstance(batch.get("tokens", batch.get("position_ids")), Tensor) else torch.Size()
     if len(shape) != 2:
         raise ConfigError(
-            f"{CP_FLAG} {cp.size}: a batch must have 'tokens' [batch, seq], by which it is cut, and has "
+            f"{CP_FLAG} {cp.size}: a batch must have 'tokens' [batch, seq] to be cut, and has only "
             f"{', '.join(map(str, batch))}; use {CP_FLAG} 1 for other data"
         )
     if shape[1] % (2 * cp.size):
@@ -92,8 +92,8 @@ def _reordered(x: Tensor, order: list[int], dim: int) -> Tensor:
 
 
 class ContextAttention(Protocol):
-    """A core attention whose queries are this rank's part of the sequence. `visible` computes, once per pass, the
-    `mask` and `causal` arguments of its calls in all layers; their meaning is private to each implementation."""
+    """Core attention whose queries are this rank's part of the sequence. Once per pass, `visible` computes the
+    arguments `mask` and `causal` of its calls in all layers. Their meaning is private to each implementation."""
 
     @staticmethod
     def visible(
@@ -102,7 +102,7 @@ class ContextAttention(Protocol):
 
 
 class SharedSequence(SequenceView):
-    """The model's view of this rank's part. `document_ids` are those of the whole sequence."""
+    """The model's view of this rank's part. `document_ids` cover the whole sequence."""
 
     def __init__(self, cp: Axis, attention: type[ContextAttention]) -> None:
         self.cp, self.attention = cp, attention
@@ -123,5 +123,5 @@ class SharedSequence(SequenceView):
     ) -> tuple[Tensor | None, bool]:
         if document_ids is not None:
             whole = tokens * self.cp.size
-            assert document_ids.shape[1] == whole, f"document ids of {document_ids.shape[1]} tokens, not of all {whole}"
+            assert document_ids.shape[1] == whole, f"{document_ids.shape[1]} document ids for {whole} tokens"
         return self.attention.visible(self.cp, tokens, window, document_ids, device)

@@ -1,5 +1,4 @@
-"""All-to-all attention (DeepSpeed's Ulysses): exchanges the split of the sequence for a split of the heads, and
-back."""
+"""All-to-all attention (DeepSpeed's Ulysses): exchanges a split of the sequence for a split of the heads, and back."""
 
 from functools import partial
 from math import lcm
@@ -15,7 +14,7 @@ from megatron.model.attention_mask import Window, attention_mask
 
 
 class UlyssesAttention(nn.Module):
-    """If there are fewer KV heads than ranks they are repeated, so that every rank has those of its query heads."""
+    """Computes attention with split heads. KV heads are repeated if there are fewer of them than ranks."""
 
     def __init__(self, core: CoreAttention, cp: Axis, window: Window) -> None:
         super().__init__()
@@ -49,6 +48,6 @@ def _heads_for_sequence(x: Tensor, cp: Axis) -> Tensor:
 
 
 def _sequence_for_heads(x: Tensor, cp: Axis) -> Tensor:
-    """The way back."""
+    """Reverses `_heads_for_sequence`."""
     parts = by_rank(x, cp.size, 2).unflatten(2, (cp.size, -1))
     return collectives.all_to_all(parts.movedim(2, 0), cp).movedim(0, 1)

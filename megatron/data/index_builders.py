@@ -5,16 +5,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from types import ModuleType
 from typing import Literal
 
 import numpy as np
 
+from megatron.commands import build_command
+from megatron.data.helpers import INTERFACE, Helpers, helpers
 from megatron.errors import ConfigError
 from megatron.utils.process import usable_cpus
 
-_INTERFACE = 2  # of csrc/data/helpers.cpp
 _INT32_MAX = np.iinfo(np.int32).max
 _UINT32_MAX = np.iinfo(np.uint32).max
 _BLOCK = 1 << 18  # documents per block in numpy, to keep its temporaries small
@@ -56,7 +55,7 @@ def shuffle_dtype(samples: int) -> np.dtype:
 class Builders:
     """One interface to the two implementations."""
 
-    helpers: ModuleType | None
+    helpers: Helpers | None
     reason: str
     threads: int = 1  # of the C++ loops; the result does not depend on it
     say: Callable[[str], None] | None = None  # called with a line before long work
@@ -68,13 +67,13 @@ class Builders:
         if implementation == "numpy":
             return cls(None, "numpy: asked for", say=say)
         try:
-            helpers = import_module("megatron.data._helpers")
-        except ImportError as error:
-            reason = f"not built ({error}); run: pip install pybind11 && python setup.py build_ext --inplace"
+            compiled = helpers()
+        except (OSError, AttributeError):
+            reason = f"not built; run: {build_command()}"
         else:
-            if getattr(helpers, "interface", None) == _INTERFACE:
-                return cls(helpers, "c++", min(_MOST_THREADS, usable_cpus()), say)
-            reason = "built from other sources (stale); run: python setup.py build_ext --inplace"
+            if compiled.interface == INTERFACE:
+                return cls(compiled, "c++", min(_MOST_THREADS, usable_cpus()), say)
+            reason = f"built from other sources; run: {build_command()}"
         if implementation == "c++":
             raise ConfigError(f"data index builders in C++: {reason}")
         return cls(None, f"numpy: C++ {reason}", say=say)

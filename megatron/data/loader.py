@@ -152,7 +152,7 @@ class BatchIterator(Iterator[Batch]):
         read_ahead: int = 2,
     ) -> None:
         """Starts the workers. `dataset[ids]` is a whole batch, which `collate` converts for the transfer. `read_ahead`
-        batches are prefetched in this process, in addition to those of the workers."""
+        batches are prefetched in this process, in addition to the workers' batches."""
         loader = DataLoader(
             dataset,
             batch_size=None,  # the sampler yields whole batches

@@ -21,7 +21,7 @@ def fetch_words(words: Iterable[str], folder: Path) -> list[str]:
 
 
 def fetch_pair(prefix: str, folder: Path) -> str:
-    """Downloads .bin, .idx and any record; returns the local prefix. Each URL folder has its own local folder."""
+    """Downloads .bin, .idx and any .meta.json; returns the local prefix. Each URL folder has its own local folder."""
     remote.refuse_secrets(prefix)
     parent, _, name = prefix.rpartition("/")
     place = folder / hashlib.sha256(parent.encode()).hexdigest()[:8]

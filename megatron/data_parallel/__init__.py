@@ -1,4 +1,4 @@
-"""Copies of one model on several ranks: stores of weights and gradients. Works on any nn.Module."""
+"""Data parallelism: stores of weights and gradients for replicas of a model. Works with any nn.Module."""
 
 from megatron.data_parallel.broadcast import broadcast_parameters
 from megatron.data_parallel.bucket_store import DEFAULT_BUCKET_SIZE, BucketStore

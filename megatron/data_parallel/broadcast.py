@@ -1,4 +1,4 @@
-"""The first rank's values for all ranks of an axis."""
+"""Copies the first rank's values to all ranks of an axis."""
 
 from collections.abc import Iterable
 
@@ -12,8 +12,8 @@ from megatron.utils.dtype import resolved
 
 @torch.no_grad()
 def broadcast_parameters(tensors: Iterable[tuple[str, Tensor]], dp: Axis, through: torch.device | None = None) -> None:
-    """Copies the first rank's values to the other ranks of the axis; for models that each rank initialised. `through`:
-    the device that sends them. Unset: their own."""
+    """Copies the first rank's values to the other ranks of the axis, for models that each rank initialised. `through`:
+    the device that sends them; default: the tensors' own."""
     if dp.size == 1:
         return
     for _, tensor in tensors:
@@ -25,10 +25,10 @@ def broadcast_parameters(tensors: Iterable[tuple[str, Tensor]], dp: Axis, throug
 
 @torch.no_grad()
 def share_buffers(module: nn.Module, dp: Axis) -> None:
-    """Gives all ranks the first one's buffers, in one message."""
+    """Broadcasts the first rank's buffers, in one message."""
     if dp.size == 1:
         return
-    buffers = sorted(module.buffers(), key=lambda one: -one.element_size())  # each begins where its type may
+    buffers = sorted(module.buffers(), key=lambda one: -one.element_size())  # keeps every buffer aligned to its dtype
     if not buffers:
         return
     message = torch.cat([collectives.as_bytes(resolved(one).contiguous()) for one in buffers])

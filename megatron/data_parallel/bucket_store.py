@@ -1,17 +1,17 @@
-"""The store of a model that every data-parallel rank holds whole: gradients in buckets, summed once per step.
+"""Store of weights that every data-parallel rank holds whole: gradients in buckets, summed once per step.
 
     store = BucketStore(model.named_parameters(), state.dp)
     store.zero()
     for batch in micro_batches:
-        if last: store.arm()          # with overlap: reduce each bucket as soon as its last gradient is there
+        if last: store.arm()          # with overlap: reduce each bucket as soon as its last gradient arrives
         loss(batch).backward()
-    store.reduce()                    # a SUM over the ranks: the loss decides what it is divided by
+    store.reduce()                    # a SUM over the ranks: the loss decides what to divide by
 
-A hook on every parameter moves its gradient into the buffer, so backward stays what torch does. Half-precision
-gradients are added up in fp32. On one rank a parameter in the gradients' type needs no buffer: its gradient stays in
-`parameter.grad`, and the step is the plain single-process one.
+A hook on every parameter moves its gradient into the buffer; backward itself is torch's. Half-precision gradients are
+accumulated in fp32. On one rank, a parameter with the dtype of its gradients needs no buffer: its gradient stays
+in `parameter.grad`, as in single-process training.
 
-A parameter that got no gradient counts as having a gradient of zero, on every rank and in every layout.
+A parameter without a gradient counts as having a zero gradient, on every rank and in every layout.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -31,13 +31,13 @@ from megatron.state.store import FlatRun
 from megatron.utils.dtype import HALF
 
 DEFAULT_BUCKET_SIZE = 40_000_000
-"""Elements of a bucket: few messages without overlap, and small enough that the first starts early with it."""
+"""Elements of a bucket: few messages without overlap, and small enough for an early first message with it."""
 _SCRATCH_SIZE = 1 << 20
 """Elements widened at a time when a half gradient is added to fp32: stays in the cache, three times faster."""
 
 
 class BucketStore(TrainingStore):
-    """The weights and gradients of `params`, the latter summed over the data-parallel axis by `reduce()`."""
+    """Weights and gradients of `params`; `reduce()` sums the gradients over the data-parallel axis."""
 
     def __init__(
         self,
@@ -56,17 +56,17 @@ class BucketStore(TrainingStore):
         accumulate: Accumulate | None = None,
         counts_lacking: bool = False,
     ) -> None:
-        """`params` are summed over `dp`, in few large messages.
+        """Registers hooks on `params`, whose gradients are summed over `dp` in few large messages.
 
-        - `axes`: the axis to sum over, for parameters (such as experts) that have another than `dp`.
-        - `replicas`: with `divided`, the ranks of other instances that update the same chunk, to sum over as well.
-        - `apart`: parameters that get a bucket of their own, so that it is divided equally wherever else they are held.
-        - `flat`: every gradient is in a buffer, even where `parameter.grad` would do.
-        - `divided` (ZeRO-1): each rank gets the sum of its own chunk of every buffer alone, and updates that.
-        - `in_own_type`: gradients are accumulated in the type of their parameter, half precision included.
+        - `axes`: axis to sum over, for parameters (such as experts) that use another than `dp`.
+        - `replicas`: with `divided`, also sum over this axis: the ranks of other instances that update the same chunk.
+        - `apart`: parameters with a bucket of their own, so that it is divided equally on all stages that hold them.
+        - `flat`: keep every gradient in a buffer, even where `parameter.grad` would do.
+        - `divided` (ZeRO-1): each rank gets only the sum of its own chunk of every buffer, and updates that.
+        - `in_own_type`: accumulate gradients in their parameter's dtype, half precision included.
         - `accumulate`: a matrix product that adds its result to a buffer.
-        - `late_gather`: a model whose next forward pass runs while its divided weights are being gathered.
-        - `counts_lacking`: the message of each bucket also counts the ranks that lack one of its gradients.
+        - `late_gather`: a model whose next forward pass overlaps the all-gather of its divided weights.
+        - `counts_lacking`: count in each bucket's message the ranks that lack one of its gradients.
         """
         replicas = replicas or Axis.single("replicate")
         self.overlap = overlap and dp.size * replicas.size > 1
@@ -103,7 +103,7 @@ class BucketStore(TrainingStore):
         self._slots[slot.name] = slot
 
     def _listen(self, late_gather: nn.Module | None) -> list[RemovableHandle]:
-        """Registers the hooks by which gradients come here and late weights are waited for."""
+        """Registers the hooks that collect gradients and wait for late weights."""
         in_buffers = [slot for slot in self._slots.values() if slot.view is not None]
         hooks = [
             slot.parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, slot)) for slot in in_buffers
@@ -126,7 +126,7 @@ class BucketStore(TrainingStore):
         return bucket.flatten_weights()[slice(*bucket.piece(slot.name))]
 
     def grad(self, name: str) -> Tensor:
-        """The gradient in its accumulation type: a view of the buffer, so writing to it changes the gradient."""
+        """Gradient in its accumulation dtype: a view of the buffer, so writing to it changes the gradient."""
         slot = self._slot(name)
         if slot.view is None:
             if slot.parameter.grad is None:
@@ -138,7 +138,7 @@ class BucketStore(TrainingStore):
         return slot.own
 
     def runs(self) -> list[FlatRun]:
-        """Each gradient buffer with its weights, which become views of a flat tensor."""
+        """Runs of each gradient buffer and its weights, which become views of a flat tensor."""
         assert self.flat, "the gradients of some parameters are not in buffers"
         return [bucket.run for bucket in self._buckets]
 
@@ -158,7 +158,7 @@ class BucketStore(TrainingStore):
         return part if slot.division is None else self._buckets[slot.bucket].whole_of(slot.name, part)
 
     def zero(self) -> None:
-        """Begins a step. No memory is touched: the first gradient overwrites what is in the buffer."""
+        """Begins a step. No memory is written: the first gradient overwrites the buffer."""
         for slot in self._slots.values():
             slot.filled = False
             slot.parameter.grad = None
@@ -172,7 +172,7 @@ class BucketStore(TrainingStore):
 
     @torch.no_grad()
     def fill_with_zeros(self) -> None:
-        """After `zero()`, for gradients that are only ever added: every buffer counts as filled."""
+        """Zeros every buffer and marks it as filled. Call it after `zero()`, if gradients are only ever added."""
         for bucket in self._buckets:
             bucket.buffer.zero_()
         for slot in self._slots.values():
@@ -196,18 +196,18 @@ class BucketStore(TrainingStore):
         self._arrived(slot)
 
     def arm(self) -> None:
-        """Announces the last backward of the step: from now on a complete bucket may be reduced."""
+        """Announces the last backward of the step: complete buckets may be reduced from now on."""
         self._armed = True
 
     def reduce(self) -> None:
-        """Sums the remaining buckets over the ranks and waits for all of them. Once per step."""
+        """Sums the remaining buckets over the ranks and waits for all of them. Call it once per step."""
         self._start_reduce()
         self._finish_reduce()
 
     def _start_reduce(self) -> None:
         """Starts the remaining sums, in the same order on every rank."""
         assert not self._reduced, "reduce() twice in one step would sum the sums: call zero() first"
-        self.wait_for_weights()  # of what this step did not use
+        self.wait_for_weights()  # weights that this step did not use
         self._reduced = True
         for name, slot in self._slots.items():
             if slot.view is None:
@@ -222,7 +222,7 @@ class BucketStore(TrainingStore):
             bucket.finish_sum()
 
     def publish(self) -> None:
-        """Gathers the weights of the divided buffers, those that the next forward needs first at the front."""
+        """All-gathers the divided weights, in the order in which the next forward pass needs them."""
         self.wait_for_weights()
         for bucket in reversed(self._buckets):
             if bucket.divided:
@@ -241,16 +241,16 @@ class BucketStore(TrainingStore):
         self._hooks.clear()
 
     def _on_gradient(self, slot: GradientSlot, parameter: nn.Parameter) -> None:
-        """Runs after backward has added to `parameter.grad`: moves it into the buffer."""
+        """Moves a gradient into the buffer after backward has added it to `parameter.grad`."""
         grad, view = self._grad_that_came(slot), slot.view
         assert view is not None
         self._check_open(slot)
-        if grad.requires_grad:  # of a backward pass with create_graph
+        if grad.requires_grad:  # backward ran with create_graph
             grad = grad.detach()
         if grad.is_sparse:
             grad = grad.to_dense()
         if slot.shown:
-            if grad.data_ptr() != view.data_ptr():  # the first of the step, or backward made a new tensor
+            if grad.data_ptr() != view.data_ptr():  # the step's first gradient, or backward made a new tensor
                 view.copy_(grad)
             parameter.grad = view
         else:
@@ -263,7 +263,7 @@ class BucketStore(TrainingStore):
         return slot.parameter.grad
 
     def _stand_in(self, slot: GradientSlot) -> Tensor | None:
-        """What `parameter.grad` is where the gradient is not shown there."""
+        """Value of `parameter.grad` between passes if it is not the view."""
         del slot
         return None
 
@@ -271,12 +271,12 @@ class BucketStore(TrainingStore):
         assert self._buckets[slot.bucket].gathering is None, f"{slot.name} was used while its weights were gathered"
         if self._buckets[slot.bucket].launched or self._reduced:
             raise RuntimeError(
-                f"a gradient of {slot.name} arrived after its sum over the ranks had begun: call zero() at the start "
+                f"a gradient of {slot.name} arrived after its sum over the ranks had begun. Call zero() at the start "
                 "of a step, arm() only before its last backward, and reduce() after it"
             )
 
     def _take(self, slot: GradientSlot, view: Tensor, grad: Tensor) -> None:
-        """Copies or adds to the buffer, in its type."""
+        """Copies or adds a gradient to the buffer, in the buffer's dtype."""
         if slot.filled:
             self._adder.add(view, grad)
         else:
@@ -292,9 +292,9 @@ class BucketStore(TrainingStore):
                 self._launch_next()
 
     def _launch_next(self) -> None:
-        """Reduces buckets in the same order on every rank, whatever the order of backward: collectives must match. The
-        previous bucket is now summed over the instances of the optimizer: that needs its sum within the instance, which
-        has had time to complete."""
+        """Reduces the next bucket. The order is the same on every rank, whatever the order of backward, because
+        collectives must match. Then starts the previous bucket's sum over the instances of the optimizer: its sum
+        within the instance, which this needs, has had time to complete."""
         bucket = self._buckets[self._next_bucket]
         lacking = [name for name in bucket.places if not self._slots[name].filled]
         for name in lacking:
@@ -314,13 +314,13 @@ class BucketStore(TrainingStore):
 
 
 def accumulation_dtype(parameter: nn.Parameter, own: bool = False) -> torch.dtype:
-    """`own`: the parameter's, whatever that is."""
+    """Dtype in which gradients are accumulated: the parameter's with `own`, else fp32 for half precision."""
     halved = parameter.dtype in HALF
     return torch.float32 if halved and not own else parameter.dtype
 
 
 class Adder:
-    """Adds tensors in the type of the sum; a half one to fp32 in parts that stay in the cache."""
+    """Adds tensors in the dtype of the sum; half tensors are added to fp32 in parts that fit the cache."""
 
     def __init__(self) -> None:
         self._scratch: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Buckets: flat buffers of gradients, each of many parameters, and the collectives over them."""
+"""Buckets: flat gradient buffers, each for many parameters, and the collectives over them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,54 +14,54 @@ from megatron.state.division import Division
 from megatron.state.store import Buffer
 
 _ALIGNED = 64
-"""A rank's chunk of a divided bucket is a multiple of so many elements: whole vectors, wherever it begins."""
+"""Alignment, in elements, of a rank's chunk of a divided bucket: whole vectors, wherever it begins."""
 
 
 @dataclass(eq=False)
 class GradientSlot:
-    """The place of one parameter's gradient."""
+    """Storage of one parameter's gradient."""
 
     name: str
     parameter: nn.Parameter
     axis: Axis
-    """The axis that its gradient is summed over, and with ZeRO divided over."""
+    """Axis that its gradient is summed over, and with ZeRO divided over."""
     replicas: Axis
-    """The axis that the sum is summed over in turn: the ranks that have the same share, one in each instance."""
+    """Axis that the sum is then summed over: the ranks with the same share, one in each instance."""
     dtype: torch.dtype
-    """The type in which its gradients are added up."""
+    """Dtype in which its gradients are accumulated."""
     shown: bool
-    """Whether `parameter.grad` is the view between passes."""
+    """True if `parameter.grad` is the view between passes."""
     apart: bool = False
-    """Whether it has a bucket of its own."""
+    """True for a parameter with a bucket of its own."""
     view: Tensor | None = None
-    """Its part of the bucket; None where the gradient stays in `parameter.grad`."""
+    """Part of the bucket for this gradient; None if the gradient stays in `parameter.grad`."""
     own: Tensor | None = None
-    """What this rank updates of it: all, or a piece of a divided bucket. Made once, not in every step."""
+    """Part of the view that this rank updates: all, or a piece of a divided bucket. Made once, not in every step."""
     bucket: int = -1
     division: Division | None = None
     filled: bool = False
-    """Whether the view holds a gradient of this step (before that it may hold anything)."""
+    """True if the view holds a gradient of this step; before that its values are undefined."""
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Parameters of one kind may share a bucket."""
+        """Key of parameters that may share a bucket."""
         return self.dtype, self.parameter.dtype, self.parameter.device, self.axis.name
 
     @property
     def fits_its_parameter(self) -> bool:
-        """Whether the gradient may stay in `parameter.grad`."""
+        """True if the gradient may stay in `parameter.grad`."""
         return self.axis.size * self.replicas.size == 1 and self.dtype == self.parameter.dtype
 
 
 @dataclass(eq=False, kw_only=True)
 class Bucket(Buffer):
-    """A buffer that is sent in one message, in reverse order of the model: backward fills it from the front."""
+    """Buffer that is sent in one message, in reverse order of the model: backward fills it from the front."""
 
     axis: Axis
     replicas: Axis
     message: Tensor
-    """The tensor that is summed: the buffer and, if the bucket counts them, one more element: the number of ranks that
-    lack one of its gradients."""
+    """Tensor that is summed: the buffer, and optionally one more element, the number of ranks that lack a gradient of
+    it."""
     arrived: set[str] = field(default_factory=set)
     launched: bool = False
     pending: collectives.Pending | None = None
@@ -69,19 +69,18 @@ class Bucket(Buffer):
 
     @cached_property
     def count(self) -> Tensor | None:
-        """The number of ranks that lack one of its gradients: the last element of the message. None if that is not
+        """Number of ranks that lack one of its gradients: the last element of the message. None if it is not
         counted."""
         return self.message[-1] if self.message.numel() > self.buffer.numel() else None
 
     @property
     def lacked(self) -> bool:
-        """After the sum: whether any rank lacked one of its gradients. The same on all ranks."""
+        """True if any rank lacked one of its gradients. Valid after the sum; the same on all ranks."""
         assert self.count is not None
         return self.count.item() != 0
 
     def start_sum(self, lacks: bool = False) -> None:
-        """Starts the sum over the ranks. `lacks`: one of the gradients did not arrive on this rank, and zeros stand for
-        it."""
+        """Starts the sum over the ranks. `lacks`: a gradient did not arrive on this rank, and zeros replace it."""
         self.launched = True
         if self.count is not None:
             self.count.fill_(lacks)
@@ -126,9 +125,8 @@ class Bucket(Buffer):
 
 
 def make_buckets(slots: Iterable[GradientSlot], size: int, divided: bool, counts: bool = False) -> list[Bucket]:
-    """Groups the parameters, in the given order, into buckets of one kind and at least `size` elements. Buckets are in
-    the order in which the last of their gradients arrives. `counts`: buckets that are not divided count the ranks that
-    lack a gradient."""
+    """Groups the parameters, in the given order, into buckets of one kind and at least `size` elements. Buckets are
+    ordered by the arrival of their last gradient. `counts`: undivided buckets count the ranks that lack a gradient."""
     assert size > 0, f"bucket size {size}"
     closed: list[list[GradientSlot]] = []
     open_: dict[tuple[object, ...], list[GradientSlot]] = {}
@@ -179,6 +177,6 @@ def _make_bucket(number: int, members: list[GradientSlot], divided: bool, counts
 
 
 def _strides_of_gradient(parameter: nn.Parameter) -> tuple[int, ...]:
-    """As autograd makes gradients: the parameter's, such as those of channels_last, where they leave no gaps. Fused
-    optimizers read both by their place in memory."""
+    """Strides that autograd gives this parameter's gradient: the parameter's own (channels_last, say), if they leave no
+    gaps. Fused optimizers read both in memory order."""
     return torch.empty_like(parameter, device="meta").stride()

@@ -1,16 +1,16 @@
-"""ZeRO 2 and 3: torch's fully_shard divides weights and gradients over the data-parallel ranks.
+"""Implements ZeRO 2 and 3: torch's fully_shard divides weights and gradients over the data-parallel ranks.
 
     sharded = FullySharded([Unit(layer, axis), ..., Unit(model, axis)], keep_gathered=False, device=device)
     sharded.zero()
     for batch in micro_batches:
-        loss(batch).backward()     # every unit reduce-scatters its gradients; the shards add up, in fp32
-    sharded.reduce()               # their sum is summed over the instances of the optimizer, if there are several
+        loss(batch).backward()     # every unit reduce-scatters its gradients; shards accumulate in fp32
+    sharded.reduce()               # sums over the instances of the optimizer, if there are several
     ...                            # an optimizer updates weight(name) from grad(name)
     sharded.publish()              # the next forward pass gathers the new weights
 
-The weights of a unit are gathered when its forward or backward pass begins. A rank keeps its shard of each parameter:
-in fp32 where the model computes in half precision, so that it is the optimizer's master as well, and gathered in half
-precision: what the model computes with is the rounded master, as without ZeRO.
+The weights of a unit are gathered when its forward or backward pass begins. A rank keeps its shard of each parameter.
+If the model computes in half precision, the shard is in fp32 and is also the optimizer's master. It is gathered in half
+precision: the model computes with the rounded master, as without ZeRO.
 """
 
 from collections.abc import Sequence
@@ -32,18 +32,18 @@ from megatron.state.store import FlatRun, run_alone
 
 @dataclass(frozen=True)
 class _Divided:
-    """One parameter, of which this rank has some rows."""
+    """One parameter; this rank has some of its rows."""
 
     parameter: nn.Parameter
     """A DTensor."""
     described: nn.Parameter
-    """The whole parameter on the meta device, in the type that the model computes in."""
+    """Whole parameter on the meta device, in the dtype that the model computes in."""
     axis: Axis
     number: int
 
     @property
     def share(self) -> int:
-        """The elements of the rows on every rank but the last ones, which have fewer or none."""
+        """Number of elements on every rank but the last ones, which have fewer or none."""
         shape = self.parameter.shape
         return max(-(-shape[0] // self.axis.size) * prod(shape[1:]), 1)
 
@@ -55,7 +55,7 @@ class _Divided:
 
 
 class FullySharded(TrainingStore):
-    """The store of a model whose weights are divided."""
+    """Store with divided weights."""
 
     def __init__(
         self,
@@ -66,10 +66,10 @@ class FullySharded(TrainingStore):
         on_host: bool = False,
         replicas: Axis | None = None,
     ) -> None:
-        """Divides the parameters of a model in place. The last unit is the whole model, which computes on `device`. It
-        may be on the meta device: then the shards are made, unset. `keep_gathered` (ZeRO 2): weights stay gathered
-        until they are updated. `on_host`: shards and their gradients are in host memory. `replicas`: the ranks of other
-        instances that keep the same shards."""
+        """Divides the parameters of a model in place. The last unit is the whole model, which computes on `device`. If
+        the model is on the meta device, the shards are allocated without values. With `keep_gathered` (ZeRO 2) weights
+        stay gathered until they are updated. With `on_host`, shards and their gradients are in host memory. The axis
+        `replicas` has the ranks of other instances that keep the same shards."""
         assert not (keep_gathered and on_host), "weights that stay gathered are on the device"
         self._units, self.device, self._replicas = list(units), device, replicas
         model = units[-1].module
@@ -84,7 +84,7 @@ class FullySharded(TrainingStore):
             name: _Divided(parameter, described[name], axes[id(parameter)], number)
             for number, (name, parameter) in enumerate(model.named_parameters())
         }
-        self.all_names = tuple(self._divided)  # those of frozen parameters too
+        self.all_names = tuple(self._divided)  # frozen parameters included
         self.names = tuple(name for name, one in self._divided.items() if one.described.requires_grad)
         self.axes = {name: one.axis for name, one in self._divided.items()}
         self.divisions = {name: one.division for name, one in self._divided.items()}
@@ -97,11 +97,11 @@ class FullySharded(TrainingStore):
         self._grads: InOneBuffer | OnHost = OnHost(trained) if on_host else InOneBuffer(trained)
 
     def parameter(self, name: str) -> nn.Parameter:
-        """The whole parameter as a description on the meta device."""
+        """Whole parameter as a description on the meta device."""
         return self._divided[name].described
 
     def weight(self, name: str) -> Tensor:
-        """[elements of this rank's rows], or all of the parameter in its own shape."""
+        """[elements of this rank's rows], or the whole parameter in its own shape."""
         rows = local(self._divided[name].parameter)
         return rows if self.divisions[name] is None else rows.view(-1)
 
@@ -110,7 +110,7 @@ class FullySharded(TrainingStore):
         return grad if self.divisions[name] is None else grad.view(-1)
 
     def runs(self) -> list[FlatRun]:
-        """Each shard by itself: the gradients lie in one buffer, and the weights where fully_shard has put them."""
+        """Runs of one shard each: gradients are in one buffer, but fully_shard decides where the weights are."""
         return [run_alone(self, name) for name in self.names]
 
     def multiply(self, factor: Tensor | float) -> None:
@@ -127,7 +127,7 @@ class FullySharded(TrainingStore):
         return gathered[: one.parameter.numel()].view(one.parameter.shape)
 
     def whole_weight(self, name: str) -> Tensor:
-        """In the type that the model computes in. A collective, as `whole_of`."""
+        """Whole weight in the dtype that the model computes in. A collective, as `whole_of`."""
         return self.whole_of(name, self.weight(name).to(self.dtype))
 
     @torch.no_grad()
@@ -139,8 +139,8 @@ class FullySharded(TrainingStore):
         self._grads.zero()
 
     def reduce(self) -> None:
-        """Sums over the instances of the optimizer. The sum within this rank's instance ended with the last backward
-        pass."""
+        """Sums over the instances of the optimizer. The last backward pass has completed the sum within this rank's
+        instance."""
         if self._replicas is not None:
             self._grads.sum_over(self._replicas)
 
@@ -151,12 +151,12 @@ class FullySharded(TrainingStore):
 
 
 def _only_dtype(model: nn.Module) -> torch.dtype:
-    """The one that the model computes in: its weights are gathered in it."""
+    """Dtype that the model computes in, and in which its weights are gathered."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if len(dtypes) > 1:
         listed = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise ConfigError(
-            f"--zero-stage: stages 2 and 3 gather all weights in one type, and those of this model are {listed}; cast "
+            f"--zero-stage: stages 2 and 3 gather all weights in one type, but this model's are {listed}; cast "
             "it to one of them, or use --zero-stage 1"
         )
     return dtypes.pop()

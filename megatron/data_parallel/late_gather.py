@@ -1,9 +1,9 @@
-"""Weights that are gathered while the next forward pass runs: each is waited for where it is first needed.
+"""Gathers weights while the next forward pass runs, and waits for each where it is first needed.
 
-A model is taken as a chain: what is registered before its repeated units (embeddings), the units, and what is
-registered after one of them (a final norm, a head). Units are the entries of `nn.ModuleList`, `nn.ModuleDict` and
-`nn.Sequential`. Its first forward pass, before any weight was updated, shows whether it is one: a model that uses its
-weights in another order is refused.
+The model is treated as a chain of modules. It consists of the modules registered before its repeated units
+(embeddings), the units, and the modules registered after a unit (a final norm, a head). Units are the entries of
+`nn.ModuleList`, `nn.ModuleDict` and `nn.Sequential`. The first forward pass, before any update, checks this: a model
+that uses its weights in another order is rejected.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +29,7 @@ class LateGather:
     def _listen(self, model: nn.Module) -> list[RemovableHandle]:
         units = list(repeated_units(model))
         inside = {parameter: number for number, unit in enumerate(units) for parameter in unit.parameters()}
-        first: set[Bucket] = set()  # needed when the model begins
+        first: set[Bucket] = set()  # needed when the model's forward pass begins
         after: list[set[Bucket]] = [set() for _ in units]
         place = first
         for parameter in model.parameters():
@@ -61,7 +61,7 @@ class LateGather:
 
 
 class _Order(TorchDispatchMode):
-    """Sees each first use of a weight in the first passes, until all have been waited for."""
+    """Checks each first use of a weight in the first passes, until all have been waited for."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         super().__init__()
@@ -90,10 +90,10 @@ class _Order(TorchDispatchMode):
 
 
 def repeated_units(model: nn.Module) -> Iterator[nn.Module]:
-    """The repeated parts of a model, the outermost ones."""
+    """Repeated parts of a model, the outermost ones."""
     for child in model.children():
         listed = isinstance(model, nn.ModuleList | nn.ModuleDict | nn.Sequential)
-        if listed and not isinstance(child, nn.ModuleList | nn.ModuleDict):  # these are never called
+        if listed and not isinstance(child, nn.ModuleList | nn.ModuleDict):  # containers are never called
             yield child
         else:
             yield from repeated_units(child)

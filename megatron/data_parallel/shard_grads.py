@@ -1,4 +1,4 @@
-"""Where the gradients of shards are: `fully_shard` adds up in `parameter.grad`, or sends to the host what is there."""
+"""Storage of shards' gradients: `fully_shard` accumulates into `parameter.grad`, or copies it to the host."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 _ALIGNED = 4
-"""A gradient begins at a multiple of so many elements: kernels read them in packs of four."""
+"""Alignment of a gradient in elements: kernels read packs of four."""
 
 
 class InOneBuffer:
-    """Keeps the gradients as views of one buffer per dtype, made in the first step: later steps allocate nothing, and
+    """Keeps the gradients as views of one buffer per dtype, made in the first step. Later steps allocate nothing, and
     scaling is one operation."""
 
     def __init__(self, shards: Mapping[str, nn.Parameter]) -> None:
@@ -28,7 +28,7 @@ class InOneBuffer:
         self._buffers: list[Tensor] = []
 
     def grad(self, name: str) -> Tensor:
-        """In the shape of the shard; zero if no backward pass has given one."""
+        """Gradient in the shape of the shard; zero if no backward pass has set it."""
         self._make_buffers()
         return self._grads[name]
 
@@ -69,8 +69,8 @@ class InOneBuffer:
 
 
 class OnHost:
-    """Keeps the gradients in pinned host memory. The first gradient of a step is copied while the backward pass goes
-    on: `fully_shard` waits for a copy only where it has to add it to an earlier gradient."""
+    """Keeps the gradients in pinned host memory. The first gradient of a step is copied during the backward pass. Only
+    to add to an earlier gradient does `fully_shard` wait for a copy."""
 
     def __init__(self, shards: Mapping[str, nn.Parameter]) -> None:
         """`shards`: DTensors."""
@@ -94,7 +94,7 @@ class OnHost:
             parameter.grad = None
 
     def sum_over(self, replicas: Axis) -> None:
-        assert replicas.size == 1, "what ranks send each other is on the device"
+        assert replicas.size == 1, "sums over instances require gradients on the device"
 
 
 @torch.no_grad()
@@ -108,7 +108,7 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def as_dtensor(piece: Tensor, parameter: Tensor) -> "DTensor":
-    """`piece` as this rank's rows of something that is divided as `parameter` is."""
+    """DTensor with `piece` as this rank's rows, divided as `parameter` is."""
     from torch.distributed.tensor import DTensor
 
     assert isinstance(parameter, DTensor)

@@ -1,7 +1,6 @@
-"""Applies torch's `fully_shard` to the units of a model: sums in fp32, in the log of their axis, on its process group.
+"""Applies torch's `fully_shard` to the units of a model: sums in fp32, logged on their axis, in its process group.
 
-torch's modules for it are imported by the functions that need them: they take a third of a second, which a run of
-another stage does not have to wait for.
+Functions import the torch modules that they need, because that takes a third of a second, which other ZeRO stages save.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,18 +25,18 @@ HOOKS_OF_GRADIENTS = {
     "register_hook": "_backward_hooks",
     "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
 }
-"""By the call that sets such hooks on a parameter: torch's dict of them."""
+"""Attributes in which torch stores a parameter's hooks, by the method that registers them."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A module whose parameters are gathered together, without those of units inside it."""
+    """Module whose parameters are gathered together, without those of units inside it."""
 
     module: nn.Module
     axis: Axis
-    """The ranks that divide them."""
+    """Ranks that divide them."""
     stays_gathered: bool = False
-    """From its forward to its backward pass."""
+    """True if weights stay gathered from the forward to the backward pass."""
     backward_needs_weights: bool = True
 
 
@@ -51,7 +50,7 @@ def divide(units: Sequence[Unit], keep_gathered: bool, dtype: torch.dtype, devic
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype in HALF:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # Memory can be pinned where there is a device to copy from it.
+    # Memory can be pinned only if there is a device to copy from it.
     offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if on_host else OffloadPolicy()
     for unit in units:
         for parameter in unit.module.parameters():
@@ -69,27 +68,26 @@ def divide(units: Sequence[Unit], keep_gathered: bool, dtype: torch.dtype, devic
         module = sharded(unit.module)
         module.set_reshard_after_backward(not keep_gathered, recurse=False)
         module.set_unshard_in_backward(unit.backward_needs_weights)
-        # The loss decides what a sum is divided by; averaging collectives are nccl's alone.
+        # The loss decides what to divide a sum by; only nccl has averaging collectives.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         log_collectives(module, unit.axis)
 
 
 def make_memory(model: nn.Module, device: torch.device, on_host: bool) -> None:
-    """Allocates the shards of a model on the meta device, and its buffers, such as running means, on the device it
-    computes on."""
+    """Allocates the shards of a model on the meta device, and its buffers (running means, say) on the computing
+    device."""
     if not on_host:
         model.to_empty(device=device)
         return
     model.to_empty(device="cpu")
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))  # some modules have set theirs again
+            setattr(module, name, buffer.to(device))  # some modules have reset theirs
 
 
 def _group(axis: Axis, device: torch.device) -> dist.ProcessGroup:
-    """The process group of an axis. A rank that shares its weights with no other gets a group of one, and sends
-    nothing."""
+    """Process group of an axis. A rank that shares its weights with no other gets a group of one, and sends nothing."""
     if axis.size > 1:
         return axis.group
     if not dist.is_initialized():
@@ -100,8 +98,8 @@ def _group(axis: Axis, device: torch.device) -> dist.ProcessGroup:
 
 
 def _own_storage(module: nn.Module, arguments: Any, output: Any) -> Any:
-    """fully_shard hooks into the gradient of a unit's output, which must not be a view: an operation in place on the
-    tensor behind it would lose the hook."""
+    """Clones an output that is a view. The hook of fully_shard on a unit's output gradient needs this: an in-place
+    operation on the view's base would lose the hook."""
     return output.clone() if isinstance(output, Tensor) and output.requires_grad and output._is_view() else output
 
 
@@ -113,18 +111,18 @@ def sharded(module: nn.Module) -> "FSDPModule":
 
 
 def refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]], way_out: str) -> None:
-    """Raises a ConfigError that names a parameter with a gradient hook that nobody has taken over."""
+    """Raises a ConfigError that names a parameter with a gradient hook that was not taken over."""
     for name, parameter in parameters:
         for kind, attribute in HOOKS_OF_GRADIENTS.items():
             if any(hook is not taken_over for hook in (getattr(parameter, attribute) or {}).values()):
                 raise ConfigError(
-                    f"{name} has a gradient hook ({kind}()), which would not be called where the ranks divide weights "
+                    f"{name} has a gradient hook ({kind}()), which would not be called with divided weights "
                     f"(ZeRO 2 and 3); {way_out}"
                 )
 
 
 def taken_over(*_: Any) -> None:
-    """A no-op in the place of a hook that is called in another way."""
+    """No-op in place of a hook that is called in another way."""
 
 
 def log_collectives(module: "FSDPModule", axis: Axis) -> None:
@@ -135,7 +133,7 @@ def log_collectives(module: "FSDPModule", axis: Axis) -> None:
 
 
 class _OwnBuffers:
-    """torch takes any object with these methods, and does not publish their base class in all versions."""
+    """Implements torch's interface for custom collectives, whose base class not all versions export."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis

@@ -1,4 +1,4 @@
-"""A `Store` during training: what a step does with it over the data-parallel ranks."""
+"""A `Store` for training, with the collectives that a step calls over the data-parallel ranks."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -11,35 +11,35 @@ from megatron.state.store import Store
 
 class TrainingStore(Store):
     axes: Mapping[str, Axis]
-    """The ranks that hold the same parameter, whole or divided."""
+    """Ranks that hold the same parameter, whole or divided."""
 
     def divided_over(self, name: str) -> Axis:
-        """The ranks that hold the parts of a parameter; of size 1 where every rank's part is whole."""
+        """Ranks that hold the parts of a parameter; an axis of size 1 if every rank's part is whole."""
         axis = self.axes[name]
         return axis if self.divisions[name] is not None else Axis.single(axis.name)
 
     @abstractmethod
     def whole_of(self, name: str, part: Tensor) -> Tensor:
-        """The whole tensor of all ranks' parts, in the parameter's shape: the part itself where that is whole. A
-        collective of `divided_over`: its ranks ask for the same tensors in the same order."""
+        """Assembles all ranks' parts in the parameter's shape; returns a whole part unchanged. A collective of
+        `divided_over`, whose ranks must request the same tensors in the same order."""
 
     @abstractmethod
     def zero(self) -> None:
         """Begins a step."""
 
     def arm(self) -> None:
-        """Announces the last backward of the step. A no-op where every backward pass reduces."""
+        """Announces the last backward of the step. A no-op if every backward pass reduces."""
 
     @abstractmethod
     def reduce(self) -> None:
-        """Sums over the ranks. Afterwards `grad` is the sum."""
+        """Sums over the ranks; `grad` is then the sum."""
 
     @abstractmethod
     def publish(self) -> None:
-        """After an update of the parts: begins to give all ranks the whole weights."""
+        """Starts the all-gather of the weights, after each rank updated its part."""
 
     def wait_for_weights(self) -> None:
-        """Until they are there. A forward pass of the model waits by itself."""
+        """Waits for that all-gather, for readers outside of the model; a forward pass waits by itself."""
 
     def close(self) -> None:
-        """Leaves the model as a plain one, unless it is divided: then it stays so."""
+        """Removes hooks from the model. Divided weights stay divided."""

@@ -1,1 +1,1 @@
-"""Who talks to whom: process start-up, parallel state, collectives, shards and random streams."""
+"""Communication between ranks: process start-up, parallel state, collectives, failure detection and random streams."""

@@ -15,26 +15,26 @@ from megatron.distributed.parallel_state import Axis
 
 ReduceName = Literal["sum", "max", "min"]
 
-# torch 2.13 renamed these and warns of the old names, which older ones alone have.
+# torch 2.13 renamed these and warns about the old names; older versions have only the old ones.
 _gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _PART = 1 << 20
-"""Elements in a message between two members of gloo: one part is added while the next arrives."""
-_SUM = dist.AllreduceOptions()  # a sum, asynchronous
+"""Elements per message between two members of gloo: one part is added while the next arrives."""
+_SUM = dist.AllreduceOptions()  # an asynchronous sum
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A collective in flight; of an axis of size 1 the result is there already."""
+    """Collective in flight; on an axis of size 1 the result is available at once."""
 
     result: Callable[[], torch.Tensor]
     works: Sequence[dist.Work] = ()
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Tells the axis's log."""
+    """Wraps each wait, for the axis's log."""
     sent: torch.Tensor | None = None
-    """Kept alive until it is sent."""
+    """Tensor that must not be freed until it is sent."""
 
     def wait(self) -> torch.Tensor:
         for work in self.works:
@@ -57,7 +57,7 @@ def start_all_reduce(tensor: torch.Tensor, axis: Axis) -> Pending:
         return Pending(lambda: tensor)
     operation = axis.begin("all_reduce", tuple(tensor.shape))
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    # The group's own method: what `dist.all_reduce` looks up first is a tenth of a small message's time.
+    # Calls the group's own method: the lookups in `dist.all_reduce` take a tenth of a small message's time.
     work = axis.group.allreduce([real], _SUM)
     return Pending(lambda: tensor, [work], partial(axis.wait, operation))
 
@@ -71,8 +71,8 @@ def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory as one flat tensor of bytes: backends lack types such as int16, uint32 and
-    float8."""
+    """Views a contiguous tensor's memory as one flat tensor of bytes, because backends lack dtypes such as int16,
+    uint32 and float8."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
@@ -85,8 +85,7 @@ def start_broadcast(tensor: torch.Tensor, axis: Axis, source: int) -> Pending:
 
 
 def start_reduce(tensor: torch.Tensor, axis: Axis, target: int) -> Pending:
-    """Starts summing `tensor` into the one of axis rank `target`; the tensors of the others are undefined
-    afterwards."""
+    """Starts summing `tensor` into the one of axis rank `target`; other ranks' tensors are undefined afterwards."""
     if axis.size == 1:
         return Pending(lambda: tensor)
     operation = axis.begin("reduce", tuple(tensor.shape))
@@ -95,7 +94,7 @@ def start_reduce(tensor: torch.Tensor, axis: Axis, target: int) -> Pending:
 
 
 def all_gather(tensor: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
-    """The tensors of all members in axis order; they must have the same shape."""
+    """Returns the tensors of all members in axis order; they must have the same shape."""
     if axis.size == 1:
         return [tensor]
     gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(axis.size)]
@@ -105,7 +104,7 @@ def all_gather(tensor: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
 
 
 def gather_along(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """The members' tensors, of equal shape, concatenated along `dim`."""
+    """Concatenates the members' tensors, of equal shape, along `dim`."""
     return start_gather_along(tensor, axis, dim).wait()
 
 
@@ -128,7 +127,7 @@ def start_gather_along(tensor: torch.Tensor, axis: Axis, dim: int) -> Pending:
 
 
 def scatter_sum(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """Reduce-scatter: this member's piece along `dim` of the sum over all members. The axis size must divide `dim`."""
+    """Reduce-scatters: returns this member's piece along `dim` of the sum. The axis size must divide `dim`."""
     return start_scatter_sum(tensor, axis, dim).wait()
 
 
@@ -150,8 +149,8 @@ def start_scatter_sum(tensor: torch.Tensor, axis: Axis, dim: int) -> Pending:
 
 
 def start_scatter_sum_in_place(flat: torch.Tensor, axis: Axis) -> Pending:
-    """In-place reduce-scatter of a flat tensor: this member's chunk becomes the sum over all members; the other chunks
-    are undefined afterwards."""
+    """Starts an in-place reduce-scatter of a flat tensor. This member's chunk becomes the sum over all members; the
+    other chunks are undefined afterwards."""
     if axis.size == 1:
         return Pending(lambda: flat)
     own, *others = _chunks(flat, axis)
@@ -177,7 +176,7 @@ def start_scatter_sum_in_place(flat: torch.Tensor, axis: Axis) -> Pending:
 
 
 def start_gather_in_place(flat: torch.Tensor, axis: Axis) -> Pending:
-    """In-place all-gather of a flat tensor, in which this member has set its own chunk."""
+    """Starts an in-place all-gather of a flat tensor, in which this member has set its own chunk."""
     if axis.size == 1:
         return Pending(lambda: flat)
     own, *others = _chunks(flat, axis)
@@ -191,7 +190,7 @@ def start_gather_in_place(flat: torch.Tensor, axis: Axis) -> Pending:
 
 
 def gather_into(output: torch.Tensor, tensor: torch.Tensor, axis: Axis, *, async_op: bool) -> dist.Work | None:
-    """All-gather of flat tensors into `output`."""
+    """All-gathers flat tensors into `output`."""
     if async_op:
         axis.begin("all_gather", tuple(tensor.shape))
         return _gather_flat(output, tensor, axis.group, async_op=True)
@@ -202,7 +201,7 @@ def gather_into(output: torch.Tensor, tensor: torch.Tensor, axis: Axis, *, async
 def scatter_into(
     output: torch.Tensor, tensor: torch.Tensor, axis: Axis, op: Any, *, async_op: bool
 ) -> dist.Work | None:
-    """Reduce-scatter of a flat tensor into `output`; `op` is torch's."""
+    """Reduce-scatters a flat tensor into `output`; `op` is torch's."""
     if async_op:
         axis.begin("reduce_scatter", tuple(tensor.shape))
         return _scatter_flat(output, tensor, op, axis.group, async_op=True)
@@ -211,23 +210,23 @@ def scatter_into(
 
 
 def _chunks(flat: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
-    """The chunks of a flat tensor: this member's first, then the others' in the order of the axis."""
+    """Chunks of a flat tensor: this member's first, then the others' in axis order."""
     assert flat.dim() == 1 and flat.numel() % axis.size == 0, f"{tuple(flat.shape)} over {axis.size} ranks"
     chunks = list(flat.chunk(axis.size))
     return [chunks.pop(axis.rank), *chunks]
 
 
 def _peer_to_peer(axis: Axis) -> bool:
-    """Whether to use point-to-point messages: gloo's all-gather copies the whole tensor, and its reduce-scatter is a
-    full all-reduce."""
+    """True if point-to-point messages are faster: gloo's all-gather copies the whole tensor, and its reduce-scatter is
+    a full all-reduce."""
     return dist.get_backend(axis.group) == "gloo"
 
 
 def _exchange(
     send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], axis: Axis
 ) -> tuple[list[dist.Work], list[list[dist.Work]]]:
-    """Starts sending one flat tensor to each other member, in the order of the axis, and receiving one from each, part
-    by part. Returns the sends, and for each member the receives."""
+    """Starts sending one flat tensor to each other member, in axis order, and receiving one from each, part by part.
+    Returns the sends, and the receives of each member."""
     peers = [rank for place, rank in enumerate(axis.ranks) if place != axis.rank]
     arrivals = [
         [_started(dist.irecv(part, peer, axis.group)) for part in whole.split(_PART)]
@@ -243,7 +242,7 @@ def _started(work: dist.Work | None) -> dist.Work:
 
 
 def all_to_all(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """tensor [members, ...]: entry i goes to member i; the result's entry i is what member i sent here."""
+    """Exchanges tensor [members, ...]: entry i goes to member i; the result's entry i comes from member i."""
     if axis.size == 1:
         return tensor
     assert tensor.shape[0] == axis.size, f"{tuple(tensor.shape)} for {axis.size} ranks"
@@ -254,8 +253,8 @@ def all_to_all(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def exchange(rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> torch.Tensor:
-    """All-to-all of unequal parts: `rows` are grouped by destination, `send[i]` of them for member i; the result is
-    grouped by source, `receive[i]` of them from member i."""
+    """All-to-all with unequal parts. `rows` are grouped by destination: `send[i]` of them go to member i. The result is
+    grouped by source: `receive[i]` of them come from member i."""
     if axis.size == 1:
         return rows
     received = rows.new_empty((sum(receive), *rows.shape[1:]))
@@ -298,7 +297,7 @@ Map = Callable[[torch.Tensor], torch.Tensor]
 
 
 def differentiable(x: torch.Tensor, forward: Map, backward: Map) -> torch.Tensor:
-    """forward(x), a linear function of x, for autograd: `backward` makes the gradient of x from that of the result."""
+    """Returns forward(x), a linear function of x, with autograd: `backward` maps the result's gradient to that of x."""
     return _Differentiable.apply(x, forward, backward)
 
 

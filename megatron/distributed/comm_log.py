@@ -1,7 +1,7 @@
-"""A log of this rank's communication, which the heartbeat reads from another thread.
+"""Logs this rank's communication; the heartbeat reads the log from another thread.
 
-Every axis of a ParallelState records here the collectives it starts, numbered per axis, and when it waits for one. All
-members of an axis start the same collectives in the same order, so equal numbers mean the same collective.
+Every axis of a ParallelState records the collectives that it starts, numbered per axis, and its waits. All members of
+an axis start the same collectives in the same order, so equal numbers mean the same collective.
 """
 
 import time
@@ -22,10 +22,10 @@ class CommOp:
     ranks: Sequence[int]
     number: int = 0
     shape: tuple[int, ...] | None = None
-    """Of the tensor, where it is the same on all members."""
+    """Shape of the tensor, if it is the same on all members."""
 
     on_device: bool = False
-    """No communication, but the host's wait for what it has handed to its device, collectives included."""
+    """True for the host's wait for its device, which includes collectives launched there."""
 
     def __str__(self) -> str:
         if self.on_device:
@@ -37,16 +37,16 @@ class CommOp:
 
 @dataclass
 class CommLog:
-    """Written by the training thread and read by another one, without a lock: values are replaced, never modified."""
+    """Collectives and waits of this rank. Another thread reads without a lock: values are replaced, never modified."""
 
     last: CommOp | None = None
     waiting: CommOp | None = None
     timed_out: CommOp | None = None
-    """The operation whose wait has ended by its timeout."""
+    """Operation whose wait timed out."""
     watched: bool = False
-    """A heartbeat ends this rank when another one is lost, so that a wait for one at work needs no limit."""
+    """True if a heartbeat ends this rank when another one is lost, so that waiting for a busy rank needs no limit."""
     moved: float = field(default_factory=time.monotonic)
-    """The time at which an operation last started or ended."""
+    """Time at which an operation last started or ended."""
     counts: dict[str, int] = field(default_factory=dict)
     recent: dict[str, deque[CommOp]] = field(default_factory=dict)
 
@@ -59,7 +59,7 @@ class CommLog:
         return operation
 
     def read_back(self, what: str) -> AbstractContextManager[None]:
-        """Encloses the host's wait for its device. With nccl a wait for a collective returns at once, and a hang is
+        """Encloses the host's wait for its device. With nccl a collective's own wait returns at once, so a hang appears
         here."""
         return self.wait(CommOp(what, "", (0,), on_device=True))
 
@@ -69,7 +69,7 @@ class CommLog:
 
 
 class _Waiting:
-    """A class, because a generator takes three times as long, and a small step waits seven hundred times."""
+    """Context manager of `CommLog.wait`. A generator takes three times as long, and a small step waits 700 times."""
 
     __slots__ = ("_log", "_operation")
 
@@ -86,5 +86,5 @@ class _Waiting:
 
 
 def is_timeout(error: RuntimeError) -> bool:
-    """Whether a collective failed by its timeout, which the backends say only in the text of their error."""
+    """True if a collective timed out; the backends report that only in the text of their error."""
     return "timed out" in str(error).lower() or "timeout" in str(error).lower()

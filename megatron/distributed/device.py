@@ -1,4 +1,4 @@
-"""Chooses the device of this process and the backend of its collectives."""
+"""Chooses this process's device and the backend of its collectives."""
 
 import torch
 import torch.distributed as dist
@@ -7,7 +7,7 @@ from megatron.errors import ConfigError
 
 
 def accelerator_type() -> str | None:
-    """The kind of accelerator that this torch can use here ("cuda", "npu", ...), or None."""
+    """Type of accelerator that this torch can use here ("cuda", "npu", ...), or None."""
     if not torch.accelerator.is_available():
         return None
     accelerator = torch.accelerator.current_accelerator()
@@ -15,7 +15,7 @@ def accelerator_type() -> str | None:
 
 
 def resolve_device(setting: str = "auto", local_rank: int = 0) -> torch.device:
-    """`--device`: "auto" is the accelerator if there is one, else the CPU; "cuda" without an index is this rank's."""
+    """Device of `--device`: "auto" prefers an accelerator to the CPU; "cuda" without an index is this rank's."""
     available = accelerator_type()
     if setting == "auto":
         setting = available or "cpu"
@@ -32,7 +32,7 @@ def resolve_device(setting: str = "auto", local_rank: int = 0) -> torch.device:
     count = torch.accelerator.device_count()
     if index >= count:
         raise ConfigError(
-            f"--device {setting}: local rank {local_rank} wants {device.type}:{index}, but this machine has {count}; "
+            f"--device {setting}: local rank {local_rank} needs {device.type}:{index}, but this machine has {count}; "
             f"start at most {count} processes on each machine"
         )
     return torch.device(device.type, index)
@@ -45,7 +45,7 @@ def activate(device: torch.device) -> None:
 
 
 def resolve_backend(setting: str | None, device: torch.device, asked: str = "--distributed-backend") -> str:
-    """The given backend if it serves the device; by default the device's own."""
+    """Returns the given backend if it supports the device; default: the device's own."""
     own = dist.get_default_backend_for_device(device) if device.type != "cpu" else "gloo"
     chosen = setting or own
     if chosen != "gloo" and device.type == "cpu":
@@ -53,12 +53,12 @@ def resolve_backend(setting: str | None, device: torch.device, asked: str = "--d
             f"{asked} {chosen}: needs an accelerator, and this run is on the CPU; use gloo, or leave it out"
         )
     if chosen not in ("gloo", own):
-        raise ConfigError(f"{asked} {chosen}: does not serve {device.type}; use {own} or gloo")
+        raise ConfigError(f"{asked} {chosen}: does not support {device.type}; use {own} or gloo")
     if not dist.is_backend_available(chosen):
         raise ConfigError(f"{asked} {chosen}: this torch was built without it; use gloo")
     return chosen
 
 
 def group_backend(backend: str, device: torch.device) -> str:
-    """The backend string of a process group. CPU tensors always use gloo, so that Python objects need no device."""
+    """Backend string of a process group. CPU tensors always use gloo, so that Python objects need no device."""
     return "gloo" if backend == "gloo" else f"cpu:gloo,{device.type}:{backend}"

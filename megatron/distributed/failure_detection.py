@@ -1,4 +1,4 @@
-"""Detects lost ranks, mismatched collectives and deadlocks from the status that ranks publish. Pure functions."""
+"""Detects lost ranks, mismatched collectives and deadlocks from published statuses. All functions are pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,32 +8,32 @@ from megatron.distributed.comm_log import CommOp
 from megatron.utils import process
 
 State = Literal["alive", "left", "failed", "announced"]
-"""`announced`: it has announced a failure to all ranks, and prints it."""
+"""State of a rank. An `announced` rank has announced a failure to all ranks, and prints it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """What one rank publishes with each heartbeat."""
+    """Status that a rank publishes with each heartbeat."""
 
     rank: int
     number: int
     host: str
     pid: int
     pid_namespace: str
-    """The PID namespace of `pid`."""
+    """PID namespace of `pid`."""
     step: int
     phase: str
     state: State = "alive"
     text: str = ""
-    """The error of a failed rank."""
+    """Error of a failed rank."""
     idle: float = 0.0
     """Seconds since it last started or ended a communication."""
     waiting: CommOp | None = None
     timed_out: CommOp | None = None
-    """The operation that did not end within --distributed-timeout-minutes."""
+    """Operation that did not end within --distributed-timeout-minutes."""
     last: CommOp | None = None
     explains: bool = False
-    """Its collective has failed, and it looks for the cause."""
+    """True if its collective has failed and it looks for the cause."""
     counts: Mapping[str, int] = field(default_factory=dict)
     recent: Mapping[str, Sequence[CommOp]] = field(default_factory=dict)
 
@@ -53,7 +53,7 @@ class RankStatus:
 
 
 def visible_process_state(status: RankStatus, host: str, pid_namespace: str) -> str | None:
-    """The process's state letter in /proc; "" if it has ended, None if it is not visible from here (another machine or
+    """State letter of the process in /proc; "" if it has ended, None if it is not visible from here (another machine or
     container)."""
     if status.host != host or status.pid_namespace != pid_namespace or not pid_namespace:
         return None
@@ -61,19 +61,19 @@ def visible_process_state(status: RankStatus, host: str, pid_namespace: str) -> 
 
 
 def why_lost(status: RankStatus, silent: float, process: str | None, patience: float) -> str | None:
-    """Why a rank counts as lost; None while it may be alive. A running process without heartbeats is only slow (its
-    threads may be starved), which --distributed-timeout-minutes bounds."""
+    """Reason why a rank counts as lost; None while it may be alive. A running process without heartbeats is only slow
+    (its threads may be starved), which --distributed-timeout-minutes bounds."""
     if status.state == "left":
         return None
     if status.state == "failed":
-        return f"ended with an error of its own ({status.text})" if silent > patience / 2 else None
+        return f"ended with an error ({status.text})" if silent > patience / 2 else None
     if process in ("", "Z", "X"):
-        return "ended without a word (killed, out of memory, or aborted by gloo after a collective that was left out)"
+        return "ended without an error message (killed, out of memory, or aborted by gloo after a missing collective)"
     if silent <= patience:
         return None
     if process in ("T", "t"):
         return f"is stopped (SIGSTOP, or a debugger) for {silent:.0f} s"
-    return f"has not been heard of for {silent:.0f} s" if process is None else None
+    return f"has sent no heartbeat for {silent:.0f} s" if process is None else None
 
 
 def mismatched_collectives(statuses: Sequence[RankStatus]) -> str | None:
@@ -86,24 +86,24 @@ def mismatched_collectives(statuses: Sequence[RankStatus]) -> str | None:
                 other, theirs = made.setdefault(key, (status, operation))
                 if (theirs.name, theirs.shape) != (operation.name, operation.shape):
                     return (
-                        f"rank {other.rank} and rank {status.rank} are out of step: the same collective is {theirs} "
+                        f"rank {other.rank} and rank {status.rank} are out of step: one collective is {theirs} "
                         f"for rank {other.rank} ({other}) and {operation} for rank {status.rank} ({status}); one of "
-                        "them left a collective out or made one too many"
+                        "them skipped or added a collective"
                     )
     return None
 
 
 def stuck_rank(statuses: Sequence[RankStatus]) -> str | None:
-    """Names a rank that is alive and has not begun a collective for which another one has waited until its timeout."""
+    """Names a rank that is alive and has not begun a collective in which another rank has timed out."""
     if any(status.state == "failed" for status in statuses):
-        return None  # which is the cause
+        return None  # the failed rank is the cause
     for status in statuses:
         operation = status.timed_out
         members = [] if operation is None else [other for other in statuses if other.rank in operation.ranks]
         behind = [other for other in members if other.timed_out is None and other.state == "alive"]
         if operation is not None and operation.number:
             behind = [other for other in behind if other.counts.get(operation.axis, 0) < operation.number]
-        behind.sort(key=lambda other: other.waiting is not None)  # who waits is not the one that is stuck
+        behind.sort(key=lambda other: other.waiting is not None)  # a waiting rank is not the stuck one
         if behind:
             return (
                 f"{behind[0].name} is alive and stuck ({behind[0]}): rank {status.rank} has waited for it until the "
@@ -114,7 +114,7 @@ def stuck_rank(statuses: Sequence[RankStatus]) -> str | None:
 
 def deadlock(statuses: Sequence[RankStatus], world: int, patience: float) -> str | None:
     """Describes a deadlock: all ranks have waited longer than `patience`, and none of them for a collective that all of
-    its members have started. Where they wait for their devices, which may be at work, it needs `recent`."""
+    its members have started. Ranks that wait for their devices, which may be busy, must have `recent`."""
     stuck = [
         status
         for status in statuses
@@ -126,7 +126,7 @@ def deadlock(statuses: Sequence[RankStatus], world: int, patience: float) -> str
     if any(status.waiting is not None and status.waiting.on_device for status in stuck):
         return _uneven(statuses, patience)
     by_rank = {status.rank: status for status in statuses}
-    waits: dict[tuple[str, int, int], RankStatus] = {}  # one rank of those that wait for the same collective
+    waits: dict[tuple[str, int, int], RankStatus] = {}  # one of the ranks that wait for the same collective
     for status in stuck:
         assert status.waiting is not None
         waits.setdefault((status.waiting.axis, status.waiting.ranks[0], status.waiting.number), status)
@@ -146,13 +146,13 @@ def deadlock(statuses: Sequence[RankStatus], world: int, patience: float) -> str
     status, operation, behind_it = first
     return (
         f"all ranks wait for each other for {patience:.0f} s: rank {status.rank} in {operation} ({status}), which rank "
-        f"{behind_it.rank} has not begun ({behind_it}); one of them left a collective out or made one too many"
+        f"{behind_it.rank} has not begun ({behind_it}); one of them skipped or added a collective"
     )
 
 
 def _uneven(statuses: Sequence[RankStatus], patience: float) -> str | None:
-    """Names two ranks of which one has begun more collectives. A host that hands its work to a device goes on when it
-    begins one, so only the counts tell; a long step has equal ones."""
+    """Names two ranks with different numbers of begun collectives. A host that launches work on a device continues
+    after beginning a collective, so only the counts tell; in a long step they are equal."""
     by_rank = {status.rank: status for status in statuses}
     for status in statuses:
         for axis, some in status.recent.items():
@@ -161,7 +161,7 @@ def _uneven(statuses: Sequence[RankStatus], patience: float) -> str | None:
             if mine != theirs:
                 return (
                     f"all ranks wait for {patience:.0f} s, and rank {status.rank} has begun {mine} collectives over "
-                    f"{axis} ({status}), rank {other.rank} {theirs} ({other}); one of them left a collective out or "
-                    "made one too many"
+                    f"{axis} ({status}), rank {other.rank} {theirs} ({other}); one of them skipped or added a "
+                    "collective"
                 )
     return None

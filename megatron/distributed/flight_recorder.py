@@ -1,4 +1,4 @@
-"""torch's own record of the last collectives, which knows what the host does not: what the device has finished."""
+"""Reads torch's record of the last collectives, which also shows what the device has completed."""
 
 import json
 import os
@@ -9,12 +9,12 @@ _ENTRIES = "2000"
 
 
 def switch_on() -> None:
-    """Before the process group is made; what the user has set stays. It costs a few microseconds per collective."""
+    """Enables the record, before the process group is made. It costs a few microseconds per collective."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _ENTRIES)
 
 
 def last_entries(count: int = 5) -> list[str]:
-    """The last collectives of this rank that had not ended, oldest first; if all had, the last ones. [] without a
+    """Last uncompleted collectives of this rank, oldest first; if all have completed, the last ones. [] without a
     record."""
     entries = sorted((entry for dump in _DUMPS for entry in _entries(dump)), key=_begun)
     under_way = [entry for entry in entries if entry.get("state") != "completed" and not entry.get("retired")]
@@ -22,14 +22,14 @@ def last_entries(count: int = 5) -> list[str]:
 
 
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-"""torch keeps two records: one of nccl, which a torch without nccl lacks, and one of gloo and the others."""
+"""Functions of torch's two records: one of nccl, missing in a torch without nccl, and one of gloo and the others."""
 
 
 def _entries(name: str) -> list[dict[str, object]]:
     dump = getattr(torch._C._distributed_c10d, name, None)
     try:
         return [] if dump is None else list(json.loads(dump())["entries"])
-    except (RuntimeError, ValueError, KeyError):  # nothing was recorded, or in a form of another version
+    except (RuntimeError, ValueError, KeyError):  # nothing was recorded, or another version's format
         return []
 
 

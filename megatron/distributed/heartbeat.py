@@ -1,10 +1,10 @@
-"""Heartbeats: when a rank dies, is stopped or gets out of step, it is named and all ranks end.
+"""Heartbeats: if a rank dies, is stopped or gets out of step, a message names it and all ranks end.
 
-Once a second (more slowly above 1024 ranks, so that the store's work stays the same) each rank publishes its step, its
-phase and what it waits for in the launcher's store, and checks the next rank. One rank is in charge of looking at all,
-when one asks that has waited for long. A failure is announced to all ranks. This runs in threads of its own, because
-the training thread may hang in a collective. A rank that is merely slow is left alone: --distributed-timeout-minutes
-bounds that.
+Once a second, each rank publishes its step, its phase and its current wait in the launcher's store, and checks the next
+rank. (Above 1024 ranks it does so less often, to keep the store's load constant.) A rank that has waited for long asks
+the rank in charge to check all ranks. A failure is announced to all ranks. Separate threads do this, because the
+training thread may hang in a collective. A rank that is merely slow is not ended: --distributed-timeout-minutes bounds
+that.
 """
 
 import math
@@ -43,19 +43,19 @@ from megatron.errors import HangError, MegatronError, PeerLostError, TerminatedE
 
 _INTERVAL = 1.0
 _BEATS_PER_SECOND = 1024  # of all ranks together
-_LOCK_HELD_AT_MOST = 4.0  # seconds that a signal waits for the store; a look at the ranks takes milliseconds
+_LOCK_HELD_AT_MOST = 4.0  # seconds that a signal waits for the store; a check of the ranks takes milliseconds
 _SEEN_TO_PRINT_WITHIN = 3.0  # seconds after an announcement; less than `_LOCK_HELD_AT_MOST`
 _ERRORS: dict[ErrorKind, type[MegatronError]] = {
     "hang": HangError,
     "lost": PeerLostError,
     "terminated": TerminatedError,
 }
-_WAY_OUT = "Start again with --load to go on from the last checkpoint"
+_WAY_OUT = "Start again with --load to continue from the last checkpoint"
 
 Where = Callable[[], tuple[int, str]]
 """Returns the step and the phase that this rank is in."""
 OnEnd = Callable[[MegatronError, bool], None]
-"""Ends this process because of the error; the flag says whether this rank is the one to print it."""
+"""Ends this process because of the error; the flag is True if this rank prints it."""
 
 
 class Heartbeat:
@@ -77,15 +77,15 @@ class Heartbeat:
         self._info, self._comm_log, self._where, self._on_end = info, comm_log, where, on_end
         self._interval = _interval(info.world_size)
         self._patience = max(patience, 3 * self._interval)
-        self._limit = limit  # seconds of a collective, where the host waits for its device and no call times out
-        self._keys = keys  # their beginning in the store
+        self._limit = limit  # seconds of a collective if the host waits for its device and no call times out
+        self._keys = keys  # prefix in the store
         self._connect, self._now = connect or self._own_connection, now
         self._number = 0
         self._host, self._pid_namespace = socket.gethostname(), _own_pid_namespace()
         self._next = (info.rank + 1) % info.world_size  # the first one after this rank that has not finished
         self._in_charge = 0
-        """The rank that looks at all others when it is asked: the first one that has not finished and is not silent."""
-        self._answered: bytes | None = None  # the last question that this rank has answered
+        """Rank that checks all others on request: the first one that has not finished and is not silent."""
+        self._answered: bytes | None = None  # the last request that this rank has answered
         self._last_asked = -math.inf
         self._explains = False
         self._announced: bytes | None = None  # by this rank, before any other
@@ -99,12 +99,12 @@ class Heartbeat:
             threading.Thread(target=work, name="heartbeat", daemon=True).start()
 
     def connect(self) -> None:
-        """Publishes for the first time."""
-        # A connection of its own: a request of the training thread may block for minutes.
+        """Connects to the store and publishes the first status."""
+        # A separate connection: a request of the training thread may block for minutes.
         store = self._connect()
         self._board = StatusBoard(store, self._info.world_size, self._now)
         self._publish("alive")
-        if not self._info.agent_store:  # rank 0 hosts the store: its status is needed if the store stops answering
+        if not self._info.agent_store:  # rank 0 hosts the store: its status is needed if the store does not answer
             store.wait(["rank_0"], timedelta(minutes=5))
         self._board.read([0])
 
@@ -116,17 +116,17 @@ class Heartbeat:
         return dist.PrefixStore(f"{self._keys}/{info.run_id}/attempt_{info.attempt}", store)
 
     def leave(self) -> None:
-        """This rank has finished its work."""
+        """Publishes that this rank has finished its work."""
         self._close("left", "")
 
     def fail(self, text: str) -> None:
-        """This rank ends with an error of its own, which it prints itself."""
+        """Publishes that this rank ends with an error, which it prints itself."""
         self._close("failed", text)
         self._keep_store_alive()
 
     def explain(self) -> None:
-        """Called after a failed collective: ends the process with the cause if one is found. Returns if another rank
-        reported an error of its own, or if no cause is found in time."""
+        """Looks for the cause of a failed collective, and ends the process with it. Returns if another rank reported an
+        error of its own, or if no cause is found in time."""
         self._explains = True
         deadline = self._now() + self._patience + 3 * self._interval
         while self._now() < deadline:
@@ -138,8 +138,8 @@ class Heartbeat:
             time.sleep(self._interval)
 
     def asked_to_end(self) -> None:
-        """Called on SIGTERM; ends the process. The launcher sends it when a rank of this machine has died, which is
-        then the cause."""
+        """Ends the process on SIGTERM. The launcher sends it when a rank of this machine has died; the message then
+        names this cause."""
         if self._store_lock.acquire(timeout=_LOCK_HELD_AT_MOST):
             with suppress(RuntimeError):
                 self._read_announcement()
@@ -156,7 +156,7 @@ class Heartbeat:
         if not self._store_lock.acquire(timeout=2.0):
             return  # the store does not answer
         try:
-            with suppress(RuntimeError):  # its host may have ended already
+            with suppress(RuntimeError):  # the store's host may have ended already
                 self._publish(state, text)
                 if state == "failed":
                     self._board.tell_failure(self._info.rank)
@@ -188,7 +188,7 @@ class Heartbeat:
             self._board.publish_recent(status.rank, comm_log)
 
     def _overdue(self) -> CommOp | None:
-        """The last collective of this rank if its device has been at work for longer than a collective may take."""
+        """Last collective of this rank, if its device has been busy for longer than a collective may take."""
         waiting = self._comm_log.waiting
         overdue = waiting is not None and waiting.on_device and self._now() - self._comm_log.moved > self._limit
         return self._comm_log.last if overdue else None
@@ -207,12 +207,12 @@ class Heartbeat:
     # ---- the other ranks
 
     def look(self) -> None:
-        """Reads the announcement and the statuses of two other ranks, whatever the number of ranks: the next rank, so
-        that each is checked by one other, and the rank in charge. A rank that waits for long asks the rank in charge to
-        read all statuses."""
+        """Reads the announcement and the statuses of two other ranks, whatever the number of ranks. One is the next
+        rank, so that each is checked by one other; the other is the rank in charge. A rank that waits for long asks the
+        rank in charge to read all statuses."""
         self._read_announcement()
         for status in self._board.read(sorted({self._next, self._in_charge} - {self._info.rank})):
-            # Only if it stays so: a status that somebody else has written is replaced by the rank's next beat.
+            # Only if it persists: a status written by another program is replaced by the rank's next beat.
             stays = self._board.silent(status.rank) > 2 * self._interval
             if status.rank == self._next and status.state == "left" and stays:
                 self._next = (self._next + 1) % self._info.world_size
@@ -227,8 +227,8 @@ class Heartbeat:
             self._board.ask()
 
     def _answer(self) -> None:
-        """Runs in a thread of its own, with its own connection to the store: reading thousands of statuses must not
-        delay the heartbeats."""
+        """Answers requests, in its own thread and with its own connection to the store: reading thousands of statuses
+        must not delay the heartbeats."""
         board: StatusBoard | None = None
         while not self._closed.wait(self._interval):
             if self._in_charge == self._info.rank:
@@ -237,7 +237,7 @@ class Heartbeat:
                     self.answer(board)
 
     def answer(self, board: StatusBoard) -> None:
-        """Reads all ranks and looks for a hang, if a rank has asked for it since the last time."""
+        """Reads all ranks and looks for a hang, if a rank has requested it since the last time."""
         asked = board.asked()
         if asked == self._answered:
             return
@@ -250,7 +250,7 @@ class Heartbeat:
         on_device = any(status.waiting is not None and status.waiting.on_device for status in statuses)
         if hang is not None or on_device or any(status.explains for status in statuses):
             statuses = board.with_recent(statuses)
-            hang = mismatched_collectives(statuses) or hang  # a mismatch says more than a deadlock
+            hang = mismatched_collectives(statuses) or hang  # more specific than a deadlock
             hang = hang or deadlock(statuses, self._info.world_size, self._patience)
         if hang is not None:
             self._announce("hang", hang)
@@ -268,7 +268,7 @@ class Heartbeat:
     # ---- ending the run
 
     def _announce(self, kind: ErrorKind, text: str) -> None:
-        """Announces a failure to all ranks. The first rank to announce one is the one that prints it."""
+        """Announces a failure to all ranks. The first rank to announce one prints it."""
         mine = Announcement(self._info.rank, kind, text)
         self._announced = encode_announcement(mine)  # set first: another thread of this rank may read it at once
         first = self._board.announce(mine)
@@ -279,9 +279,9 @@ class Heartbeat:
         self._end(kind, text, prints=True)
 
     def _end_by(self, announced: bytes) -> NoReturn:
-        """Ends this process by an announcement, which its rank prints. If that rank is not seen to do so, the first
-        rank of each machine does: another program may have written the announcement. So does the rank that it names,
-        whose status another program may have written as well."""
+        """Ends this process because of an announcement, which its author prints. Another program may have written it,
+        and the status of the rank that it names. If the author is not seen to print it, the first rank of each machine
+        does; so does the named rank itself."""
         found = parse_announcement(announced, self._info.world_size)
         if announced == self._announced:
             assert isinstance(found, Announcement)
@@ -289,15 +289,15 @@ class Heartbeat:
         named = isinstance(found, Announcement) and found.rank == self._info.rank
         if named:
             with suppress(RuntimeError):
-                self._publish("announced")  # so that the others leave the line to this rank
+                self._publish("announced")  # the others then leave the message to this rank
         if named or (self._info.local_rank == 0 and not self._seen_to_print(found)):
             quoted = found if isinstance(found, Unreadable) else Unreadable(announced, "a valid announcement")
             who = (
-                f"rank {found.rank} has not printed" if isinstance(found, Announcement) else "no rank can have written"
+                f"rank {found.rank} has not printed it" if isinstance(found, Announcement) else "no rank has written it"
             )
             text = (
-                f"an announcement in the ranks' store ends the run, which {who}: {quoted}; if no rank has failed, "
-                "another program writes there: let only the machines of this run reach the store's port"
+                f"an announcement in the ranks' store ends the run, but {who}: {quoted}; if no rank has failed, "
+                "another program writes there: allow only the machines of this run to reach the store's port"
             )
             self._end("lost" if isinstance(found, Unreadable) else found.kind, text, prints=True)
         if isinstance(found, Unreadable):
@@ -305,19 +305,19 @@ class Heartbeat:
         self._end(found.kind, found.text, prints=False)
 
     def _seen_to_print(self, found: Announcement | Unreadable) -> bool:
-        """Whether the rank that the announcement names has published that it is its own."""
+        """True if the announcing rank's status confirms the announcement, so that this rank will print it."""
         if isinstance(found, Unreadable):
             return False
         pause = 0.1
         for _ in range(round(_SEEN_TO_PRINT_WITHIN / pause)):
-            with suppress(RuntimeError):  # its store may have ended
+            with suppress(RuntimeError):  # the store of that rank may have ended
                 if any(status.state == "announced" for status in self._board.read([found.rank])):
                     return True
             time.sleep(pause)
         return False
 
     def _own_place(self) -> str:
-        """Where this rank is now, for messages; another rank's status may be a second old."""
+        """Current step, phase and operation of this rank, for messages; another rank's status may be a second old."""
         step, phase = self._where()
         waiting = self._comm_log.waiting or self._comm_log.last
         return f"; rank {self._info.rank} is at step {step}{f', {phase}' if phase else ''}, {waiting or 'starting'}"
@@ -334,12 +334,12 @@ class Heartbeat:
             os._exit(error.exit_code)
 
     def _keep_store_alive(self) -> None:
-        """Where rank 0 hosts the store, it lives on for a moment, because the store ends with it."""
+        """Delays the exit of rank 0 if it hosts the store, because the store ends with it."""
         if self._info.rank == 0 and not self._info.agent_store:
             time.sleep(3 * _INTERVAL)
 
     def _watch_store(self) -> None:
-        """Without the store no rank can announce anything: each one judges the store's host, and prints its verdict."""
+        """Ends this rank if the store's host is lost. Without the store, every rank prints its own error."""
         while not self._closed.wait(_INTERVAL):
             silent = self._now() - self._board.answered
             if silent <= 3 * self._interval:
@@ -362,16 +362,16 @@ def _interval(world_size: int) -> float:
 
 
 def by_sigterm(where: tuple[int, str]) -> str:
-    """The message of a run that SIGTERM ends, given its step and phase."""
+    """Error message for SIGTERM, given the step and phase."""
     step, phase = where
     return (
-        f"ended by SIGTERM at step {step}{f' ({phase})' if phase else ''}; start again with --load to go on from the "
-        "last checkpoint. --exit-signal-handler saves first"
+        f"ended by SIGTERM at step {step}{f' ({phase})' if phase else ''}; start again with --load to continue from "
+        "the last checkpoint. --exit-signal-handler saves first"
     )
 
 
 def _own_pid_namespace() -> str:
     try:
         return str(Path("/proc/self/ns/pid").readlink())
-    except OSError:  # no such file system here
+    except OSError:  # the system has no /proc
         return ""

@@ -1,7 +1,7 @@
-"""What must be the same on all ranks, compared when they meet: what they were started with, and the data they read.
+"""Compares the settings, code and data of all ranks when they meet.
 
-Ranks with other settings, code or data hang in their first collective, or train something that nobody asked for. The
-first rank to come publishes what it has; whoever comes with something else ends the run, and says what.
+Ranks with different settings, code or data hang in their first collective, or silently train something else. The first
+rank to arrive publishes its values. A rank with different ones ends the run and reports the difference.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ _PUBLISHED_WITHIN = timedelta(seconds=30)
 
 @dataclass(frozen=True, kw_only=True)
 class MismatchWording:
-    """What is compared, in the words of a message."""
+    """Wording of a mismatch message."""
 
     verb: str
     way_out: str
@@ -43,12 +43,12 @@ DATA = MismatchWording(
 
 @dataclass(frozen=True)
 class Identity:
-    """The values of one rank that are compared, by name: settings as on a command line, hashes of code."""
+    """Compared values of one rank by name: settings as on a command line, hashes of code."""
 
     rank: int
     values: Mapping[str, str]
     shown: Mapping[str, str] = field(default_factory=dict)
-    """What a message says instead of a value, such as the place of a file whose content is compared."""
+    """Texts that replace values in messages, such as a path instead of a content hash."""
     subject: MismatchWording = STARTED_WITH
 
     @property
@@ -56,7 +56,7 @@ class Identity:
         return hashlib.sha256(json.dumps(dict(self.values), sort_keys=True).encode()).hexdigest()
 
     def unlike_first(self, store: dist.Store) -> str | Unreadable | None:
-        """How this rank differs from the first that came; None if it does not. One small request, unless it does."""
+        """Describes how this rank differs from the first one; None if it does not. Equal ranks need one request."""
         mine = f"{self.digest} {self.rank}"
         first = bytes(store.compare_set("identity", "", mine))
         if first == mine.encode():

@@ -1,7 +1,7 @@
-"""Which network interface leads to the other machines of a run.
+"""Finds the network interface that leads to the other machines of a run.
 
-Left to itself, gloo takes the address that this machine's host name resolves to. On many systems that is 127.0.1.1,
-where no other machine can connect.
+By default gloo uses the address that this machine's host name resolves to. On many systems that is 127.0.1.1, where no
+other machine can connect.
 """
 
 import fcntl
@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_ELSEWHERE = ("198.51.100.1", "2001:db8::1")  # reserved for documentation: nothing is sent, only the route is asked for
+_ELSEWHERE = ("198.51.100.1", "2001:db8::1")  # reserved for documentation: nothing is sent, only the route is queried
 _SIOCGIFADDR = 0x8915
 _SOCKETS = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 _LISTENS = "0A"
@@ -26,8 +26,8 @@ class Interface:
 
 
 def interface_towards(host: str) -> Interface | None:
-    """The interface by which this machine reaches `host`; on the host itself, the one of its default route, or without
-    one the only one that leads anywhere. None where that is not known."""
+    """Interface by which this machine reaches `host`. On the host itself, the default route's interface, or without one
+    the only interface that leads anywhere. None if unknown."""
     for target in (host, *_ELSEWHERE):
         address = source_address(target)
         if address is not None and not ipaddress.ip_address(address).is_loopback:
@@ -38,8 +38,8 @@ def interface_towards(host: str) -> Interface | None:
 
 
 def reachable_port(port: int) -> bool:
-    """Whether something on this machine listens on the port where other machines can connect; False where the system
-    does not list its sockets."""
+    """True if a socket here listens on the port where other machines can connect; False if the system does not list its
+    sockets."""
     if all(ipaddress.ip_address(address).is_loopback for address in _interfaces()):
         return False
     for path in _SOCKETS:
@@ -53,7 +53,7 @@ def reachable_port(port: int) -> bool:
 
 
 def _address(digits: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """The address that the system lists as words of four bytes, each in this machine's byte order."""
+    """Parses an address that the system lists as words of four bytes, each in this machine's byte order."""
     words = bytes.fromhex(digits)
     packed = b"".join(struct.pack(">I", word) for (word,) in struct.iter_unpack("=I", words))
     found = ipaddress.ip_address(packed)
@@ -61,7 +61,7 @@ def _address(digits: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def _only_one() -> Interface | None:
-    """The one interface with an address that other machines can reach; None if there are several."""
+    """Returns the only interface with an address that other machines can reach; None if there are several."""
     outward: dict[str, str] = {}
     for address, name in _interfaces().items():
         kind = ipaddress.ip_address(address)
@@ -71,7 +71,7 @@ def _only_one() -> Interface | None:
 
 
 def source_address(host: str) -> str | None:
-    """The address from which packets to `host` would leave. None are sent: UDP has no handshake."""
+    """Source address of packets to `host`. Nothing is sent, because connecting a UDP socket has no handshake."""
     with suppress(OSError, UnicodeError):
         for family, kind, _, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind) as asking:
@@ -81,7 +81,7 @@ def source_address(host: str) -> str | None:
 
 
 def _interfaces() -> dict[str, str]:
-    """Names by address."""
+    """Interface names by address."""
     found: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():

@@ -1,7 +1,7 @@
-"""How this process was launched, and how it leaves its process group.
+"""Detects how this process was launched, and leaves its process group.
 
-The only module that reads the environment, through which torchrun, `python -m torch.distributed.launch` and Slurm tell
-a process its rank. Users need not export anything.
+No other module reads the environment, in which torchrun, `python -m torch.distributed.launch` and Slurm pass a process
+its rank. Users need not export anything.
 """
 
 import gc
@@ -19,8 +19,8 @@ from operator import attrgetter
 
 import torch.distributed as dist
 
-# Its functions take the world's group of the moment they are defined as their default argument, and torch imports it
-# late (with an optimizer, with `fully_shard`). Imported before any group exists, it keeps none (see `shutdown`).
+# Its functions have the current world group as default argument, and torch imports it late (with an optimizer, with
+# `fully_shard`). Imported before any group exists, it holds no reference to one (see `shutdown`).
 import torch.distributed.nn.functional  # noqa: F401
 
 from megatron.errors import ConfigError, PeerLostError
@@ -28,12 +28,12 @@ from megatron.utils.numerals import whole_number
 from megatron.utils.process import signal_at_parent_death
 
 _WITHOUT_THREADS = ("fake", "recorded")
-"""Backends that do nothing, and record at most what a rank would do: torch's, and that of `megatron.prove.order`."""
+"""Backends without threads: they communicate nothing. One is torch's, the other from `megatron.prove.order`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchInfo:
-    """What the launcher told this process. The default is a single process started by plain `python`."""
+    """Facts that the launcher passes to this process. The default is a single process started by plain `python`."""
 
     rank: int = 0
     world_size: int = 1
@@ -43,25 +43,25 @@ class LaunchInfo:
     master_port: int = 0
     run_id: str = "none"
     attempt: int = 0
-    """How often the launcher has restarted the job."""
+    """Number of restarts of the job by the launcher."""
     launcher: str = "python"
     """"torchrun" (also torch.distributed.launch), "slurm", "environment" (RANK and friends set by hand) or "python"."""
     agent_store: bool = False
-    """The launcher's agent serves the rendezvous store; else rank 0 does."""
+    """True if the launcher's agent serves the rendezvous store; else rank 0 does."""
     parent: int = 0
-    """The process that started this one."""
+    """Process that started this one."""
 
     blocking_launches: bool = False
-    """CUDA_LAUNCH_BLOCKING: the host waits for each operation that it hands to the device."""
+    """True under CUDA_LAUNCH_BLOCKING: the host waits for each operation that it launches."""
 
     allocator: str = ""
-    """PYTORCH_ALLOC_CONF, by its older name too: what the user has set of torch's allocator."""
+    """User's setting of torch's allocator: PYTORCH_ALLOC_CONF, or its older name."""
 
     local_is_said: bool = True
-    """The launcher has said how many ranks this machine has; `local_world_size` is all of them otherwise."""
+    """True if the launcher reports the number of ranks on this machine; else `local_world_size` is the world size."""
 
     listed_here: tuple[int, ...] = ()
-    """The ranks of this machine, where the launcher lists them."""
+    """Ranks of this machine, if the launcher lists them."""
 
     @property
     def ranks_here(self) -> Sequence[int]:
@@ -71,18 +71,18 @@ class LaunchInfo:
 
     @property
     def single_node(self) -> bool:
-        """All ranks are certainly on this machine: the launcher says so, or they meet on loopback."""
+        """True if all ranks are certainly on this machine: the launcher reports it, or they meet on loopback."""
         on_loopback = self.master_addr == "localhost" or self.master_addr.startswith(("127.", "::1"))
         return self.local_world_size == self.world_size and (self.local_is_said or on_loopback)
 
     @property
     def keeps_store(self) -> bool:
-        """Whether the ranks' store is in this process, and ends with it."""
+        """True if the ranks' store is in this process, and ends with it."""
         return self.rank == 0 and not self.agent_store
 
     @property
     def store_host(self) -> str:
-        """Where the ranks find the store. One that we open on one machine listens on loopback only."""
+        """Host of the ranks' store. A store that rank 0 opens for a single machine listens on loopback only."""
         return "127.0.0.1" if self.single_node and not self.agent_store else self.master_addr
 
     @staticmethod
@@ -153,12 +153,12 @@ def _from_slurm(env: Mapping[str, str], local_rank: int | None) -> LaunchInfo:
 
 
 def _listed_tasks(env: Mapping[str, str]) -> tuple[int, ...]:
-    """The tasks of this node, if Slurm lists them: those of `srun --distribution=cyclic` are not numbered in a row."""
+    """Tasks of this node, if Slurm lists them: with `srun --distribution=cyclic` they are not consecutive."""
     text = env.get("SLURM_GTIDS", "")
     try:
         tasks = tuple(map(whole_number, text.split(","))) if text else ()
     except ValueError:
-        raise ConfigError(f"SLURM_GTIDS={text!r} in the environment: no list of tasks; start with srun") from None
+        raise ConfigError(f"SLURM_GTIDS={text!r} in the environment: not a list of tasks; start with srun") from None
     size = _number(env, "SLURM_STEP_NUM_TASKS", 1)
     if tasks and (_number(env, "SLURM_PROCID", 0) not in tasks or not all(0 <= task < size for task in tasks)):
         raise ConfigError(
@@ -169,7 +169,7 @@ def _listed_tasks(env: Mapping[str, str]) -> tuple[int, ...]:
 
 
 def _tasks_of_node(env: Mapping[str, str]) -> int:
-    """The number of tasks of this node, from a list of all nodes such as "2(x3),1"."""
+    """Number of tasks of this node, from a list of all nodes such as "2(x3),1"."""
     name, node = "SLURM_STEP_TASKS_PER_NODE", _number(env, "SLURM_NODEID", 0)
     text, left = env.get(name, "1"), node
     try:
@@ -185,7 +185,7 @@ def _tasks_of_node(env: Mapping[str, str]) -> int:
 
 
 def first_host(nodelist: str) -> str:
-    """The first machine of a Slurm list such as "login1,gpu[003-007,012]-ib"."""
+    """First machine of a Slurm list such as "login1,gpu[003-007,012]-ib"."""
     head = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,]*))?", nodelist)
     if head is None:
         raise ConfigError(f"SLURM_STEP_NODELIST {nodelist!r}: cannot be read; set MASTER_ADDR to the first machine")
@@ -230,15 +230,15 @@ def _check(info: LaunchInfo) -> None:
 
 def keep_products_repeatable() -> None:
     """Fixes the size of cuBLAS's workspace, which makes its summation order deterministic. cuBLAS reads it from the
-    environment at its first product, and torch's deterministic mode refuses products without it."""
+    environment at its first product, and torch's deterministic mode rejects products without it."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def shutdown(*, barrier: bool = True, timeout: timedelta = timedelta(minutes=10)) -> None:
-    """Leaves the process group. Without it a finished job may end in SIGABRT and count as failed: a thread of a group
-    that frees a tensor while Python ends is stopped by Python, which C++ answers with an abort.
+    """Leaves the process group. Otherwise a finished job may end in SIGABRT and count as failed: if a group's thread
+    frees a tensor while Python exits, Python stops the thread, and C++ then aborts.
 
-    The ranks wait for each other up to `timeout`, since one may still be uploading logs. After an error on this rank
+    The ranks wait for each other up to `timeout`, because one may still be uploading logs. After an error on this rank
     pass `barrier=False`, because the others will not reach the barrier.
     """
     if not dist.is_initialized():
@@ -270,22 +270,21 @@ _CACHES_OF_SHARDINGS = (
 
 def _forget_sharded_models(in_cycles: bool) -> None:
     """Frees the process groups that models under `fully_shard` keep alive, in reference cycles and in torch's caches of
-    DTensor shardings and of the ways between them."""
+    DTensor shardings and redistributions."""
     if "torch.distributed.tensor" not in sys.modules:
         return
     for module, clear in _CACHES_OF_SHARDINGS:
         with suppress(ImportError, AttributeError):  # private to torch: other versions may lack it
             attrgetter(clear)(importlib.import_module(f"torch.distributed.tensor.{module}"))()
     if in_cycles:
-        gc.unfreeze()  # what `megatron.utils.loading` has frozen
+        gc.unfreeze()  # objects frozen by `megatron.utils.loading`
         gc.collect()
 
 
 def die_with_parent(info: LaunchInfo) -> bool:
-    """Asks the kernel for SIGTERM when the launcher dies, so that no orphaned rank keeps writing checkpoints. Returns
-    whether it will.
-
-    Only under torchrun, which supervises its ranks: a process started from a shell must outlive the shell.
+    """Requests SIGTERM from the kernel when the launcher dies, so that no orphaned rank keeps writing checkpoints.
+    Returns True if that worked. Only torchrun's ranks request it, because torchrun supervises them: a process started
+    from a shell must outlive the shell.
     """
     if info.launcher != "torchrun" or not signal_at_parent_death(signal.SIGTERM):
         return False
@@ -295,5 +294,5 @@ def die_with_parent(info: LaunchInfo) -> bool:
 
 
 def parent_alive(info: LaunchInfo) -> bool:
-    """Whether the parent process still runs (an orphan is given another parent)."""
+    """True if the parent process still runs (an orphan gets another parent)."""
     return info.parent in (0, os.getppid())

@@ -1,4 +1,4 @@
-"""The system's limit on open files, and how many a rank needs: its own, and a socket for each connection to another
+"""Raises the limit on open files to what a rank needs: its own files, and a socket for each connection to another
 rank."""
 
 import resource
@@ -7,20 +7,19 @@ from megatron.errors import ConfigError
 from megatron.layout import AXES, Layout
 
 OWN_FILES = 1024
-"""Data, libraries, logs, and what the accelerator's own library opens."""
+"""Files of data, libraries, logs, and the accelerator's own library."""
 
 
 def gloo_sockets(layout: Layout, backend: str) -> int:
-    """The largest number of sockets that gloo opens: one for each other member of every group, and one to listen. With
+    """Largest number of sockets that gloo opens: one for each other member of every group, and one to listen. With
     another backend only the world has a gloo group."""
     return sum(layout.size(name) for name in AXES) if backend == "gloo" else layout.world_size
 
 
 def allow_open_files(layout: Layout, backend: str) -> str | None:
-    """Raises this process's limit on open files to what it may need; returns a line for the log, if there is something
-    to say.
+    """Raises this process's limit on open files to what it may need; returns a line for the log, or None.
 
-    Refuses to start where the system does not allow that, because gloo would fail in the middle of connecting.
+    Raises ConfigError if the system forbids that, because gloo would otherwise fail while connecting.
     """
     needed = gloo_sockets(layout, backend) + OWN_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,5 +1,5 @@
-"""A barrier at the store: no rank goes on before all have arrived. Ranks wait in no collective, so the wait may last as
-long as the slowest rank needs; every half a minute one rank prints who is missing."""
+"""Barrier in the store: no rank continues before all have arrived. Ranks do not wait in a collective, so the wait may
+last as long as the slowest rank needs. Every 30 seconds one rank prints which ranks are missing."""
 
 import sys
 import time
@@ -23,7 +23,7 @@ _OUTCOME_CHARACTERS = 4000
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a rank waits for the others, in rounds after each of which something may be said."""
+    """Time that a rank waits for the others, in rounds; after each round a message may be printed."""
 
     timeout: timedelta
     told_every: float = TOLD_EVERY
@@ -38,7 +38,7 @@ class Patience:
         return "" if self.timeout == timedelta.max else f" of at most {self.timeout.total_seconds():.0f}"
 
     def rounds(self) -> Iterator[float]:
-        """The seconds to wait in each round, until the time is up."""
+        """Seconds to wait in each round, until the time is up."""
         while (left := self.timeout.total_seconds() - self.waited) > 0:
             yield min(self.told_every, left)
 
@@ -46,10 +46,9 @@ class Patience:
 def wait_for_all(
     store: dist.Store, identity: Identity, info: LaunchInfo, patience: Patience, *, did: str = "come"
 ) -> None:
-    """Returns when all ranks have called it with the same values. `did`: what a missing rank has not done.
-
-    Work per rank does not grow with their number: the last one to come tells the others, and in every round the first
-    one to run out of patience reads the list of those who came.
+    """Returns when all ranks have called it with the same values. `did`: verb phrase for what a missing rank has not
+    done. Work per rank does not grow with their number: the last rank to arrive informs the others. In every round the
+    first rank whose wait ends reads the list of arrivals.
     """
     if store.add(f"came_{info.rank}", 1) > 1:
         raise ConfigError(
@@ -71,7 +70,7 @@ def wait_for_all(
         except dist.DistStoreError:  # not yet
             if store.add(f"told_{number}", 1) == 1:
                 say(info, patience, _missing(store, info, did))
-    # Whose time is up decides for all, so that all ranks end for the same reason.
+    # The first rank whose time is up decides for all, so that all ranks end for the same reason.
     mine = "" if store.check(["outcome"]) else f"{_LATE}{never_met(info, patience, _missing(store, info, did))}"
     found = bytes(store.compare_set("outcome", "", mine) if mine else store.get("outcome"))
     outcome = printable_start(found, _OUTCOME_CHARACTERS)
@@ -88,8 +87,8 @@ def wait_for_all(
 
 def _of_a_stranger(info: LaunchInfo, found: Unreadable) -> ConfigError:
     return ConfigError(
-        f"--master-port {info.master_port}: the ranks' store holds {found}, which no rank of this run writes; choose "
-        "another port if another program uses this one, and let only the machines of this run reach it"
+        f"--master-port {info.master_port}: the ranks' store holds {found}, which no rank of this run writes. Choose "
+        "another port if another program uses this one, and allow only the machines of this run to reach it"
     )
 
 
@@ -101,8 +100,8 @@ def say(info: LaunchInfo, patience: Patience, missing: str) -> None:
 def never_met(info: LaunchInfo, patience: Patience, missing: str) -> HangError:
     return HangError(
         f"--distributed-timeout-minutes {patience.timeout.total_seconds() / 60:g}: the ranks did not all meet at "
-        f"{info.store_host}:{info.master_port} (attempt {info.attempt}): {missing}; see what the missing ones said, or "
-        "give more time"
+        f"{info.store_host}:{info.master_port} (attempt {info.attempt}): {missing}; see the output of the missing "
+        "ranks, or increase the timeout"
     )
 
 
@@ -110,13 +109,13 @@ def _missing(store: dist.Store, info: LaunchInfo, did: str) -> str:
     came = parse_ranks(store.get("came"), info.world_size)
     absent = [rank for rank in range(info.world_size) if rank not in came]
     if not absent:
-        return f"all have {did}, and their number in the store is wrong: another program writes there"
+        return f"all have {did}, but their number in the store is wrong: another program writes there"
     verb = "s {} have" if len(absent) > 1 else " {} has"
     return f"rank{verb.format(spans(absent))} not {did} ({len(came)} of {info.world_size} have)"
 
 
 def spans(ranks: Sequence[int]) -> str:
-    """Numbers as text such as "0, 8-15": usually all ranks of some machines are missing."""
+    """Formats numbers as text such as "0, 8-15": usually all ranks of some machines are missing."""
     among = set(ranks)
     starts = [rank for rank in ranks if rank - 1 not in among]
     ends = [rank for rank in ranks if rank + 1 not in among]

@@ -1,8 +1,8 @@
-"""Plain values between ranks: JSON in a tensor, read back by the type that the receiver expects.
+"""Exchanges plain values between ranks: JSON in a tensor, decoded to the type that the receiver expects.
 
-torch's own object collectives unpickle what arrives, so that whoever gets hold of one rank's connections runs code in
-all of them. Here the worst that a peer can send is text that is refused. Values are what JSON can say, and dataclasses,
-tuples and paths of such values.
+Object collectives of torch unpickle received data, so access to one rank's connections would mean running code on all
+ranks. Here a malicious peer can at most send text that is rejected. Values are JSON's, and dataclasses, tuples and
+paths of such values.
 """
 
 import json
@@ -20,14 +20,14 @@ from megatron.utils.typed import json_value, typed
 T = TypeVar("T")
 
 LARGEST_MESSAGE = 2**28
-"""The most bytes of one rank. Our longest message, the records of a checkpoint's tensors, has a few million."""
+"""Largest message of one rank, in bytes. The package's longest, a checkpoint's tensor records, has a few million."""
 _WITHOUT_LIMIT = timedelta(days=365)
 
 
 def all_gather_json(value: T, axis: Axis, kind: type[T], *, after_work: bool = False) -> list[T]:
-    """Small values of all members, in axis order, each of type `kind`. Equal ones are one object. `after_work`: members
-    come from reading or writing files, which takes some of them longer than a collective may take, so the wait for them
-    has no limit if the heartbeat ends it when one of them is lost."""
+    """Gathers small values of all members, in axis order, each of type `kind`. Equal ones are one object. With
+    `after_work`, members arrive after file I/O, which may take longer than a collective may. The wait then has no
+    limit, if the heartbeat ends it when a member is lost."""
     if axis.size == 1:
         return [value]
     group, device = axis.group, _device(axis)
@@ -39,7 +39,7 @@ def all_gather_json(value: T, axis: Axis, kind: type[T], *, after_work: bool = F
         padded = torch.nn.functional.pad(mine, (0, max(sizes) - len(mine)))
         rows = _all_gather(padded, group, axis.size).cpu().numpy()
     texts = [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
-    values: dict[bytes, T] = {}  # of a thousand ranks most say the same
+    values: dict[bytes, T] = {}  # most of a thousand ranks send the same
     for rank, text in enumerate(texts):
         if text not in values:
             values[text] = _decoded(text, axis, rank, kind)
@@ -47,7 +47,7 @@ def all_gather_json(value: T, axis: Axis, kind: type[T], *, after_work: bool = F
 
 
 def broadcast_json(value: T | None, axis: Axis, kind: type[T], source: int = 0) -> T:
-    """The small value of axis rank `source`, of type `kind`, on every member."""
+    """Broadcasts the small value of axis rank `source`, of type `kind`, to every member."""
     if axis.size == 1:
         assert value is not None
         return value
@@ -65,7 +65,7 @@ def broadcast_json(value: T | None, axis: Axis, kind: type[T], source: int = 0) 
 def _all_gather(
     tensor: torch.Tensor, group: dist.ProcessGroup, size: int, *, without_limit: bool = False
 ) -> torch.Tensor:
-    """A row of each member. One tensor, because a thousand take longer to make than to receive."""
+    """One row per member, in one tensor: a thousand tensors take longer to make than to receive."""
     gathered = tensor.new_empty(size * len(tensor))
     options = AllgatherOptions()
     if without_limit:
@@ -76,7 +76,7 @@ def _all_gather(
 
 
 def _device(axis: Axis) -> torch.device:
-    """Where the group takes tensors: on the host if it can."""
+    """Device on which the group takes tensors: the host if possible."""
     if "cpu:" in dist.get_backend_config(axis.group):
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
@@ -93,7 +93,7 @@ def _encoded(value: Any) -> torch.Tensor:
 def _decoded(text: bytes, axis: Axis, rank: int, kind: type[T]) -> T:
     try:
         return typed(kind, json.loads(text))
-    except (ValueError, RecursionError) as error:  # of text, of JSON, or of a type
+    except (ValueError, RecursionError) as error:  # invalid text, JSON or type
         raise _refusal(axis, rank, str(error)) from None
 
 
@@ -106,6 +106,6 @@ def _checked_length(length: int, axis: Axis, rank: int) -> int:
 def _refusal(axis: Axis, rank: int, reason: str) -> PeerLostError:
     reason = " ".join(reason.split())[:200]
     return PeerLostError(
-        f"rank {axis.ranks[rank]} sent something that is no message of this program ({reason}). All ranks must run the "
+        f"rank {axis.ranks[rank]} sent data that is not a message of this program ({reason}). All ranks must run the "
         "same version, and no other process may reach their ports (docs/parallelism.md)"
     )

@@ -1,4 +1,4 @@
-"""The parallel axes of one rank, as a value that is passed explicitly."""
+"""Parallel axes of one rank, as a value that is passed explicitly."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -16,19 +16,19 @@ from megatron.state.division import Members
 GroupMaker = Callable[[str, tuple[int, ...]], dist.ProcessGroup]
 Partition = tuple[tuple[int, ...], ...]
 Partitions = Mapping[str, Partition]
-"""The groups of each axis."""
+"""Groups of each axis."""
 OWN = ("cp", "ep")
-"""Axes whose ring shifts and all-to-alls are under way together with gradient reductions."""
+"""Axes whose ring shifts and all-to-alls are in flight together with gradient reductions."""
 LinkEnd = tuple[str, bool]
-"""What a link carries ("activation" or "gradient"), and whether this rank is the sender."""
+"""Content of a link ("activation" or "gradient"), and True if this rank is the sender."""
 
 
 @dataclass(frozen=True)
 class Axis:
     """One process group that this rank belongs to: its rank in it, and the members.
 
-    The process group is torch's, which keeps it until `destroy_process_group`; an axis only points to it. A group
-    that outlives that call still has running threads when the interpreter ends, and one such exit in twenty aborts.
+    torch owns the process group until `destroy_process_group`; an axis has only a weak reference. A group that outlives
+    that call still has running threads when the interpreter exits, and one such exit in twenty aborts.
     """
 
     name: str
@@ -45,17 +45,17 @@ class Axis:
 
     @staticmethod
     def single(name: str, rank: int = 0) -> "Axis":
-        """An axis of size 1, which never communicates; `rank` is the global number of its only member."""
+        """Axis of size 1, which never communicates; `rank` is the global number of its only member."""
         return Axis(name, 0, 1, (rank,))
 
     @property
     def members(self) -> Members:
-        """The ranks as a value, without the process group."""
+        """Ranks as a value, without the process group."""
         return Members(f"{self.name} of rank {self.ranks[0]}", self.rank, self.size)
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group for a collective. A missing one raises: to torch, None would mean the whole world."""
+        """Process group for a collective. Raises if there is none: to torch, None would mean the whole world."""
         if self._group is None:
             raise RuntimeError(f"the {self.name} axis of size {self.size} has no process group")
         assert isinstance(self._group, weakref.ref)
@@ -65,7 +65,7 @@ class Axis:
         return group
 
     def begin(self, name: str, shape: tuple[int, ...] | None = None) -> CommOp:
-        """Logs the start of a collective; `shape` is given where all members have the same."""
+        """Logs the start of a collective. `shape`: given if all members have the same."""
         if self.comm_log is None:
             return CommOp(name, self.name, self.ranks)
         return self.comm_log.began(name, self.name, self.ranks, shape)
@@ -99,8 +99,8 @@ class ParallelState:
     model: Axis
     world: Axis
     pp_links: Mapping[LinkEnd, Axis] = field(default_factory=dict)
-    """This rank's ends of the links between pipeline stages: process groups of two ranks, one of which only sends and
-    the other only receives, where the backend matches messages by order only (nccl)."""
+    """This rank's ends of the links between pipeline stages, for backends that match messages only by order (nccl). A
+    link is a process group of two ranks, of which one only sends and the other only receives."""
     comm_log: CommLog = field(default_factory=CommLog, repr=False, compare=False)
 
     @staticmethod
@@ -114,8 +114,8 @@ class ParallelState:
     ) -> "ParallelState":
         """Makes the groups of `layout`. A collective call of the whole world.
 
-        `timeout` is that of every collective (torch does not hand down the one the world was initialised with).
-        `links` asks for `pp_links`; unset, where the backend needs them.
+        `timeout` applies to every collective (torch does not inherit the world's). `links`: make `pp_links`; default:
+        only if the backend needs them.
         """
         make = make_group or partial(_new_group, timeout=timeout)
         partitions = {name: layout.groups(name) for name in AXES}
@@ -132,7 +132,7 @@ class ParallelState:
 
     @staticmethod
     def plan(layout: Layout, rank: int) -> "ParallelState":
-        """The same axes without process groups, for arithmetic: a collective over one of them raises."""
+        """Builds the same axes without process groups, for arithmetic: a collective over one of them raises."""
         axes = _axes({name: (layout.group_of(name, rank),) for name in AXES}, rank)
         return ParallelState(layout, rank, **{axis.name: axis for axis in axes})  # type: ignore[arg-type]
 
@@ -144,16 +144,16 @@ class ParallelState:
 
 
 def _axes(partitions: Partitions, rank: int) -> list[Axis]:
-    """The axes of a rank, without process groups."""
+    """Axes of a rank, without process groups."""
     members = {name: _own(partition, rank) for name, partition in partitions.items()}
     return [Axis(name, ranks.index(rank), len(ranks), ranks) for name, ranks in members.items()]
 
 
 def _make_groups(partitions: Partitions, rank: int, make: GroupMaker) -> dict[str, dist.ProcessGroup]:
-    """The groups of this rank, by axis. All ranks make the same number of calls, each for its own group (even a group
-    of one): one call on every rank makes all groups of an axis.
+    """Groups of this rank, by axis. All ranks make the same number of calls, each for its own group (even a group of
+    one): one call on every rank makes all groups of an axis.
 
-    Axes of the same groups share a communicator, which runs one operation after the other; those of OWN have their own.
+    Axes with equal groups share a communicator, which runs its operations one by one. Axes in OWN have their own.
     """
     made: dict[tuple[str, Partition], dist.ProcessGroup] = {}
     groups = {}
@@ -169,7 +169,7 @@ def _make_groups(partitions: Partitions, rank: int, make: GroupMaker) -> dict[st
 
 
 def _build_links(layout: Layout, rank: int, make: GroupMaker) -> dict[LinkEnd, Axis]:
-    """The links of this rank between pipeline stages, in the order in which all ranks make them."""
+    """Links of this rank between pipeline stages, in the order in which all ranks make them."""
     links: dict[LinkEnd, Axis] = {}
     for what, receiver_of in layout.pipeline_links():
         sender = next((sender for sender, receiver in receiver_of.items() if rank in (sender, receiver)), None)
@@ -186,9 +186,9 @@ def _own(partition: Partition, rank: int) -> tuple[int, ...]:
 
 
 def _new_group(name: str, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
-    """Called by the members alone, so that the groups of an axis are made at the same time; nccl splits the world once
-    for all of them. torch names a group by its members and by how many groups its rank has made, which is why all ranks
-    make equally many."""
+    """Makes a group. Only its members call this, so that all groups of an axis are made at the same time; nccl splits
+    the world once for all of them. A group's name in torch has its members and the number of groups that its rank has
+    made, so all ranks must make equally many."""
     if not dist.is_initialized():
         raise RuntimeError(f"the {name} axis has {len(ranks)} ranks, but no process group was initialised")
     if name == "world" and dist.group.WORLD is not None:
@@ -199,8 +199,8 @@ def _new_group(name: str, ranks: tuple[int, ...], timeout: timedelta | None) -> 
 
 
 def _part_backend() -> str | None:
-    """On an accelerator the groups below the world have its backend alone: gloo's connections grow with the group, and
-    plain values of parts of the world are few enough to go through the accelerator."""
+    """Backend of groups below the world: on an accelerator only its own. The number of gloo's connections would grow
+    with the group, and the few plain values of these groups can go through the accelerator."""
     of_device = dict(part.split(":") for part in dist.get_backend_config().split(","))
     host = of_device.pop("cpu", None)
     others = [f"{device}:{backend}" for device, backend in of_device.items() if backend != host]

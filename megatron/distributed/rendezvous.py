@@ -1,6 +1,6 @@
-"""How the ranks of a run meet: the store that they all connect to, and who has not come yet.
+"""Connects the ranks of a run through a store, and reports missing ranks.
 
-Ranks start minutes apart where nodes are slow, so a rank waits for the others up to --distributed-timeout-minutes.
+Ranks may start minutes apart if nodes are slow, so a rank waits for the others up to --distributed-timeout-minutes.
 """
 
 import os
@@ -23,7 +23,7 @@ from megatron.distributed.launch import LaunchInfo
 from megatron.distributed.meeting import TOLD_EVERY, Patience, never_met, say, wait_for_all
 from megatron.errors import ConfigError, PeerLostError
 
-_CLIENT_GIVES_UP_WITHIN = 10.0  # seconds after its timeout, or never if a program accepts and says nothing
+_CLIENT_GIVES_UP_WITHIN = 10.0  # seconds after its timeout; never if a program accepts and sends nothing
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Connection:
 
     store: dist.Store
     network: str | None
-    """A line for the log about the network interface, if there is something to say."""
+    """Log line about the network interface, or None."""
 
 
 def init_process_group(
@@ -44,15 +44,15 @@ def init_process_group(
     met: Callable[[], None] = lambda: None,
     collectives: timedelta | None = None,
 ) -> Connection | None:
-    """Makes `device` the current one and joins the process group; a single process needs none. `started_with`: values
-    that must be the same on all ranks. `met` is called when all ranks have come, before they connect. `timeout`: of
-    the ranks' meeting, and of the collectives unless they have another one."""
+    """Makes `device` the current one and joins the process group; a single process needs none. Values in `started_with`
+    must be the same on all ranks. The function `met` is called when all ranks have arrived, before they connect. The
+    meeting has the limit `timeout`, as have the collectives unless `collectives` is set."""
     device = device or torch.device("cpu")
     activate(device)
     if info.world_size == 1:
         return None
     network = _choose_gloo_interface(info) if sys.platform == "linux" else None
-    if backend != "gloo":  # with gloo the host itself waits, and the wait is logged
+    if backend != "gloo":  # with gloo the host itself waits, and that is logged
         flight_recorder.switch_on()
     try:
         store = meet(info, timeout, started_with=started_with)
@@ -71,13 +71,13 @@ def init_process_group(
 
 
 def open_group_of_one(device: torch.device) -> None:
-    """For what asks for a process group where a single process has none; `shutdown` closes it."""
+    """Opens a process group for a single process, for code that requires one; `shutdown` closes it."""
     backend = group_backend(resolve_backend(None, device), device)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _choose_gloo_interface(info: LaunchInfo) -> str | None:
-    """Sets the interface of gloo's connections, unless the user has. Returns a line that names it if not loopback."""
+    """Sets the interface of gloo's connections, unless the user has. Returns a line about it; None for loopback."""
     if info.single_node:
         # All ranks are on this machine: loopback works without host names and firewall rules, and no other machine can
         # connect to them.
@@ -91,13 +91,13 @@ def _choose_gloo_interface(info: LaunchInfo) -> str | None:
 
 
 def open_to_other_machines(info: LaunchInfo) -> str | None:
-    """A line for the log where the launcher's store accepts other machines although all ranks are on this one."""
+    """Warns if the launcher's store accepts other machines although all ranks are on this one."""
     if info.world_size == 1 or not (info.single_node and info.agent_store and reachable_port(info.master_port)):
         return None
     return (
-        f"torchrun's store listens on all network interfaces (port {info.master_port}), and all ranks are on this "
-        "machine: a program on another machine that reaches the port can end the run. "
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone ... lets the ranks meet on loopback "
+        f"torchrun's store listens on all network interfaces (port {info.master_port}), although all ranks are on this "
+        "machine: a program on another machine that reaches the port can end the run. Start with "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone ... to let the ranks meet on loopback "
         "(docs/parallelism.md#who-can-connect)"
     )
 
@@ -105,10 +105,10 @@ def open_to_other_machines(info: LaunchInfo) -> str | None:
 def meet(
     info: LaunchInfo, timeout: timedelta, told_every: float = TOLD_EVERY, started_with: Mapping[str, str] | None = None
 ) -> dist.Store:
-    """The store of the run's ranks, when all of them have come to it with the same `started_with`.
+    """Returns the store of the run's ranks, when all have connected with the same `started_with`.
 
-    Every restart uses a key prefix of its own, because the keys of a killed attempt would make it connect to processes
-    that no longer exist.
+    Every restart uses its own key prefix, because the keys of a killed attempt would make it connect to processes that
+    no longer exist.
     """
     patience = Patience(timeout, told_every)
     store = dist.PrefixStore(f"{info.run_id}/attempt_{info.attempt}", _connected(info, patience))
@@ -117,7 +117,7 @@ def meet(
 
 
 def _connected(info: LaunchInfo, patience: Patience) -> dist.Store:
-    """Connects in a thread, because torch's client waits without end for a program that accepts and says nothing."""
+    """Connects in a thread, because torch's client waits forever for a program that accepts and sends nothing."""
     made: SimpleQueue[dist.Store | Exception] = SimpleQueue()
     listening = _listen_on_loopback(info.master_port) if info.keeps_store and info.single_node else None
 
@@ -143,7 +143,7 @@ def _connected(info: LaunchInfo, patience: Patience) -> dist.Store:
         try:
             found = made.get(timeout=seconds)
         except Empty:
-            if info.local_rank == 0 or info.rank == 1:  # one rank of each machine: they cannot agree
+            if info.local_rank == 0 or info.rank == 1:  # one rank per machine: without the store they cannot agree
                 say(info, patience, _no_answer(info))
             continue
         if isinstance(found, dist.DistError) and patience.waited >= patience.timeout.total_seconds():
@@ -151,7 +151,7 @@ def _connected(info: LaunchInfo, patience: Patience) -> dist.Store:
         if isinstance(found, Exception):
             raise found
         return found
-    connecting.join(_CLIENT_GIVES_UP_WITHIN)  # a thread that comes back from torch while Python ends aborts the process
+    connecting.join(_CLIENT_GIVES_UP_WITHIN)  # a thread that returns from torch while Python exits aborts the process
     raise never_met(info, patience, _no_answer(info))
 
 
@@ -161,15 +161,15 @@ def _no_answer(info: LaunchInfo) -> str:
     try:
         socket.getaddrinfo(info.store_host, info.master_port)
     except (OSError, UnicodeError):
-        return f"{text}; this machine knows no address of that name, so correct MASTER_ADDR, or /etc/hosts"
+        return f"{text}; this machine cannot resolve that name: correct MASTER_ADDR, or /etc/hosts"
     if info.keeps_store:
         return f"{text}, not even here, on its own machine: MASTER_ADDR must be an address of the machine of rank 0"
     return text
 
 
 def _listen_on_loopback(port: int) -> int:
-    """A socket for the store, which takes it over. Left to itself, the store listens on all interfaces, and whoever
-    connects while a job forms can answer in a rank's place."""
+    """Listening socket for the store, which takes ownership. The store's own socket would listen on all interfaces, and
+    while a job forms, any program that connects could answer in a rank's place."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))

@@ -1,12 +1,12 @@
 """Random streams: the seeds of each rank, and generator states as plain values.
 
-Only dropout (and what users draw in their own code) uses these generators. The initial weights come from a generator
-per parameter name, and the sample order from one of the data's own, so neither depends on the rank.
+Only dropout (and users' own code) draws from these generators. Initial weights come from a generator per parameter
+name, and the sample order from the data's own, so neither depends on the rank.
 
-Ranks of one tensor-parallel group start from the same stream, because they hold copies of the same activations.
-Data-, context- and pipeline-parallel ranks each have their own: they see other tokens or compute other layers, and
-one mask for all of them would correlate their dropout. (Megatron gives data-parallel ranks one stream unless
-`--data-parallel-random-init` is set.)
+Ranks of one tensor-parallel group start with the same stream, because they hold copies of the same activations. Data-,
+context- and pipeline-parallel ranks have different ones: they see other tokens or compute other layers, and a common
+mask would correlate their dropout. (Megatron gives data-parallel ranks one stream unless `--data-parallel-random-init`
+is set.)
 """
 
 import hashlib
@@ -24,22 +24,22 @@ from megatron.layout import Coordinates
 CPU = torch.device("cpu")
 
 RngState = dict[str, Any]
-"""Plain numbers and uint8 tensors only, so that `torch.load(weights_only=True)` admits it."""
+"""Generator states as plain numbers and uint8 tensors only, so that `torch.load(weights_only=True)` accepts them."""
 
 
 def stream_seed(seed: int, *names: int | str) -> int:
-    """A 63-bit seed of the stream called `names`; streams of different names are independent."""
+    """63-bit seed of the stream called `names`; streams with different names are independent."""
     text = "/".join(str(part) for part in (seed, *names))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def rank_seed(seed: int, place: Coordinates) -> int:
-    """The seed of one rank's default generators; tensor-parallel ranks share it."""
+    """Seed of one rank's default generators; tensor-parallel ranks share it."""
     return stream_seed(seed, "default", place.dp, place.cp, place.pp)
 
 
 def seed_rank(seed: int, place: Coordinates) -> int:
-    """Seeds Python's, numpy's and torch's generators (of every device) for this rank, and returns the seed used."""
+    """Seeds Python's, numpy's and torch's generators (of every device) for this rank, and returns the seed."""
     value = rank_seed(seed, place)
     random.seed(value)
     np.random.seed(value % 2**32)
@@ -48,7 +48,7 @@ def seed_rank(seed: int, place: Coordinates) -> int:
 
 
 def get_rng_state(device: torch.device = CPU) -> RngState:
-    """The state of every generator that a step may draw from."""
+    """States of all generators that a step may draw from."""
     version, words, gauss = random.getstate()
     numpy: dict[str, Any] = np.random.get_state(legacy=False)
     state: RngState = {
@@ -68,7 +68,7 @@ def get_rng_state(device: torch.device = CPU) -> RngState:
 
 
 def set_rng_state(state: RngState, device: torch.device = CPU) -> None:
-    """Restores every generator to the state that `get_rng_state` returned."""
+    """Restores all generators to a state that `get_rng_state` returned."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
     key = np.frombuffer(numpy["key"].numpy().tobytes(), dtype=np.uint32)
@@ -77,16 +77,16 @@ def set_rng_state(state: RngState, device: torch.device = CPU) -> None:
         torch.set_rng_state(state["torch_cpu"].cpu())
         if device.type != "cpu" and "accelerator" in state:
             torch.get_device_module(device).set_rng_state(state["accelerator"].cpu(), device)
-    except RuntimeError as error:  # of other bytes than a generator has
+    except RuntimeError as error:  # bytes that are not a generator's state
         raise ValueError(str(error)) from error
 
 
 class SplitRandom:
-    """A separate random stream for each rank of an axis, for dropout on tensors that are split over the axis.
+    """Separate random stream for each rank of an axis, for dropout on tensors that are split over the axis.
 
-    Inside `with stream.fork():` the default generator draws from that stream; afterwards it continues as without the
-    fork, equal on all ranks. The fork's seed is drawn from the default generator, so there is no other state: whatever
-    restores that generator, for recomputation or a resume, restores the stream too.
+    Inside `with stream.fork():` the default generator draws from that stream. Afterwards it continues as without the
+    fork, equal on all ranks. The fork's seed is drawn from the default generator, so there is no other state: restoring
+    that generator, for recomputation or a resume, restores the stream too.
     """
 
     def __init__(self, axis: Axis, device: torch.device = CPU) -> None:
@@ -108,7 +108,7 @@ class SplitRandom:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that torch uses on this device by default."""
+    """Default generator of torch on this device."""
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device)
@@ -116,7 +116,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def next_seed(generator: torch.Generator) -> int:
-    """A seed from the generator, which advances. No host sync: an accelerator's generator state is on the host."""
+    """Draws a seed from the generator, which advances. No host sync: an accelerator's state is on the host."""
     if generator.device.type == "cpu":
         return int(torch.randint(2**62, (), generator=generator).item())
     offset = generator.get_offset()

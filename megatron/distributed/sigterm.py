@@ -2,7 +2,7 @@
 
 Launchers send SIGTERM to all ranks a tenth of a second after one of them has ended; the action lets the others print
 the cause. Python runs signal handlers between two steps of the main thread, which may be blocked in a collective with
-that very rank, so a thread of its own waits for the signal.
+that very rank. A separate thread therefore waits for the signal.
 """
 
 import os
@@ -18,9 +18,9 @@ _EXIT_CODE = 128 + signal.SIGTERM
 
 @contextmanager
 def on_sigterm(action: Callable[[], None]) -> Iterator[None]:
-    """Within the context SIGTERM calls `action` in another thread and then ends the process.
+    """Calls `action` in another thread on SIGTERM within the context, and then ends the process.
 
-    A script's own handler of SIGTERM is left in place, and forked children keep the default behaviour.
+    A script's own handler of SIGTERM is kept, and forked children keep the default behaviour.
     """
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -31,7 +31,7 @@ def on_sigterm(action: Callable[[], None]) -> Iterator[None]:
     forks = _Forks()
 
     def handler(number: int, frame: FrameType | None) -> None:
-        """Does nothing: the thread reads the byte of the wakeup fd."""
+        """Does nothing: the thread reads the byte from the wakeup fd."""
 
     signal.signal(signal.SIGTERM, handler)
     before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -41,7 +41,7 @@ def on_sigterm(action: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        if signal.getsignal(signal.SIGTERM) is handler:  # else somebody handles it for longer
+        if signal.getsignal(signal.SIGTERM) is handler:  # else another handler was set meanwhile
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         forks.listening = False
         os.close(write_end)  # ends the thread
@@ -50,8 +50,8 @@ def on_sigterm(action: Callable[[], None]) -> Iterator[None]:
 
 
 class _Forks:
-    """Restores the default SIGTERM behaviour in forked children, which must neither write into their parent's pipe nor
-    ignore the signal; SIGTERM is blocked until that is done. Fork hooks cannot be unregistered, hence `listening`."""
+    """Restores the default SIGTERM behaviour in forked children, which must not write into their parent's pipe or
+    ignore the signal. SIGTERM is blocked meanwhile. Fork hooks cannot be unregistered, so `listening` disables them."""
 
     def __init__(self) -> None:
         self.listening = True

@@ -1,6 +1,6 @@
-"""Watches the ranks while they connect and make their groups: one that fails or is lost ends the others.
+"""Watches the ranks while they connect and make their groups: if one fails or is lost, the others end.
 
-Without it a rank would wait for one that cannot connect as long as gloo tries: several times
+Otherwise a rank would wait for one that cannot connect as long as gloo tries: several times
 --distributed-timeout-minutes.
 """
 
@@ -17,8 +17,8 @@ from megatron.utils.log import print_line
 
 @contextmanager
 def watched_start(info: LaunchInfo, patience: float) -> Iterator[Callable[[], None]]:
-    """Yields what begins the watch, to be called once all ranks have met. `patience`: seconds without a heartbeat after
-    which a rank counts as lost; 0 is no watch."""
+    """Yields a function that begins the watch; call it once all ranks have met. `patience`: seconds without a heartbeat
+    after which a rank counts as lost; 0 disables the watch."""
     begun: list[Heartbeat] = []
 
     def begin() -> None:

@@ -1,7 +1,7 @@
-"""The store's keys through which the heartbeats of ranks talk.
+"""Exchanges the ranks' heartbeats through keys of the store.
 
-The store answers one request after the other, some 30 microseconds each, so a rank's requests must not grow with the
-number of ranks. `read` takes the same two requests for any number; only the rank in charge reads many.
+The store answers one request at a time, some 30 microseconds each, so a rank's requests must not grow with the number
+of ranks. Any call of `read` makes two requests; only the rank in charge reads many statuses.
 """
 
 import math
@@ -29,7 +29,7 @@ from megatron.distributed.store_values import (
 )
 from megatron.utils.log import print_line
 
-_WAITS_FOR_A_KEY = timedelta(seconds=1)  # a key that another program deletes after the store has said that it is there
+_WAITS_FOR_A_KEY = timedelta(seconds=1)  # for a key that another program deletes after the store has reported it
 _ANNOUNCED, _ASKED, _FAILED = "announced", "asked", "failed"
 _Value = TypeVar("_Value")
 
@@ -40,11 +40,11 @@ class StatusBoard:
         self._store, self._world, self._now = store, world, now
         self._warned = False
         self.answered = now()
-        """When the store last answered."""
+        """Time of the store's last answer."""
         self.seen: dict[int, RankStatus] = {}
-        """The last status that was read of each rank."""
-        self._recent_of = -math.inf  # the moment of the last operations that were published
-        self._news: dict[int, float] = {}  # rank -> when its last heartbeat that differed from the one before was read
+        """Last status read of each rank."""
+        self._recent_of = -math.inf  # `moved` of the last published operations
+        self._news: dict[int, float] = {}  # rank -> time at which a changed heartbeat was last read
 
     def publish(self, status: RankStatus) -> None:
         self._store.set(_key(status.rank), encode_status(status))
@@ -64,8 +64,8 @@ class StatusBoard:
         return [replace(status, recent=recent.get(_recent_key(status.rank)) or {}) for status in statuses]
 
     def read(self, ranks: Sequence[int]) -> list[RankStatus]:
-        """Returns the statuses of these ranks, as far as they have published one. Where something else or nothing is in
-        its place, the rank's last status counts, so that the rank falls silent."""
+        """Returns the last known statuses of these ranks, without ranks that have published none. An absent or invalid
+        value keeps the previous status, so that the rank counts as silent."""
         present = self._present([_key(rank) for rank in ranks])
         texts = dict(zip(present, self._store.multi_get(present))) if present else {}
         self.answered = self._now()
@@ -83,7 +83,7 @@ class StatusBoard:
         return found
 
     def _present(self, keys: Sequence[str]) -> list[str]:
-        """Returns the keys that the store has. Reading another one would wait for it."""
+        """Returns the keys that the store has. Reading an absent key would block."""
         if not keys or self._store.check(list(keys)):
             return list(keys)
         return [key for key in keys if self._store.check([key])]
@@ -93,21 +93,20 @@ class StatusBoard:
         return self._now() - self._news[rank]
 
     def _ours(self, key: str, value: _Value | Unreadable) -> _Value | None:
-        """The value if a rank of this run can have written it. The first one that is not is reported."""
+        """Returns the value if a rank of this run can have written it. Warns about the first one that is invalid."""
         if not isinstance(value, Unreadable):
             return value
         if not self._warned:
             self._warned = True
             print_line(
-                f"warning: the ranks' store holds {value} under {key}, which no rank of this run writes; ignored. Let "
-                "only the machines of this run reach the store's port",
+                f"warning: the ranks' store holds {value} under {key}, which no rank of this run writes; ignored. "
+                "Allow only the machines of this run to reach the store's port",
                 sys.stderr,
             )
         return None
 
     def announce(self, failure: Announcement) -> bytes:
-        """Announces the end of the run to all ranks. Returns the announcement that came first, which may be another
-        rank's."""
+        """Announces the end of the run to all ranks. Returns the first announcement, which may be another rank's."""
         return bytes(self._store.compare_set(_ANNOUNCED, "", encode_announcement(failure).decode()))
 
     def announcement(self) -> bytes | None:
@@ -116,20 +115,20 @@ class StatusBoard:
         return found
 
     def ask(self) -> None:
-        """Asks the rank in charge to look at all ranks. A counter would not do: the store drops the connection of
-        whoever adds to a value that is not a number."""
+        """Asks the rank in charge to check all ranks. A random value is used, because the store drops the connection of
+        a client that increments a value that is not a number."""
         self._store.set(_ASKED, secrets.token_hex(8))
 
     def asked(self) -> bytes | None:
-        """Another value after each question."""
+        """Value of the last request; it differs for each request."""
         return bytes(self._store.get(_ASKED)) if self._store.check([_ASKED]) else None
 
     def tell_failure(self, rank: int) -> None:
-        """Notes that this rank has failed with an error of its own, which it prints."""
+        """Records that this rank has failed with an error, which it prints."""
         self._store.set(_FAILED, str(rank))
 
     def someone_failed(self) -> bool:
-        """Whether a rank has noted its failure and its status says the same."""
+        """True if a rank has recorded its failure and its status agrees."""
         if not self._store.check([_FAILED]):
             return False
         ranks = parse_ranks(bytes(self._store.get(_FAILED)), self._world)

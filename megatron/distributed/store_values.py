@@ -1,8 +1,8 @@
 """Parsers of the values that ranks exchange through the rendezvous store.
 
 Any program that reaches the store's port can write there. Each kind of value has one parser, which takes bytes and
-returns either what a rank of this run writes or an `Unreadable` with the reason. No value raises. The store itself
-limits a value to 8 MiB and cannot be asked for its length beforehand; each parser has a smaller limit.
+returns either a valid value or an `Unreadable` with the reason. No value raises. The store itself limits a value to 8
+MiB and cannot return its length beforehand; each parser has a smaller limit.
 """
 
 import json
@@ -16,7 +16,7 @@ from megatron.distributed.comm_log import CommOp
 from megatron.distributed.failure_detection import RankStatus, State
 
 QUOTED = 200
-"""Characters of a stranger's value that a message repeats."""
+"""Number of characters of an invalid value that a message repeats."""
 ANNOUNCEMENT_BYTES = 8 << 10
 _STATUS_BYTES, _LARGE_BYTES = 256 << 10, 4 << 20
 _TEXT_CHARACTERS = 1000
@@ -34,7 +34,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A value that no rank of this run has written."""
+    """Value that no rank of this run has written."""
 
     raw: bytes
     reason: str
@@ -45,7 +45,7 @@ class Unreadable:
 
 @dataclass(frozen=True)
 class Announcement:
-    """The failure that ends the run, and the rank that has found it."""
+    """Failure that ends the run, and the rank that found it."""
 
     rank: int
     kind: ErrorKind
@@ -54,7 +54,7 @@ class Announcement:
 
 @dataclass(frozen=True)
 class FirstRank:
-    """The compared values of the first rank that came to a meeting."""
+    """Compared values of the first rank that arrived at a meeting."""
 
     rank: int
     host: str
@@ -63,11 +63,11 @@ class FirstRank:
 
 
 class _WrongError(Exception):
-    """The reason why a value is unreadable."""
+    """Reason why a value is unreadable."""
 
 
 def printable_start(text: str | bytes, most: int = _TEXT_CHARACTERS) -> str:
-    """The beginning of the text, without characters that move a terminal's cursor or change its state."""
+    """Beginning of the text, without characters that move a terminal's cursor or change its state."""
     start = text[: 4 * most].decode(errors="replace") if isinstance(text, bytes) else text[:most]
     return "".join(one if one.isprintable() else "?" for one in start[:most])
 
@@ -76,7 +76,7 @@ def printable_start(text: str | bytes, most: int = _TEXT_CHARACTERS) -> str:
 
 
 def encode_status(status: RankStatus) -> str:
-    """The status as JSON, without `recent`, which is large and seldom needed."""
+    """Encodes the status as JSON, without `recent`, which is large and rarely needed."""
     values = {name: getattr(status, name) for name in _SENT}
     for name in _OPERATIONS:
         values[name] = None if values[name] is None else _plain(values[name])
@@ -84,7 +84,7 @@ def encode_status(status: RankStatus) -> str:
 
 
 def parse_status(raw: bytes, rank: int, world: int) -> RankStatus | Unreadable:
-    """The status that this rank has published."""
+    """Parses the status that this rank has published."""
 
     def read() -> RankStatus:
         found = _fields(_json(raw, _STATUS_BYTES))
@@ -116,7 +116,7 @@ def encode_recent(recent: Mapping[str, Sequence[CommOp]]) -> str:
 
 
 def parse_recent(raw: bytes, world: int) -> dict[str, list[CommOp]] | Unreadable:
-    """The last operations of a rank, by axis; of each axis at least one."""
+    """Parses the last operations of a rank, by axis; at least one per axis."""
 
     def read() -> dict[str, list[CommOp]]:
         found = _fields(_json(raw, _LARGE_BYTES))
@@ -126,7 +126,7 @@ def parse_recent(raw: bytes, world: int) -> dict[str, list[CommOp]] | Unreadable
 
 
 def _plain(operation: CommOp) -> list[Any]:
-    """Most groups of ranks have equal steps: a world of 8192 ranks is three numbers."""
+    """Encodes an operation. Most groups have ranks at one stride, so a world of 8192 ranks takes three numbers."""
     ranks = operation.ranks
     steps = {ranks.step} if isinstance(ranks, range) else {after - before for before, after in pairwise(ranks)}
     even = [ranks[0], ranks[-1] + 1, steps.pop() if steps else 1] if len(steps) <= 1 else []
@@ -182,7 +182,7 @@ def parse_announcement(raw: bytes, world: int) -> Announcement | Unreadable:
 
 
 def parse_identity(raw: bytes) -> str | Unreadable:
-    """The digest of the values of the first rank that came."""
+    """Parses the digest of the values of the first rank that arrived."""
     return raw[:64].decode() if _IDENTITY.fullmatch(raw) else Unreadable(raw, "not a digest and a rank")
 
 
@@ -200,12 +200,12 @@ def parse_first_rank(raw: bytes) -> FirstRank | Unreadable:
 
 
 def parse_ranks(raw: bytes, world: int) -> set[int]:
-    """The ranks of a list to which each rank appends its number; other words are left out."""
+    """Parses a list to which each rank appends its number; other words are ignored."""
     words = raw[:_LARGE_BYTES].split()
     return {int(word) for word in words if word.isdigit() and len(word) < 9} & set(range(world))
 
 
-# ---- JSON of strangers
+# ---- JSON from unknown programs
 
 
 def _attempt(raw: bytes, read: Callable[[], Value]) -> Value | Unreadable:
@@ -267,7 +267,7 @@ def _flag(value: object) -> bool:
 
 
 def _seconds(value: object) -> float:
-    # Compared, not converted: a whole number may be too large for a float.
+    # Compared, not converted: an integer may be too large for a float.
     if not isinstance(value, int | float) or isinstance(value, bool) or not -_MOST <= value <= _MOST:
         raise _WrongError("not a number of seconds")
     return max(0.0, float(value))

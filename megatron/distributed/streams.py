@@ -1,4 +1,4 @@
-"""Long messages between two ranks of the world, block by block, in host memory."""
+"""Sends long messages between two ranks of the world, block by block, in host memory."""
 
 from collections.abc import Callable, Iterable
 from itertools import zip_longest
@@ -22,8 +22,8 @@ def stream(
     source: int | None = None,
     take: Callable[[Tensor], None] | None = None,
 ) -> None:
-    """Sends blocks of bytes to the member `to` while blocks of the given `sizes` come from the member `source`. The
-    members of a ring may all call it at the same time."""
+    """Sends blocks of bytes to the member `to` while receiving blocks of the given `sizes` from the member `source`.
+    All members of a ring may call it at the same time."""
     for out, size in zip_longest(send, sizes):
         works, arriving = [], None
         if size is not None:
@@ -43,5 +43,5 @@ def stream(
 
 
 def block_sizes(size: int) -> list[int]:
-    """The sizes of the blocks in which a file is sent."""
+    """Sizes of the blocks in which a file is sent."""
     return [min(BLOCK_BYTES, size - start) for start in range(0, size, BLOCK_BYTES)]

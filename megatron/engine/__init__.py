@@ -1,4 +1,4 @@
-"""Model, gradients and optimizer behind one training step."""
+"""Runs one training step over a model, its gradients and its optimizer."""
 
 from megatron.engine.assembly import build_engine
 from megatron.engine.engine import Engine, StepResult

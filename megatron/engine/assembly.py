@@ -1,4 +1,4 @@
-"""Assembles the engine of a model: its store, optimizer, replica sums, and what its kernels and device need."""
+"""Assembles the engine of a model: store, optimizer, replica sums, and adaptations to kernels and device."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ from megatron.utils.device_kind import kind_of
 def build_engine(
     config: RunConfig, built: Parallel, parallel: ParallelState, kernels: Kernels, device: torch.device
 ) -> Engine:
-    """`built` is what `parallelize` made of the model for this rank."""
+    """Builds the engine. `built`: result of `parallelize` for this rank's model."""
     model, specs = built.model, built.specs
     store: TrainingStore = built.divided or _open_store(config, built, parallel, kernels, device)
     check_marked(config.optimizer, built)
@@ -57,7 +57,7 @@ def build_engine(
 def _open_store(
     config: RunConfig, built: Parallel, parallel: ParallelState, kernels: Kernels, device: torch.device
 ) -> BucketStore:
-    """Opens the store of a model that every data-parallel rank holds whole."""
+    """Opens the store of weights that every data-parallel rank holds whole."""
     divided = config.parallel.zero > 0
     store = BucketStore(
         built.model.named_parameters(),
@@ -85,7 +85,7 @@ def _experts(built: Parallel) -> list[str]:
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Whether steps are asynchronous: handed over while earlier ones are still computed."""
+    """True if steps are asynchronous: launched while earlier ones are still computed."""
     return kind_of(device.type).asynchronous
 
 
@@ -93,8 +93,8 @@ def _graphed(passes: Passes, model: nn.Module, store: TrainingStore, device: tor
     assert kind_of(device.type).graphs, "checked when the device was chosen"
     if not isinstance(model, GPT):
         raise ConfigError(
-            f"--cuda-graphs: records our GPT alone, and the model provider gave a {type(model).__name__}; leave it out"
+            f"--cuda-graphs: supports only the package's GPT, not a model of type {type(model).__name__}; leave it out"
         )
-    assert isinstance(store, BucketStore), "the settings refuse graphs of gathered weights"
-    assert isinstance(passes, SinglePass), "the settings refuse graphs of a pipeline"
+    assert isinstance(store, BucketStore), "the settings reject graphs of gathered weights"
+    assert isinstance(passes, SinglePass), "the settings reject graphs of a pipeline"
     return GraphedPasses(passes, store, partial(CudaGraph, device))

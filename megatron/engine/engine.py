@@ -1,12 +1,12 @@
-"""One optimizer step over one global batch, for our GPT and for any nn.Module.
+"""Runs one optimizer step over one global batch, for the package's GPT and for any nn.Module.
 
-The loss is the sum over tokens divided by the global number of counted tokens, so it moves neither with the
-micro-batch size nor with the number of ranks. That number is known only when the whole batch has been seen; the graph
-divides by the count that is expected (so fp16 does not overflow) and the gradients are corrected once at the end.
+The loss is the sum over tokens divided by the global number of counted tokens. It therefore does not depend on the
+micro-batch size or the number of ranks. That number is known only after the whole batch. The backward pass divides by
+the expected count (so that fp16 does not overflow), and the gradients are corrected once at the end.
 
-Steps are asynchronous on an accelerator: no number is read back while a step is handed to the device. Its outcome is
-copied to the host meanwhile and read once the next step's passes have been handed over, so that the device always has
-work. The engine owns the step in flight: whatever reads the model's state between steps settles it first.
+Steps are asynchronous on an accelerator: the host reads no number back while it launches a step. The outcome is copied
+to the host meanwhile and read once the next step's passes are launched, so that the device always has work. The engine
+owns the step in flight: any access to the model's state between steps settles it first.
 """
 
 import math
@@ -33,7 +33,7 @@ from megatron.utils.device import ToHost
 from megatron.utils.timers import Timers
 
 _MOST_NAMED = 8
-"""Ranks whose samples a message lists."""
+"""Largest number of ranks whose samples a message lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +45,10 @@ class StepResult:
     weight_decay: float
     loss_scale: float
     grad_norm: float
-    skipped: bool  # the update was left out because a gradient was not finite
+    skipped: bool  # no update, because a gradient was not finite
     reported: Mapping[str, float] = field(default_factory=dict)
-    """By name, the numbers that `Engine.report` was given: zeros in gradients, losses of routers."""
-    times: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)  # seconds of its phases here
+    """Numbers passed to `Engine.report`, by name: zeros in gradients, losses of routers."""
+    times: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)  # seconds per phase, this rank
 
     @property
     def finite(self) -> bool:
@@ -57,7 +57,7 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """A step that was handed to the device, and what is needed to settle it."""
+    """A launched step, and what is needed to settle it."""
 
     iteration: int
     then: Callable[[StepResult], None]
@@ -70,13 +70,13 @@ class _Step:
     times: Mapping[str, float]
     micro_batches: Sequence[Batch]
     factor: float | Tensor
-    """On the losses."""
+    """Factor on the losses."""
     losses: Sequence[Tensor]
-    """Summed, of each micro-batch."""
+    """Summed loss of each micro-batch."""
 
 
 class Engine:
-    """`train_step` is the whole of training; everything around it (data, schedule, files) is the trainer's."""
+    """Trains with `train_step`. Data, schedule and files belong to the trainer."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Engine:
         self.whole_weights = self.evaluation.whole_weights
         self.store = store
         self.stop_on_nonfinite = stop_on_nonfinite
-        self.buffers = persistent_buffers(built.model)  # the model itself changes them in a step: running means
+        self.buffers = persistent_buffers(built.model)  # a step of the model changes them, such as running means
         self.sum_replicas: Callable[[TrainingStore], None] = ReplicaSums(built.specs, parallel)
         self.routers: RouterSteps | None = None
         if isinstance(built.model, GPT) and built.model.routers is not None:
@@ -109,12 +109,12 @@ class Engine:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether a step is settled only after the next one's passes have been handed over."""
+        """True if a step is settled only after the next one's passes have been launched."""
         return self._optimizer.asynchronous
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer, with the counters and the loss scale after every step that was started."""
+        """Optimizer, with counters and loss scale after every started step."""
         self.settle()
         return self._optimizer
 
@@ -129,18 +129,18 @@ class Engine:
         then: Callable[[StepResult], None],
         count_zeros: bool = False,
     ) -> None:
-        """Forward and backward over this rank's micro-batches of one global batch, reduction, update.
-
-        `rates` gives learning rates and weight decay. It is called after the step before has been settled, since they
-        may depend on whether that one was skipped. `then` is told what the step did when it is settled: before this
-        returns, or if the engine is asynchronous within the next step or by `settle`. `iteration` is for messages.
+        """Runs forward and backward over this rank's micro-batches of one global batch, reduces, and updates. The
+        function `rates` returns learning rates and weight decay. It is called after the previous step has been settled,
+        because the rates may depend on whether that step was skipped. The function `then` receives the step's result
+        when it is settled: before this method returns, or if the engine is asynchronous, during the next step or in
+        `settle`. The number `iteration` is for messages.
         """
         self._reports.clear()
         expected_tokens = batch_size * tokens_per_sample
         loss_scale = self._optimizer.next_loss_scale
         factor = loss_scale / expected_tokens
         if isinstance(factor, Tensor):
-            factor = factor.float()  # as a plain number would be: wider than the loss, it would widen that
+            factor = factor.float()  # a wider tensor would widen the loss
         losses, totals = self._gradients(micro_batches, factor, batch_size)
         loss_sum, counted = totals.unbind()
         self._settle_step()
@@ -176,8 +176,8 @@ class Engine:
             self._settle_step()
 
     def settle(self) -> None:
-        """Waits for the outcome of the step in flight, if there is one, and hands it on; an error if it is bad.
-        Afterwards the model has its weights."""
+        """Waits for the step in flight, if any, and passes its result on; raises if it is bad. The weights are then
+        complete."""
         self._settle_step()
         self.store.wait_for_weights()
 
@@ -187,7 +187,7 @@ class Engine:
             step.then(self._result(step))
 
     def evaluate(self, batches: Iterable[Batch], byte_lengths: Tensor | None = None) -> EvaluationResult:
-        """The mean loss over the batches, after the step in flight."""
+        """Mean loss over the batches, after the step in flight."""
         self.settle()
         return self.evaluation.evaluate(batches, byte_lengths)
 
@@ -216,7 +216,7 @@ class Engine:
     def _gradients(
         self, micro_batches: Sequence[Batch], factor: float | Tensor, batch_size: int
     ) -> tuple[list[Tensor], Tensor]:
-        """Gradients of the summed loss times `factor`, summed over the ranks. Returns this rank's loss of each
+        """Computes gradients of the summed loss times `factor`, summed over the ranks. Returns this rank's loss of each
         micro-batch, and all ranks' [summed loss, counted tokens]."""
         with self.timers("forward-backward"):
             self.model.train()
@@ -238,7 +238,7 @@ class Engine:
 
     @property
     def _bad_numbers_stop(self) -> bool:
-        """A dynamic loss scale finds its place by overflowing, so with one they are no error yet."""
+        """True if non-finite numbers end the run; with a dynamic loss scale overflows are expected."""
         return self.stop_on_nonfinite and self._optimizer.static_scale
 
     def _check_skipped(self, step: _Step, loss_scale: float, in_a_row: int) -> None:
@@ -250,10 +250,10 @@ class Engine:
                 raise self._nonfinite(step, what)
 
     def _bad_samples(self, micro_batches: Sequence[Batch], losses: Sequence[Tensor]) -> str:
-        """The samples whose loss is not finite, by rank. Every rank calls it, since all have the same loss."""
+        """Lists the samples whose loss is not finite, by rank. A collective: all ranks have the same loss."""
         mine = tuple(
             number
-            for batch, loss in zip(micro_batches, losses)  # a pipeline's last stage alone has losses
+            for batch, loss in zip(micro_batches, losses)  # only a pipeline's last stage has losses
             if not torch.isfinite(loss)
             for number in torch.as_tensor(batch.get("sample_ids", ())).tolist()
         )
@@ -266,13 +266,13 @@ class Engine:
         return f" ({'; '.join(parts[:_MOST_NAMED])}{more})" if parts else ""
 
     def _samples(self, micro_batches: Sequence[Batch]) -> str:
-        """All samples of a step: where the loss is finite and its gradient is not, any of them may be the cause."""
+        """Formats the range of a step's samples, for a gradient that is not finite: any sample may be the cause."""
         mine = [n for batch in micro_batches for n in torch.as_tensor(batch.get("sample_ids", ())).tolist()]
         numbers = [n for theirs in all_gather_json(mine, self.parallel.world, list[int]) for n in theirs]
         return f" (in samples {min(numbers)} to {max(numbers)})" if numbers else ""
 
     def _nonfinite(self, step: _Step, what: str, where: str = "") -> NonFiniteError:
-        if self.asynchronous:  # the gradients may be the next step's by now, but the weights are those of this one
+        if self.asynchronous:  # the gradients may be the next step's by now, but the weights are still this step's
             self._reports.clear()
             with torch.enable_grad():
                 self._gradients(step.micro_batches, step.factor, step.batch_size)

@@ -1,4 +1,4 @@
-"""A model's loss over batches, without gradients."""
+"""Computes a model's loss over batches, without gradients."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ class EvaluationResult:
     lm_loss: float
     counted_tokens: int
     counted_bytes: int | None = None
-    """The bytes of the text that the counted tokens stand for; None where that is not known."""
+    """Bytes of text of the counted tokens; None if unknown."""
 
 
 class Evaluation:
-    """A model and how batches go through it: all that an evaluation needs."""
+    """Evaluates a model with its passes."""
 
     def __init__(
         self,
@@ -34,13 +34,13 @@ class Evaluation:
         device: torch.device,
         divided: FullySharded | None = None,
     ) -> None:
-        """`model` is what this rank holds; `divided`: its weights, where data-parallel ranks divide them."""
+        """`model`: this rank's part. `divided`: store of its weights, if data-parallel ranks divide them."""
         self.model, self.passes, self.parallel, self.device = model, passes, parallel, device
         self.divided = divided
         self._to_device = ToDevice(device, parallel.cp)
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter of this rank's part, whole. Where data-parallel ranks divide them all ranks ask for all."""
+        """Yields every parameter of this rank's part, whole. A collective if the ranks divide weights."""
         if self.divided is None:
             yield from self.model.named_parameters()
         else:
@@ -49,12 +49,12 @@ class Evaluation:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], byte_lengths: Tensor | None = None) -> EvaluationResult:
-        """The mean loss over the counted tokens of all ranks' batches. Leaves training untouched, bit for bit.
+        """Mean loss over the counted tokens of all ranks' batches. Training is unaffected, bit for bit.
 
-        `byte_lengths`: how many bytes of text each id stands for, [vocabulary], on the device.
+        `byte_lengths`: number of text bytes of each token id, [vocabulary], on the device.
         """
         was_training = self.model.training
-        self.model.eval()  # no dropout: no random number is drawn
+        self.model.eval()  # no dropout, so no random number is drawn
         totals = torch.zeros(3, dtype=torch.float64, device=self.device)
         for batch in batches:
             mine = self._to_device(batch)
@@ -81,11 +81,11 @@ def totals_of(results: Sequence[tuple[Tensor, Tensor]], device: torch.device) ->
 
 def sum_over_ranks(totals: Tensor, parallel: ParallelState) -> Tensor:
     all_reduce(totals, parallel.dp_cp)
-    return all_reduce(totals, parallel.pp)  # only the last stage has any
+    return all_reduce(totals, parallel.pp)  # only the last stage's are not zero
 
 
 def counted_bytes(batch: Batch, byte_lengths: Tensor) -> Tensor:
-    """The bytes of text of the predicted tokens that count. [], int64"""
+    """Bytes of text of the predicted tokens that count. [], int64"""
     return (byte_lengths[batch["labels"]] * (batch["loss_mask"] > 0)).sum()
 
 

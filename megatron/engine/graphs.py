@@ -1,8 +1,8 @@
-"""`--cuda-graphs`: forward and backward of a micro-batch are recorded once as a CUDA graph and replayed.
+"""Implements `--cuda-graphs`: records forward and backward of a micro-batch once as a CUDA graph, and replays it.
 
-A graph has fixed addresses. So a micro-batch and the factor on its loss are copied into tensors of the recording, and
-its results are copied out before the next replay. A graph has no control flow in Python either: every replay adds to
-the gradient buffers, which are zeroed at the beginning of a step, instead of asking whether it is the first.
+A graph has fixed addresses. A micro-batch and the factor on its loss are therefore copied into tensors of the
+recording, and results are copied out before the next replay. A graph also has no control flow in Python. Every replay
+adds to the gradient buffers, which are zeroed when a step begins, instead of testing whether it is the first.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from megatron.utils.cuda import CudaGraph
 Signature = tuple[tuple[str, Any, Any], ...]
 
 _MOST = 4
-"""Most shapes that are recorded; each recording holds the memory of a whole pass."""
+"""Largest number of recorded shapes; each recording holds the memory of a whole pass."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class _Recording:
 
 
 class GraphedPasses:
-    """`SinglePass` by replay. Forward passes without gradients are not recorded."""
+    """Runs the training passes of `SinglePass` as CUDA graphs. Evaluation passes are not recorded."""
 
     def __init__(self, plain: SinglePass, grads: BucketStore, make_graph: Callable[[], CudaGraph]) -> None:
         assert grads.flat, "a graph needs gradients at fixed addresses"
@@ -53,7 +53,7 @@ class GraphedPasses:
     def forward_backward(
         self, batches: Sequence[Batch], factor: float | Tensor, arm: Callable[[], None]
     ) -> list[tuple[Tensor, Tensor]]:
-        """`arm` is never called: no reduction starts before the last replay."""
+        """Replays all batches. Never calls `arm`: no reduction starts before the last replay."""
         for batch in batches:
             if _signature(batch) not in self._recordings:
                 self._recordings[_signature(batch)] = self._record(batch)
@@ -61,15 +61,15 @@ class GraphedPasses:
         return [self._recordings[_signature(batch)].run(batch, factor) for batch in batches]
 
     def forget(self) -> None:
-        """Frees the recordings and their memory; the next passes are recorded anew."""
+        """Frees the recordings and their memory; the next passes are recorded again."""
         self._recordings.clear()
 
     def _record(self, batch: Batch) -> _Recording:
         if len(self._recordings) == _MOST:
             shapes = ", ".join(f"{name} {list(shape)}" for name, shape, _ in _signature(batch))
             raise ConfigError(
-                f"--cuda-graphs: a fifth shape of micro-batches ({shapes}), and each that is recorded holds the memory "
-                "of a whole pass; leave --cuda-graphs out"
+                f"--cuda-graphs: a fifth shape of micro-batches ({shapes}), and each recording holds the memory of a "
+                "whole pass; leave --cuda-graphs out"
             )
         inputs = {name: value.clone() for name, value in batch.items() if isinstance(value, Tensor)}
         device = next(iter(inputs.values())).device

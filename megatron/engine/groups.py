@@ -1,4 +1,4 @@
-"""What the optimizer is told of each parameter: from the table for our GPT, by Megatron's rules for other models."""
+"""Optimizer settings of each parameter: from the parameter table for GPT, by Megatron's rules for other models."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from megatron.state.shard import Shard
 
 
 def check_marked(config: OptimizerConfig, built: Parallel) -> None:
-    """Refuses Muon for a foreign model that marks no matrices: nothing would be orthogonalised."""
+    """Rejects Muon for a foreign model that marks no matrices: nothing would be orthogonalised."""
     if not config.uses_muon or built.rows:
         return
     marked = {name: p for name, p in built.model.named_parameters() if getattr(p, "use_muon", False)}
@@ -24,7 +24,7 @@ def check_marked(config: OptimizerConfig, built: Parallel) -> None:
         if parameter.dim() != 2:
             raise ConfigError(
                 f"--optimizer {config.optimizer}: {name} is marked with use_muon and has {parameter.dim()} dimensions; "
-                "take the mark off, for only matrices of 2 are orthogonalised"
+                "remove the mark, because only matrices are orthogonalised"
             )
     if not marked:
         raise ConfigError(
@@ -56,8 +56,8 @@ class Groups:
         return row.is_linear_map if self.config.uses_muon else self.config.optimizer == "adafactor"
 
     def _marked(self, name: str, parameter: nn.Parameter) -> Matrix | None:
-        """The matrix of a foreign model's parameter. Only the model's author knows which tensors are linear maps, so
-        Muon needs them marked. Nothing is split."""
+        """Matrix of a foreign model's parameter. Only the model's author knows which tensors are linear maps, so Muon
+        needs them marked. Nothing is split."""
         if self.config.optimizer != "adafactor" and not (
             self.config.uses_muon and getattr(parameter, "use_muon", False)
         ):
@@ -71,7 +71,7 @@ class Groups:
 
     def _matrix(self, name: str, row: Row) -> Matrix:
         spec, parallel = self.specs[name], self.parallel
-        if "embedding" in spec.replica_axes:  # two pipeline stages hold it, and each computes all of it
+        if "embedding" in spec.replica_axes:  # two pipeline stages hold it, and both compute all of it
             spec = replace(spec, copies=())
         whole = self.config.muon_split_qkv is False and row.name == f"{QKV}.weight"
         return Matrix(

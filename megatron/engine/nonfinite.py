@@ -1,4 +1,4 @@
-"""Numbers that are not finite: when a skipped update is an error, and where the first of them are."""
+"""Handles non-finite numbers: decides when a skipped update is an error, and finds the first of them."""
 
 from itertools import islice
 
@@ -11,11 +11,11 @@ from megatron.distributed.parallel_state import ParallelState
 from megatron.optimizer import DynamicLossScaler, Optimizer
 
 _FORGIVEN_OVERFLOWS = 2
-"""In a row at the lowest loss scale: a lower one is not there to help."""
+"""Overflows in a row that are tolerated at the lowest loss scale."""
 
 
 def overflows_at_the_bottom(optimizer: Optimizer, loss_scale: float, in_a_row: int) -> str | None:
-    """What is wrong if an update was skipped although a dynamic loss scale cannot go lower; None while it still can."""
+    """Error text if an update was skipped although a dynamic loss scale is at its minimum, else None."""
     scaler = optimizer.scaler
     assert isinstance(scaler, DynamicLossScaler), "without a dynamic loss scale every such gradient is an error"
     if loss_scale > scaler.min_scale or in_a_row <= _FORGIVEN_OVERFLOWS:
@@ -24,13 +24,13 @@ def overflows_at_the_bottom(optimizer: Optimizer, loss_scale: float, in_a_row: i
 
 
 def nonfinite_grads(store: TrainingStore, limit: int = 5) -> list[str]:
-    """The first parameters whose gradient on this rank is not finite, in the model's order."""
+    """First parameters whose gradient on this rank is not finite, in the model's order."""
     return list(islice((name for name, grad in store.grads() if not torch.isfinite(grad).all()), limit))
 
 
 def first_nonfinite(optimizer: Optimizer, parallel: ParallelState) -> str:
-    """What is not finite, and on which ranks: parameters before gradients. Every rank calls it, since the cause may be
-    on one rank alone: in one stage, or in one shard of a layer."""
+    """Text that names non-finite tensors and their ranks: parameters before gradients. A collective, because the cause
+    may be on one rank only: in one stage, or in one shard of a layer."""
     store = optimizer.store
     weights = [name for name in store.names if not torch.isfinite(store.weight(name)).all()]
     mine = ("parameters", tuple(weights)) if weights else ("gradients", tuple(nonfinite_grads(store)))

@@ -1,4 +1,4 @@
-"""Numbers that a training step reports by name, besides its loss: reduced together, and copied to the host with it."""
+"""Named numbers that a training step reports besides its loss; reduced together, and copied to the host with it."""
 
 from typing import Literal
 
@@ -9,28 +9,28 @@ from megatron.distributed.collectives import all_reduce
 from megatron.distributed.parallel_state import Axis
 
 Reduce = Literal["same", "sum", "mean", "max"]
-"""How the values of all ranks become one; "same": they are equal already."""
+"""Reduction over all ranks; "same": the values are already equal."""
 
 
 class StepReports:
-    """The numbers of one step. Every rank reports the same names, in the same order."""
+    """Numbers of one step. Every rank reports the same names, in the same order."""
 
     def __init__(self, world: Axis) -> None:
         self._world = world
         self._values: dict[str, tuple[Tensor, Reduce]] = {}
 
     def report(self, name: str, value: Tensor, reduce: Reduce = "same") -> None:
-        """Reports a number of this step. It appears in the log, in metrics files and in TensorBoard under its name;
-        `NUMBERS` in `training/metrics.py` says how it is written there, if not as any other."""
+        """Reports a number of this step. It appears under its name in the log, in metrics files and in TensorBoard. Its
+        format is in `NUMBERS` (training/metrics.py), or the default."""
         assert name not in self._values, f"{name} is reported twice"
         self._values[name] = value.detach().double(), reduce
 
     def clear(self) -> None:
-        """Drops what has been reported: by a step that ended with an error, or by one that is computed again."""
+        """Drops reported numbers, after a failed step or before recomputing one."""
         self._values = {}
 
     def take(self) -> dict[str, Tensor]:
-        """Returns the reduced numbers, and begins the next step. A collective where there are some to reduce."""
+        """Returns the reduced numbers and begins the next step. A collective if there are numbers to reduce."""
         values, self._values = self._values, {}
         found = {name: value for name, (value, _) in values.items()}
         summed = [name for name, (_, reduce) in values.items() if reduce in ("sum", "mean")]

@@ -1,4 +1,4 @@
-"""What a training step does for routers of experts: scales their losses, reports these and steps the biases."""
+"""Handles expert routers in a training step: scales and reports their losses, and updates their biases."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from megatron.model.passes import shape_of
 
 class RouterSteps:
     def __init__(self, model: GPT, parallel: ParallelState, device: torch.device) -> None:
-        """`model` is what this rank holds."""
+        """`model`: this rank's part."""
         assert model.routers is not None, "a model without experts"
         self.reports, self.parallel, self.device = model.routers, parallel, device
         self.routers = [module for module in model.modules() if isinstance(module, Router)]
@@ -26,10 +26,9 @@ class RouterSteps:
 
     @torch.no_grad()
     def begin(self, batches: Sequence[Mapping[str, Any]], *, batch_size: int, factor: float | Tensor) -> None:
-        """Before the first pass. `factor` is what the sum of the tokens' losses is multiplied by.
-
-        At the end of the step all gradients are divided by it and by the number of counted tokens. A router's loss is
-        a mean over sequences, not a sum over tokens, so it is multiplied by that number beforehand.
+        """Sets the scale of the routers' losses before the first pass. `factor`: multiplies the sum of the tokens'
+        losses. At the end of the step all gradients are divided by it and by the number of counted tokens. A router's
+        loss is a mean over sequences, not a sum over tokens, so it is multiplied by that number in advance.
         """
         scale: Tensor | float = 1.0
         if self.reports.has_losses:
@@ -42,8 +41,8 @@ class RouterSteps:
 
     @torch.no_grad()
     def end(self, *, batch_size: int, updated: Tensor) -> dict[str, Tensor]:
-        """After the update (`updated` is 0 if it was skipped): steps the routers' biases, and returns the means of
-        their losses over sequences and layers, by name. A collective of all ranks."""
+        """Updates the routers' biases after an update (`updated` is 0 if it was skipped). Returns the means of their
+        losses over sequences and layers, by name. A collective of all ranks."""
         config = self.reports.config
         if not self.reports.wanted:
             return {}
@@ -61,7 +60,7 @@ class RouterSteps:
         return dict(zip(names, losses / (batch_size * len(self._layers)), strict=True))
 
     def _step_biases(self, counts: Tensor, updated: Tensor) -> None:
-        """Lowers the bias of experts that got more than the mean number of tokens, and raises that of the others."""
+        """Lowers the bias of experts that got more than the mean number of tokens, and raises the others'."""
         for router in self.routers:
             if router.expert_bias is not None:
                 seen = counts[self._layers.index(router.layer)]

@@ -1,4 +1,4 @@
-"""The one place where batches move to the device."""
+"""Moves batches to the device; no other code does."""
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from megatron.utils.device_kind import kind_of
 
 
 class ToDevice:
-    """Moves a batch to the device, and takes this rank's part of its sequences. They are cut there: the loader pinned
-    the batch as a whole, and a copy from a piece that is not pinned would be a host sync."""
+    """Moves a batch to the device and cuts out this rank's part of its sequences. It is cut on the device, because the
+    loader pinned the whole batch: copying an unpinned piece would be a host sync."""
 
     def __init__(self, device: torch.device, cp: Axis) -> None:
         self._device, self._cp = device, cp

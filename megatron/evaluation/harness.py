@@ -161,7 +161,7 @@ def _by_settings(requests: "Sequence[Instance]") -> list[list[int]]:
 
 
 def offer_model(source: StepSource) -> None:
-    """Registers the model with the harness. `source` reads its checkpoints, such as those of other programs."""
+    """Registers the model with the harness. `source` reads its checkpoints, also of other programs."""
     register_model(NAME)(type(MegatronLM.__name__, (MegatronLM,), {"source": source}))
 
 

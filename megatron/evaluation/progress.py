@@ -11,7 +11,7 @@ PAUSE = 10.0
 
 
 class TokenProgress:
-    """Progress in tokens that the model reads on all ranks. The rank with `main` shows it."""
+    """Number of tokens that the model read on all ranks. Shown if `main` is set, which one rank does."""
 
     def __init__(self, total: int, *, main: bool) -> None:
         self.total, self.done = total, 0

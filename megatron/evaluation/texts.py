@@ -23,7 +23,7 @@ class Document:
     tokens: Tokens
     words: int | None
     bytes: int | None
-    """Number of bytes of its text; None if ids do not stand for text."""
+    """Number of bytes of its text; None if ids do not encode text."""
 
 
 def is_indexed(data: Path) -> bool:

@@ -3,9 +3,9 @@
     tokens sorted by expert --ep--> rows of my experts --tp--> the same for my slice of every expert --> sorted again
     result in the tokens' order <--ep-- its rows <--tp-- sums over the slices <-- experts
 
-Each expert's products are cut over the tensor-parallel ranks. These hold either copies of the tokens (which enter
-through `copied` and leave through `summed`, once for all experts), or under sequence parallelism different tokens,
-which travel to each other first.
+Each expert's products are split over the tensor-parallel ranks. These hold copies of the tokens, which enter through
+`copied` and leave through `summed`, once for all experts. Under sequence parallelism they hold different tokens, which
+they first exchange.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,10 +24,8 @@ Run = Callable[[Tensor, list[int]], Tensor]
 
 
 class ExpertDispatcher(nn.Module):
-    """Rank r of the `ep` axis owns the r-th of equal shares of the experts.
-
-    `copied` and `summed` are tensor parallelism's; `split_tokens`: each tensor-parallel rank has different tokens.
-    """
+    """Rank r of the `ep` axis owns the r-th of equal shares of the experts. `copied` and `summed` are the mappings of
+    `tensor_parallel.mappings`. `split_tokens`: tensor-parallel ranks hold different tokens, not copies."""
 
     def __init__(self, ep: Axis, tp: Axis, *, split_tokens: bool, copied: Mapping, summed: Mapping) -> None:
         super().__init__()
@@ -35,7 +33,7 @@ class ExpertDispatcher(nn.Module):
         self.copied, self.summed = copied, summed
 
     def forward(self, rows: Tensor, counts: Tensor, experts: Run) -> Tensor:
-        """rows [choices, hidden] sorted by expert; counts [all experts]. The experts' results in the same order."""
+        """rows [choices, hidden] sorted by expert; counts [all experts] -> the experts' results in the same order."""
         everybody = torch.stack(collectives.all_gather(counts, self.ep))  # [ep, all experts]
         here = everybody.view(self.ep.size, self.ep.size, -1)[:, self.ep.rank]  # [sender, experts here]
         send, receive = counts.view(self.ep.size, -1).sum(1).tolist(), here.sum(1).tolist()
@@ -44,7 +42,7 @@ class ExpertDispatcher(nn.Module):
         return exchanged(rows, receive, send, self.ep)
 
     def _sliced(self, rows: Tensor, counts: Tensor, experts: Run) -> Tensor:
-        """counts [senders, experts here]: the rows lie by sender, and by expert within each."""
+        """counts [senders, experts here]: rows are ordered by sender, and by expert within each."""
         if not self.split_tokens or self.tp.size == 1:
             return self.summed(_by_expert(self.copied(rows, self.tp), counts, experts), self.tp)
         everybody = torch.stack(collectives.all_gather(counts, self.tp))  # [tp, senders, experts here]
@@ -55,7 +53,7 @@ class ExpertDispatcher(nn.Module):
 
 
 def _by_expert(rows: Tensor, counts: Tensor, experts: Run) -> Tensor:
-    """Runs the experts on rows from several senders, counts [senders, experts], each sender's sorted by expert."""
+    """Runs the experts on rows from several senders, counts [senders, experts]; each sender's are sorted by expert."""
     if counts.shape[0] == 1:
         return experts(rows, counts[0].tolist())
     numbers = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
@@ -67,8 +65,8 @@ def _by_expert(rows: Tensor, counts: Tensor, experts: Run) -> Tensor:
 
 
 def exchanged(rows: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Tensor:
-    """rows [sum(send), width]: the first send[0] go to member 0, the next send[1] to member 1, ... The result holds
-    receive[i] rows from each member i, in the members' order."""
+    """All-to-all of rows [sum(send), width]: the first send[0] go to member 0, the next send[1] to member 1, and so on.
+    The result holds receive[i] rows from each member i, in the members' order."""
     if axis.size == 1:
         return rows
     return collectives.differentiable(
@@ -79,12 +77,12 @@ def exchanged(rows: Tensor, send: Sequence[int], receive: Sequence[int], axis: A
 
 
 def permuted(rows: Tensor, order: Tensor) -> Tensor:
-    """rows[order], where every row occurs once."""
+    """Returns rows[order]; `order` is a permutation."""
     return _Permuted.apply(rows, order)
 
 
 class _Permuted(Function):
-    """Backward is a plain permutation: torch's own would scatter-add, in an order that is not deterministic."""
+    """Permutes rows. Backward is a plain permutation: torch's own would scatter-add, in a nondeterministic order."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ class Subject:
 
     @property
     def beginning(self) -> tuple[int, ...]:
-        """Ids before a prompt: those of `transformers` for a Hugging Face model. Native models have none, because their
+        """Ids before a prompt. A Hugging Face model has those of `transformers`; native models have none, because their
         training documents begin with text."""
         return self.tokenizer.beginning() if self._is_hugging_face else ()
 
@@ -285,7 +285,7 @@ def _check_tokenizer(options: ModelOptions, described: Described, tokenizer: Tok
 
 
 def own_step(model: GPT, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Runs the forward step that the batch carries."""
+    """Calls `batch["step"]`, the forward step of this batch, with the model."""
     return batch["step"](model, batch)
 
 

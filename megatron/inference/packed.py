@@ -43,7 +43,7 @@ def packed_weights(model: GPT, log: Callable[[str], object] = lambda text: None)
 
 
 def _few_rows(model: GPT) -> FewRows | None:
-    """Returns the kernel for products of a few rows, if it supports this model's."""
+    """Returns the kernel for products of a few rows, or None if it does not support this model's device or dtype."""
     some, kernels = next(model.parameters()), model.make.kernels
     takes = some.device.type == "cpu" and some.dtype in DTYPES and kernels.backend("few_rows") == "native"
     return kernels.few_rows if takes else None

@@ -81,7 +81,7 @@ def refuse_what_must_stay(load: Path, save: Path) -> None:
     if source == target or target in source.parents or within:
         raise ConfigError(f"--overwrite: --save {save} holds what --load {load} reads; give another directory")
     if save.is_symlink() or (save.exists() and not save.is_dir()):
-        raise ConfigError(f"--overwrite: --save {save} is not a directory of its own; give another name")
+        raise ConfigError(f"--overwrite: --save {save} is not a separate directory; give another name")
 
 
 @contextmanager

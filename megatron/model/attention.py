@@ -26,7 +26,7 @@ class SequenceView:
     Context parallelism overrides this view and the core attention."""
 
     def past(self, cache: KVCache | None) -> int:
-        """Number of tokens before those of this pass."""
+        """Number of tokens before this pass's own."""
         return 0 if cache is None else cache.length
 
     def positions(self, tokens: int, past: int, device: torch.device) -> Tensor:

@@ -56,7 +56,7 @@ class ModuleFactory:
         self.routers = RouterReports(self.moe, config.num_layers, self.pieces_of_sequence) if on else None
 
     def linear(self, name: str, in_features: int, out_features: int, *, bias: bool) -> Linear:
-        """Makes a linear layer. Sizes are those of the whole layer; a layout makes only this rank's part."""
+        """Makes a linear layer. Sizes count the whole layer; a layout makes only this rank's part."""
         return Linear(in_features, out_features, bias=bias, wgrads=self.wgrads)
 
     def norm(self, width: int) -> Norm:

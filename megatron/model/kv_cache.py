@@ -47,7 +47,7 @@ class KVCache:
         """Begins a pass of `tokens` new tokens; if the cache is full, it drops tokens outside the window. Returns the
         core attention's `mask` and `causal` for the keys that `extend` returns."""
         whole = self.length + tokens
-        assert whole <= self.max_length, f"KV cache of {self.max_length} tokens asked to hold {whole}"
+        assert whole <= self.max_length, f"a KV cache of {self.max_length} tokens cannot hold {whole}"
         reach = reach_of(self.window)
         if reach is not None and self._used + tokens > self.slots and self._used > reach:
             self._drop(self._used - reach)
@@ -69,7 +69,7 @@ class KVCache:
             kept.narrow(2, self._used, new.shape[2]).copy_(new)
             first = self._first()
             return kept.narrow(2, first, end - first)
-        assert self.window is not None, f"KV cache of {self.slots} tokens asked to hold {end}"
+        assert self.window is not None, f"a KV cache of {self.slots} tokens cannot hold {end}"
         whole = torch.cat([kept[:, :, self._first() : self._used], new], 2)
         kept.copy_(whole[:, :, -self.slots :])
         return whole

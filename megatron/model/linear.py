@@ -1,4 +1,4 @@
-"""A linear layer with uninitialised weights, for `model.init` (nn.Linear would draw them in vain)."""
+"""A linear layer with uninitialised weights, for `model.init` (nn.Linear would draw values that are overwritten)."""
 
 from functools import partial
 from typing import Any

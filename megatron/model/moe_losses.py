@@ -5,8 +5,8 @@ For every micro-batch size and layout, the objective is
     mean loss of the counted tokens + coefficient * (mean over sequences of the router losses, summed over layers)
 
 A router's loss does not travel through the later layers and stages to the output. `RouterReports.attach` adds its
-gradient to that of the router's weights, times a scale that the engine sets for every step. The scale gives both terms
-the same divisor.
+gradient, times a scale that the engine sets for every step, to the gradient of the router's weights. The scale gives
+both terms the same divisor.
 """
 
 from collections.abc import Mapping

@@ -240,7 +240,7 @@ def _mlp_rows(config: ModelConfig, name: str, width: int) -> list[Row]:
 
 
 def _moe_rows(config: ModelConfig, moe: MoEConfig) -> tuple[list[Row], list[Row], list[Row]]:
-    """Returns the rows of an MoE layer: the router's, those of each expert, those of the shared expert."""
+    """Returns the rows of an MoE layer: of the router, of each expert, and of the shared expert."""
     assert moe.num_experts is not None
     router = [_drawn(config, Row(f"{ROUTER}.weight", (moe.num_experts, config.hidden_size)))]
     if moe.moe_router_enable_expert_bias:

@@ -69,7 +69,7 @@ class WgradRoute:
 
 
 class WgradQueue(WgradRoute):
-    """Queues the products of every backward pass. `run` forwards those of the oldest pass."""
+    """Queues the products of every backward pass. `run` computes the oldest pass's products."""
 
     deferred = True
 

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from megatron.ops.sdpa import sdpa
 from megatron.ops.softmax import readable, softmax
 
-# Up to these lengths the measured speed-up is worth the memory (docs/performance.md).
+# Up to these lengths the measured speed-up is worth the memory (benchmarks/RESULTS.md).
 MAX_KEYS, MAX_KEYS_HALF = 1024, 2048
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron.commands import build_command
 from megatron.ops.registry import kernels_in, register
 from megatron.utils.typed import typed
 
@@ -22,10 +23,6 @@ NAMESPACE = "megatron_native"
 SOURCES = FOLDER.parents[1] / "csrc"
 OTHER_EXTENSION = "data"  # of csrc/
 UNVERIFIED = "not yet verified on this GPU in its current version"
-# A package without its sources must be installed again.
-BUILD = (
-    "python setup.py build_ext --inplace" if SOURCES.is_dir() else "pip install --no-build-isolation, in its sources"
-)
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class Library:
         if (0, 0) < gpu.cuda < (self.needs.cuda[0], 0):
             return (
                 f"built with CUDA {_dotted(self.needs.cuda)}, but the GPU's driver supports at most CUDA "
-                f"{_dotted(gpu.cuda)}: update the driver, or build with an older CUDA_HOME ({BUILD})"
+                f"{_dotted(gpu.cuda)}: update the driver, or build with an older CUDA_HOME ({build_command()})"
             )
         return None
 
@@ -103,17 +100,21 @@ def c_library() -> ctypes.CDLL | None:
 
 def load(path: Path, sources: Path = SOURCES) -> Library:
     if not path.is_file():
-        return Library(f"not built: {BUILD}")
+        return Library(f"not built; build them: {build_command()}")
     try:
         record = typed(_Record, json.loads(path.with_suffix(".json").read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError):
-        return Library(f"not usable: {path.with_suffix('.json').name} is missing or damaged; build again: {BUILD}")
+        return Library(
+            f"not usable: {path.with_suffix('.json').name} is missing or damaged; build again: {build_command()}"
+        )
     try:
         reason = _why_unusable(path, record, sources)
     except OSError as error:
-        return Library(f"not usable: {error.filename} cannot be read ({error.strerror}); make it readable, or {BUILD}")
+        return Library(
+            f"not usable: {error.filename} cannot be read ({error.strerror}); make it readable, or {build_command()}"
+        )
     if reason is not None:
-        return Library(f"{reason}; build again: {BUILD}")
+        return Library(f"{reason}; build again: {build_command()}")
     register(NAMESPACE)
     verified, folders = _verified_kernels(), record.cuda_sources
     unknown = [name for folder in folders for name in kernels_in(folder) if verified.get(name) != folders[folder]]

@@ -92,7 +92,7 @@ class Kernels:
         others = ", ".join(f"{choice.op} ({choice.backend})" for choice in self.choices if choice.backend != "native")
         any_native = any(choice.backend.startswith("native") for choice in self.choices)
         line = f"kernels: native{f', but {others}' if others else ''}" if any_native else "kernels: none is native"
-        return f"{line}{'' if self.note is None else f'; {self.note}'}; --log-kernels shows all, and why"
+        return f"{line}; --log-kernels shows all, and why"
 
 
 def _ordered() -> list[Operation]:
@@ -190,6 +190,14 @@ def usable_library(spec: str, device: torch.device, say: Callable[[str], None], 
     if not on_gpu or _parse(spec)[0] != "auto" or why_not_native(native, device.type) is not None:
         return native
     return verified(native, device, say, cache=user_cache() if cache is None else cache)
+
+
+def slower_without_kernels(spec: str) -> list[str]:
+    """Returns the first line of a run whose kernels cannot be loaded, with the command that builds them; none under
+    `--kernels ref`."""
+    if spec.split(",")[0] == "ref" or (missing := library().missing) is None:
+        return []
+    return [f"native kernels are {missing} (PyTorch's own operations run instead, which is slower)"]
 
 
 def why_not_native(native: Library, device_type: str) -> str | None:

@@ -1,4 +1,4 @@
-"""From gradients to new weights: the update rules with masters, clipping, loss scale, and the schedules of rates."""
+"""Turns gradients into new weights: update rules with fp32 masters, clipping, loss scale, learning-rate schedules."""
 
 from megatron.optimizer.build_update import no_place_for_remainders, offloads
 from megatron.optimizer.deepspeed_schedules import DeepSpeedCurve

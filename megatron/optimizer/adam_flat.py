@@ -1,7 +1,7 @@
-"""AdamW over flat tensors: weights, moments and gradients of many parameters in one launch.
+"""AdamW over flat tensors: one launch updates the weights and moments of many parameters.
 
-The state is beside the weights (`Resident`) or on the host (`adam_offload.py`). By name it is the same tensors as with
-torch's update.
+The state is on the weights' device (`Resident`) or on the host (`adam_offload.py`). A checkpoint holds it under the
+same names as the state of torch's update.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,15 +20,15 @@ from megatron.utils.dtype import HALF
 
 
 class Resident:
-    """Adam's state for some runs of a store, in the memory of the weights. A subclass keeps it elsewhere."""
+    """Keeps Adam's state for some runs of a store on the weights' device. Subclasses keep it elsewhere."""
 
     loads_in_place = True
-    """Whether a checkpoint's file may be read straight into the state."""
+    """True if a checkpoint may be read straight into the state."""
 
     def __init__(self, runs: Sequence[FlatRun], *, remainders: bool = False) -> None:
-        """`remainders`: of the fp32 master of a bf16 parameter, keep only the 16 bits that the parameter lacks."""
+        """Allocates the state. `remainders`: keep only the low 16 bits of a bf16 parameter's fp32 master."""
         self.runs = runs
-        # where the runs are updated
+        # the device that updates the runs
         self.device = next((run.weights.device for run in runs), torch.device("cpu"))
         for run in runs:
             wide = torch.promote_types(run.grads.dtype, torch.float32)
@@ -41,26 +41,26 @@ class Resident:
                 run.kinds["master"] = run.weights.float()
 
     def start(self, decision: Decision) -> Decision | None:
-        """Begins an update. Returns the decision where the update is made, None if there is none to make."""
+        """Begins an update. Returns the decision on the updating device; None if the host skips the step."""
         return decision
 
     def sweep(self, *, changes: bool = True, refreshed: bool = False) -> Iterator[FlatRun]:
-        """Yields each run where it is updated, with its state in `kinds`. What is changed is kept and the model gets
-        the weights, unless `changes` is False. `refreshed`: the weights are first those of the model."""
+        """Yields each run with its state in `kinds`, on the updating device. Changes are stored and copied to the
+        model, unless `changes` is False. With `refreshed`, the model's weights are copied into the run first."""
         del changes, refreshed
         return iter(self.runs)
 
 
 @dataclass(frozen=True)
 class _Factors:
-    """At which rates the parts of a run learn; tensors where the update reads them."""
+    """Factors on the rates, for each part of a run; tensors on the device that updates."""
 
     ends: Tensor
-    """Of each part."""
+    """End of each part in the flat tensor."""
     factors: Tensor
-    """[parts, 2]: on learning rate and weight decay."""
+    """[parts, 2]: factors on learning rate and weight decay."""
     decoupled: Tensor
-    """Which parts have the decoupled learning rate."""
+    """[parts]: True for parts with the decoupled learning rate."""
 
     @staticmethod
     def of(run: FlatRun, rules: Mapping[str, GroupRule], device: torch.device) -> "_Factors":
@@ -72,8 +72,8 @@ class _Factors:
         )
 
     def at(self, rates: Rates) -> Tensor:
-        """The factors on the rates of `step_control`. With two learning rates the rates themselves are in the factors,
-        which multiply 1: rounding is then as with one rate."""
+        """Factors on the rates of `step_control`. With two learning rates the factors contain the rates and
+        `step_control` contains 1. Rounding is then the same as with one rate."""
         if rates.decoupled_lr is None:
             return self.factors
         lr = torch.full_like(self.factors[:, 0], rates.lr).masked_fill_(self.decoupled, rates.decoupled_lr)
@@ -81,7 +81,7 @@ class _Factors:
 
 
 class _Part:
-    """The runs of one memory."""
+    """Runs whose state is in the same memory."""
 
     def __init__(self, memory: Resident, store: TrainingStore, rules: Mapping[str, GroupRule]) -> None:
         self.memory = memory
@@ -102,7 +102,7 @@ class FlatAdam:
         kernel: Callable[..., None],
         memories: Sequence[Resident],
     ) -> None:
-        """`memories` have the runs of the store among them."""
+        """`memories`: the store's runs, divided among places that keep their state."""
         self._betas, self._eps, self._kernel = betas, eps, kernel
         self._parts = [_Part(memory, store, rules) for memory in memories]
         weights = {name: store.weight(name) for name in store.names}
@@ -122,7 +122,7 @@ class FlatAdam:
                 self._kernel(*_weights(run), *moments, run.grads, *places, control, *self._betas, self._eps)
 
     def state(self) -> OptimizerState:
-        """The live tensors, copies of those in a file; with remainders the masters are computed for the call."""
+        """Live tensors, or copies if the state is in a file. With remainders, masters are computed by the call."""
         found: OptimizerState = {}
         for part in self._parts:
             for run, masters in zip(part.memory.sweep(changes=False), part.are_masters, strict=True):
@@ -142,7 +142,7 @@ class FlatAdam:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
-        """Half-precision parameters are rounded from their masters."""
+        """Restores the state; half-precision parameters are rounded from their masters."""
         for part in self._parts:
             part.steps.fill_(steps)
             for run, masters in zip(part.memory.sweep(refreshed=True), part.are_masters, strict=True):
@@ -162,12 +162,12 @@ class FlatAdam:
                     _set_masters(run, run.weights.float())
 
     def _views(self, run: FlatRun, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yields a view of each part of a flat tensor, in its shape and its order in memory (channels_last, say)."""
+        """Yields a view of each part of a flat tensor, with the parameter's shape and strides."""
         return ((name, flat[place].as_strided(*self._layouts[name])) for name, place in run.places())
 
 
 def _weights(run: FlatRun) -> tuple[Tensor, Tensor]:
-    """The weights that are updated, and the model's rounded copy or the bits that these lack."""
+    """Returns the weights to update, and the model's rounded copy or the low bits of the masters."""
     if "master" in run.kinds:
         return run.kinds["master"], run.weights
     if "remainder" in run.kinds:
@@ -176,7 +176,7 @@ def _weights(run: FlatRun) -> tuple[Tensor, Tensor]:
 
 
 def _saved(run: FlatRun, are_masters: bool) -> dict[str, Tensor]:
-    """The state of a run by kind, as a checkpoint has it."""
+    """State of a run by kind, as in a checkpoint."""
     found = {kind: tensor for kind, tensor in run.kinds.items() if kind != "remainder"}
     if "remainder" in run.kinds:
         found["master"] = join_fp32(run.weights, run.kinds["remainder"])
@@ -186,7 +186,7 @@ def _saved(run: FlatRun, are_masters: bool) -> dict[str, Tensor]:
 
 
 def _set_masters(run: FlatRun, masters: Tensor) -> None:
-    """Also sets the model's own weights: the masters, rounded."""
+    """Sets the masters and rounds them into the model's weights."""
     if "remainder" in run.kinds:
         for kept, new in zip(_weights(run), split_fp32(masters), strict=True):
             kept.copy_(new)
@@ -196,7 +196,7 @@ def _set_masters(run: FlatRun, masters: Tensor) -> None:
 
 
 def step_control(decision: Decision, steps: Tensor, rates: Rates, betas: tuple[float, float]) -> Tensor:
-    """[whether there is an update, factor on gradients, learning rate, decay, corrections of the two moments]."""
+    """[1 or 0 for a skipped step, factor on gradients, learning rate, weight decay, corrections of the two moments]."""
     numbers = [
         decision.applied,
         decision.factor,

@@ -1,7 +1,7 @@
-"""The state of flat AdamW in host memory or in a file.
+"""AdamW with its state in host memory or in a file.
 
-Gradients come from the device while it is still at other work and are used run by run; the new weights go back while
-the next run is updated. A file's part of the state is read one run ahead and written behind.
+Gradients are copied from the device while it still works on other things, and are used run by run. New weights go back
+while the next run is updated. State in a file is read one run ahead and written behind the update.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +23,9 @@ DIRECTORY_FLAG = "--optimizer-offload-directory"
 
 
 class Offloaded(Resident):
-    """The state is on the host, and updated there."""
+    """Keeps and updates the state on the host."""
 
-    loads_in_place = False  # a file has another form, and no file is read into memory for an accelerator
+    loads_in_place = False  # the file's layout differs from a checkpoint's, and an accelerator needs a copy anyway
     device = torch.device("cpu")
 
     def __init__(
@@ -36,8 +36,8 @@ class Offloaded(Resident):
         directory: Path | None = None,
         link: HostLink | None = None,
     ) -> None:
-        """`directory`: where the state's file is; None: the state is in memory. `link`: to the device, if that is not
-        the host."""
+        """`directory`: holds the file with the state; None keeps it in memory. `link`: transfers to the device; None if
+        the weights are on the host."""
         self.runs, self._store, self._link = runs, store, link
         dtype = torch.float64 if any(run.grads.dtype == torch.float64 for run in runs) else torch.float32
         lengths = [len(_kinds(run)) * run.weights.numel() for run in runs]
@@ -47,7 +47,7 @@ class Offloaded(Resident):
             self._tensors = [torch.zeros(length, dtype=dtype) for length in lengths]
         else:
             self._file = DiskTensors(directory, lengths, setting=DIRECTORY_FLAG, dtype=dtype)
-        # [weights, gradients] of each run on the host, where that is not the device
+        # [weights, gradients] of each run on the host, if the device is another
         self._copies: list[tuple[Tensor, Tensor]] = []
         if link is not None:
             for run in runs:
@@ -89,7 +89,7 @@ class Offloaded(Resident):
             self._link.join()
 
     def _states(self, changes: bool) -> Iterator[tuple[int, Tensor]]:
-        """The state of each run as one tensor, with the run's number; copies where it is in a file and only read."""
+        """Yields each run's number and its state as one tensor; copies if the state is in a file and only read."""
         if self._file is None:
             yield from enumerate(self._tensors)
             return
@@ -100,7 +100,7 @@ class Offloaded(Resident):
         return self.runs[number].weights if self._link is None else self._copies[number][0]
 
     def _grads(self, number: int) -> Tensor:
-        """Shards on the host have new gradient tensors in each step."""
+        """Gradients of a run on the host. Shards on the host have new gradient tensors in each step."""
         run = self.runs[number]
         if self._link is not None:
             return self._copies[number][1]
@@ -108,13 +108,12 @@ class Offloaded(Resident):
 
 
 def _kinds(run: FlatRun) -> tuple[str, ...]:
-    """The kinds of state that are kept for a run."""
+    """Kinds of state that a run has."""
     return ("exp_avg", "exp_avg_sq", "master") if run.weights.dtype in HALF else ("exp_avg", "exp_avg_sq")
 
 
 def share_of(runs: Sequence[FlatRun], fraction: float) -> int:
-    """How many of the runs, the first ones, come closest to that fraction of all elements; one at least, unless it is
-    0."""
+    """Number of first runs whose elements come closest to `fraction` of all; at least 1 unless `fraction` is 0."""
     sizes = [0, *accumulate(run.weights.numel() for run in runs)]
     closest = min(range(len(sizes)), key=lambda count: abs(sizes[count] - fraction * sizes[-1]))
     return min(max(closest, 1), len(runs)) if fraction > 0.0 else closest

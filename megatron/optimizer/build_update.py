@@ -1,4 +1,4 @@
-"""From settings to the update of all pieces: on flat buffers, tensor by tensor, or on the host."""
+"""Builds the update of all parameters: on flat buffers, tensor by tensor, or on the host."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,8 +28,8 @@ def build_update(
     device: torch.device,
     asynchronous: bool,
 ) -> Update:
-    """AdamW on flat buffers if there is a kernel and all gradients are in buffers; else torch's or apex's,
-    tensor by tensor. Where it is offloaded, on the host."""
+    """Builds AdamW on flat buffers if it has a kernel and all gradients are in buffers; else torch's or apex's update,
+    tensor by tensor. With offloading, the host updates."""
     kernel = kernels.adamw if kernels is not None else None
     if device.type != "cpu" and all(grads.weight(name).device.type == "cpu" for name in grads.names):
         return _on_host(grads, config, rules, specs, kernel)
@@ -54,7 +54,7 @@ def _on_host(
     specs: Mapping[str, Shard],
     kernel: Callable[..., None] | None,
 ) -> Update:
-    """The update of weights that are in host memory, as are their gradients and the optimizer's state."""
+    """Builds the update for weights, gradients and optimizer state that are all in host memory."""
     host = torch.device("cpu")
     if config.is_plain_adamw:
         return build_offloaded(grads, config, rules, kernel, host)
@@ -68,8 +68,8 @@ def build_offloaded(
     kernel: Callable[..., None] | None,
     device: torch.device,
 ) -> FlatAdam:
-    """AdamW on the host for the asked share of the state, and on the device for the rest. `kernel`: the native AdamW,
-    for fp32."""
+    """AdamW on the host for --optimizer-offload-fraction of the state, on the device for the rest. `kernel`: the native
+    AdamW, for fp32."""
     runs = grads.runs()
     if kernel is None or any(run.grads.dtype == torch.float64 for run in runs):
         kernel = adamw_in_place
@@ -86,13 +86,13 @@ def build_offloaded(
 
 
 def offloads(config: OptimizerConfig, device: torch.device) -> bool:
-    """On a CPU the state is in host memory anyway: there a file alone makes a difference."""
+    """True if the optimizer's state is offloaded. On a CPU, only offloading to a file has an effect."""
     on_disk = config.optimizer_offload_directory is not None
     return on_disk or (config.optimizer_cpu_offload and device.type != "cpu")
 
 
 def no_place_for_remainders() -> ConfigError:
     return ConfigError(
-        "--store-param-remainders: only the native AdamW can work without fp32 masters, and it does not run here; "
+        "--store-param-remainders: requires the native AdamW, which does not run here; "
         "leave it out, or see the row adamw of the table of kernels"
     )

@@ -1,4 +1,4 @@
-"""Decides on the device whether the update is made and how gradients are scaled, without a host sync."""
+"""Decides on the device whether to apply the update and how to scale gradients, without a host sync."""
 
 import math
 from dataclasses import dataclass
@@ -6,23 +6,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_CLIP_EPSILON = 1e-6  # as in torch and Megatron: the clipped norm is a hair below the limit
+_CLIP_EPSILON = 1e-6  # as in torch and Megatron: the clipped norm is slightly below the limit
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision as zero-dimensional tensors, in double precision where the device has it."""
+    """Decision as zero-dimensional tensors, in double precision if the device has it."""
 
     norm: Tensor
     """Global L2 norm of the true gradient, before clipping."""
     applied: Tensor
-    """1, or 0 if a number is not finite: then no weight is changed."""
+    """1 if the update is applied; 0 if a number is not finite, and then no weight changes."""
     clipped: Tensor
     factor: Tensor
-    """The factor on the gradients in the buffers: unscaling and clipping in one."""
+    """Factor on the gradients in the buffers: unscaling and clipping in one."""
 
     def on_host(self) -> "Decision":
-        """The decision on the host. A host sync."""
+        """Copies the decision to the host: a host sync."""
         return Decision(*torch.stack([self.norm, self.applied, self.clipped, self.factor]).cpu().unbind())
 
     def report(self) -> Tensor:
@@ -32,7 +32,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class HostDecision:
-    """The same numbers on the host, for updates that are made from there."""
+    """Decision as Python numbers, for updates that the host makes."""
 
     norm: float
     applied: bool
@@ -44,7 +44,7 @@ class HostDecision:
 
 
 def decide_on_host(raw_norm: float, grad_scale: float, clip_grad: float) -> HostDecision:
-    """`decide`, in the same double precision."""
+    """Does what `decide` does, in the same double precision."""
     multiplier = 1.0 / grad_scale
     norm = raw_norm * abs(multiplier)
     if not math.isfinite(norm):
@@ -56,7 +56,7 @@ def decide_on_host(raw_norm: float, grad_scale: float, clip_grad: float) -> Host
 
 
 def decide(raw_norm: Tensor, grad_scale: float | Tensor, clip_grad: float, finite: Tensor | None = None) -> Decision:
-    """`raw_norm` is the norm of the buffers, which hold the true gradients times `grad_scale`. `finite`: a further
+    """Decides from `raw_norm`, the norm of buffers that hold the true gradients times `grad_scale`. `finite`: another
     condition for the update, such as a finite loss."""
     multiplier = torch.ones_like(raw_norm) / grad_scale
     norm = raw_norm * multiplier.abs()
@@ -65,6 +65,6 @@ def decide(raw_norm: Tensor, grad_scale: float | Tensor, clip_grad: float, finit
         applied = applied & finite
     clipped = applied & (norm + _CLIP_EPSILON > clip_grad) if clip_grad > 0.0 else torch.zeros_like(applied)
     factor = torch.where(clipped, multiplier * (clip_grad / (norm + _CLIP_EPSILON)), multiplier)
-    # Without an update the buffers stay as they are, so that the non-finite gradient can be found.
+    # A skipped step leaves the buffers unchanged, so that the non-finite gradient can be found.
     factor = torch.where(applied, factor, torch.ones_like(factor))
     return Decision(norm, applied.to(norm.dtype), clipped.to(norm.dtype), factor)

@@ -1,7 +1,7 @@
-"""DeepSpeed's schedules of the learning rate as functions of the number of updates made.
+"""DeepSpeed's learning-rate schedules as functions of the number of updates made.
 
-DeepSpeed sets the rate of the first update when it builds the scheduler, and after each update the rate of the next one
-from the index of the last: the rate of update u is its formula at last_batch_iteration = u - 1.
+DeepSpeed sets the first update's rate when it builds the scheduler. After each update it sets the next rate from the
+index of the last one. The rate of update u is therefore its formula at last_batch_iteration = u - 1.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Any
 from megatron.config.sections.deepspeed_scheduler import DeepSpeedSchedulerConfig
 
 _DEFAULT_MAX_LR = 0.001
-"""Of WarmupDecayLR; WarmupLR takes the optimizer's rate instead."""
+"""Default of WarmupDecayLR; WarmupLR uses the optimizer's rate instead."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class DeepSpeedCurve:
     settings: DeepSpeedSchedulerConfig
 
     def lr(self, num_steps: float) -> float:
-        """The learning rate of the next update after `num_steps` samples."""
+        """Learning rate of the next update after `num_steps` samples."""
         return self.of_update(round(num_steps / self.batch_size))
 
     def of_update(self, update: int) -> float:
-        """Updates are counted from 0."""
+        """Learning rate of an update, counted from 0."""
         kind = self.settings.lr_schedule
         if kind == "WarmupLR":
             return self._warmup_lr(update, self.base_lr, decays=False)
@@ -41,7 +41,7 @@ class DeepSpeedCurve:
         return self._range_test(update)
 
     def plain(self) -> dict[str, Any]:
-        """What the curve depends on, by name."""
+        """Settings that the curve depends on, by name."""
         used = {name: getattr(self.settings, name) for name in self.settings.parameters}
         base = {"base_lr": self.base_lr} if self.settings.takes_lr else {}
         return {"lr_schedule": self.settings.lr_schedule, "batch_size": self.batch_size, **base, **used}
@@ -98,7 +98,7 @@ class DeepSpeedCurve:
         return low / (1.0 + settings.decay_lr_rate * (update - rise - fall) / settings.decay_step_size)
 
     def _cycled(self, update: int, rise: int, fall: int) -> float:
-        """The share of the way up: 0 at both ends of the cycle, 1 in between."""
+        """Position between the two rates: 0 at both ends of the cycle, 1 at its peak."""
         settings = self.settings
         stairs = settings.cycle_first_stair_count
         if update <= rise:

@@ -1,4 +1,4 @@
-"""What tells one parameter from another in an update: its factors on the rates, and its matrix."""
+"""Per-parameter settings of an update: factors on the rates, and the weight matrix."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -8,15 +8,15 @@ from megatron.optimizer.matrices import Matrix
 
 @dataclass(frozen=True)
 class GroupRule:
-    """What an optimizer has to know of a parameter besides its tensors."""
+    """Facts about a parameter that an optimizer needs besides its tensors."""
 
     wd_mult: float = 1.0
-    """Factors on the schedule's weight decay and learning rate."""
+    """Factor on the schedule's weight decay; `lr_mult` is the one on the learning rate."""
     lr_mult: float = 1.0
     decoupled: bool = False
-    """Whether --decoupled-lr is its learning rate."""
+    """True if --decoupled-lr is its learning rate."""
     matrix: Matrix | None = field(default=None, compare=False)
-    """What a rule that looks at more than one element works on; None where the rule is elementwise."""
+    """Matrix for rules that are not elementwise; None for elementwise rules."""
 
 
 class Rates(NamedTuple):

@@ -1,4 +1,4 @@
-"""The factor on the loss that keeps fp16 gradients from vanishing."""
+"""Loss scale: a factor on the loss that keeps fp16 gradients from underflowing."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ ScalerState = dict[str, float | int]
 
 @dataclass
 class ConstantLossScaler:
-    """A constant factor. 1 is no scaling."""
+    """Constant factor on the loss; 1 means no scaling."""
 
     scale: float = 1.0
 
@@ -24,16 +24,16 @@ class ConstantLossScaler:
         return {}
 
     def load_state(self, state: ScalerState) -> None:
-        """No-op: a constant scale is a setting of this run."""
+        """Does nothing: a constant scale is a setting of this run."""
 
 
 @dataclass
 class DynamicLossScaler:
-    """Doubles after `window` good steps; halves at an overflow once `hysteresis` of them are used up.
+    """Doubles the scale after `window` good steps in a row, and halves it on overflow once `hysteresis` is used up.
 
-    As in Megatron, only a doubling refills the hysteresis: after the first halving every further overflow halves
-    again. With `consecutive_hysteresis` every good step refills it, as DeepSpeed's setting of that name does.
-    `growth_tracker` counts the good steps in a row, `hysteresis_tracker` the overflows still forgiven.
+    As in Megatron, only a doubling refills the hysteresis: after the first halving every further overflow halves again.
+    With `consecutive_hysteresis` every good step refills it, as with DeepSpeed's setting of that name. `growth_tracker`
+    counts good steps in a row; `hysteresis_tracker` counts down the overflows until a halving.
     """
 
     scale: float = 2.0**32
@@ -49,7 +49,7 @@ class DynamicLossScaler:
             self.hysteresis_tracker = self.hysteresis
 
     def update(self, overflow: bool) -> None:
-        """Called once after every step, skipped ones included."""
+        """Updates the scale. Call it once after every step, skipped ones included."""
         if overflow:
             self.growth_tracker = 0
             self.hysteresis_tracker = max(self.hysteresis_tracker - 1, 0)
@@ -72,7 +72,7 @@ class DynamicLossScaler:
         }
 
     def load_state(self, state: ScalerState) -> None:
-        if not state:  # saved under a constant scale: this one starts as it was given
+        if not state:  # saved under a constant scale: this one keeps its initial value
             return
         self.scale = float(state["scale"])
         self.growth_tracker = int(state["growth_tracker"])
@@ -83,7 +83,7 @@ LossScaler = ConstantLossScaler | DynamicLossScaler
 
 
 class ScaleOnDevice:
-    """The state of `scaler` on the device, up to date while the host has not yet read the step in flight."""
+    """Copy of a scaler's state on the device, valid while the host has not yet read the step in flight."""
 
     def __init__(self, scaler: DynamicLossScaler, device: torch.device) -> None:
         self._scaler = scaler
@@ -92,13 +92,13 @@ class ScaleOnDevice:
         self.follow()
 
     def follow(self) -> None:
-        """Copies the host's scaler, after that was loaded."""
+        """Copies the host scaler's state, after a checkpoint was loaded."""
         self.scale.fill_(self._scaler.scale)
         self._growth.fill_(self._scaler.growth_tracker)
         self._hysteresis.fill_(self._scaler.hysteresis_tracker)
 
     def update(self, overflow: Tensor) -> None:
-        """`DynamicLossScaler.update` without control flow: both outcomes are computed and one is selected."""
+        """Does what `DynamicLossScaler.update` does, without control flow: computes both outcomes and selects one."""
         scaler, zero = self._scaler, torch.zeros_like(self.scale)
         left = (self._hysteresis - 1).clamp(min=0)
         lowered = torch.where(left == 0, (self.scale / 2).clamp(min=scaler.min_scale), self.scale)
@@ -113,7 +113,7 @@ class ScaleOnDevice:
 
 
 def build_loss_scaler(precision: PrecisionConfig) -> LossScaler:
-    """--loss-scale if given; else dynamic with --fp16, and none without."""
+    """Builds a constant scaler from --loss-scale, a dynamic one for --fp16, else one without effect."""
     if precision.loss_scale is not None:
         return ConstantLossScaler(precision.loss_scale)
     if not precision.fp16:

@@ -1,7 +1,7 @@
-"""Learning rates and weight decay as pure functions of the samples consumed, with Megatron's rules or DeepSpeed's.
+"""Learning rate and weight decay as pure functions of the consumed samples, with Megatron's or DeepSpeed's rules.
 
-Steps are counted in samples, so a batch-size ramp-up keeps its place on the curves. The count moves after an update,
-and not at all after a skipped one: the first step uses the values at 0 samples.
+Steps are counted in samples, so a batch-size ramp-up does not distort the curves. The count increases after an applied
+update and not after a skipped one: the first step uses the values at 0 samples.
 """
 
 import math
@@ -16,7 +16,7 @@ from megatron.optimizer.deepspeed_schedules import DeepSpeedCurve
 
 ScheduleState = dict[str, Any]
 _DEEPSPEED = "deepspeed_"
-"""Begins the names of a DeepSpeed schedule's settings in a checkpoint."""
+"""Prefix of a DeepSpeed schedule's settings in a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class WeightDecay:
     wd_incr_steps: float = 0
 
     def after(self, num_steps: float) -> float:
-        """The weight decay after `num_steps` samples."""
+        """Weight decay after `num_steps` samples."""
         if self.wd_incr_style == "constant" or num_steps > self.wd_incr_steps:
             return self.end_wd
         ratio = num_steps / self.wd_incr_steps
@@ -37,7 +37,7 @@ class WeightDecay:
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """Learning rates and weight decay. All lengths are in samples."""
+    """Curves of learning rate and weight decay. All lengths are in samples."""
 
     max_lr: float
     min_lr: float = 0.0
@@ -51,10 +51,10 @@ class Curves:
     decoupled_max_lr: float | None = None
     decoupled_min_lr: float | None = None
     deepspeed: DeepSpeedCurve | None = None
-    """The learning rate, in place of all of the above."""
+    """Learning-rate curve that replaces all fields above."""
 
     def lr(self, num_steps: float) -> float:
-        """The learning rate after `num_steps` samples."""
+        """Learning rate after `num_steps` samples."""
         if self.deepspeed is not None:
             return self.deepspeed.lr(num_steps)
         if self.lr_warmup_steps > 0 and num_steps <= self.lr_warmup_steps:
@@ -62,7 +62,7 @@ class Curves:
         return CURVES[self.lr_decay_style].after_warmup(self, num_steps)
 
     def decoupled_lr(self, num_steps: float) -> float | None:
-        """The learning rate of the word table and the output layer; None if it is that of all others."""
+        """Learning rate of the token embedding and the output layer; None if they use the common rate."""
         if self.decoupled_max_lr is None:
             return None
         low = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
@@ -71,16 +71,16 @@ class Curves:
 
 @dataclass(frozen=True)
 class Curve:
-    """A shape of --lr-decay-style."""
+    """Shape of --lr-decay-style."""
 
     after_warmup: Callable[[Curves, float], float]
-    """The learning rate after so many samples."""
+    """Function from the number of samples to the learning rate, after the warm-up."""
     parameters: tuple[str, ...] = ("min_lr", "lr_decay_steps")
-    """The fields of `Curves` that it depends on and some other curve does not."""
+    """Fields of `Curves` that this curve depends on and another curve does not."""
 
 
 def _falling(share: Callable[[Curves, float], float]) -> Callable[[Curves, float], float]:
-    """From max_lr to min_lr, which stays. `share`: of the way between them, what is left."""
+    """Falls from max_lr to min_lr and stays there. `share`: fraction of the difference that remains."""
 
     def after_warmup(curves: Curves, num_steps: float) -> float:
         if num_steps > curves.lr_decay_steps:
@@ -122,39 +122,39 @@ _SHAPES = {
     "exponential": lambda ratio: 2.0 * 0.5**ratio - 1.0,
     "minus_sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
 }
-"""What is left after `ratio` of the decay: 1 at 0, 0 at 1."""
+"""Fraction that remains after `ratio` of the decay: 1 at 0, 0 at 1."""
 
 
 class Schedule:
-    """The curves of a run, and the rules by which a resumed run takes them from its checkpoint.
+    """Curves of a run, and the rules for taking them from a checkpoint on resume.
 
-    It holds no position: the trainer keeps the samples consumed by updates that were made.
+    The schedule has no position: the trainer counts the samples consumed by applied updates.
     """
 
     def __init__(self, curves: Curves, *, override: bool = False, use_checkpoint: bool = False) -> None:
-        """The flags --override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler, of which at most one."""
+        """Takes --override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler; at most one may be set."""
         self.curves = curves
         self._override = override
         self._use_checkpoint = use_checkpoint
 
     def lr(self, num_steps: float) -> float:
-        """The learning rate of the next update after `num_steps` samples."""
+        """Learning rate of the next update after `num_steps` samples."""
         return self.curves.lr(num_steps)
 
     def decoupled_lr(self, num_steps: float) -> float | None:
-        """That of the word table and the output layer, if it is another."""
+        """Learning rate of the token embedding and the output layer; None if they use the common rate."""
         return self.curves.decoupled_lr(num_steps)
 
     def weight_decay(self, num_steps: float) -> float:
-        """The weight decay of the next update after `num_steps` samples."""
+        """Weight decay of the next update after `num_steps` samples."""
         return self.curves.decay.after(num_steps)
 
     def state(self, num_steps: int) -> ScheduleState:
-        """Megatron's `opt_param_scheduler` entry, and the settings that it leaves out."""
+        """Megatron's `opt_param_scheduler` entry, extended by the settings that it lacks."""
         return {**_plain(self.curves), "num_steps": num_steps}
 
     def load_state(self, state: ScheduleState) -> int:
-        """Takes the settings from where the two flags say (without one they must match); returns `num_steps`."""
+        """Returns `num_steps`. Takes settings from the source that the flags select; without a flag they must match."""
         names = _plain(self.curves).keys()
         saved = {name: value for name, value in state.items() if name in names or name.startswith(_DEEPSPEED)}
         if self._use_checkpoint:
@@ -165,14 +165,14 @@ class Schedule:
 
 
 def _plain(curves: Curves) -> dict[str, Any]:
-    """The settings by name, as a checkpoint has them."""
+    """Settings by name, as in a checkpoint."""
     settings = {name: value for name, value in vars(curves).items() if name not in ("decay", "deepspeed")}
     deepspeed = {} if curves.deepspeed is None else curves.deepspeed.plain()
     return settings | vars(curves.decay) | {f"{_DEEPSPEED}{name}": value for name, value in deepspeed.items()}
 
 
 def _curves_of(curves: Curves, saved: dict[str, Any]) -> Curves:
-    """The saved curves; what is not saved is as in `curves`."""
+    """Saved curves; settings that were not saved come from `curves`."""
     deepspeed = {name.removeprefix(_DEEPSPEED): value for name, value in saved.items() if name.startswith(_DEEPSPEED)}
     of_decay = {field.name for field in fields(WeightDecay)}
     decay = replace(curves.decay, **{name: value for name, value in saved.items() if name in of_decay})
@@ -203,7 +203,7 @@ _OF_LR |= {"wsd_decay_steps", "lr_wsd_decay_style", "decoupled_max_lr", "decoupl
 
 
 def _played_no_part(name: str, curves: Curves) -> bool:
-    """Whether the curves are the same functions whatever `name` is."""
+    """True if the curves do not depend on `name`."""
     if curves.deepspeed is not None and name in _OF_LR:
         return True
     if any(name in curve.parameters for curve in CURVES.values()):
@@ -225,8 +225,8 @@ def _refuse_differences(curves: Curves, saved: dict[str, Any]) -> None:
     if differences:
         raise ConfigError(
             f"the schedule differs from the checkpoint's: {'; '.join(differences)}. Give "
-            "--override-opt_param-scheduler to use what is given here, or --use-checkpoint-opt_param-scheduler "
-            "to go on as saved"
+            "--override-opt_param-scheduler to use the settings of this run, or --use-checkpoint-opt_param-scheduler "
+            "to continue with the saved one"
         )
 
 
@@ -239,7 +239,7 @@ def build_schedule(
     train_iters: int | None = None,
     train_samples: int | None = None,
 ) -> Schedule:
-    """The curves of a run of `train_iters` steps or `train_samples` samples (one of the two), from checked settings."""
+    """Builds the schedule of `train_iters` steps or `train_samples` samples (one is set), from checked settings."""
     if train_iters is not None:
         unit, length, decay = global_batch_size, train_iters, schedule.lr_decay_iters
         warmup, wsd = schedule.lr_warmup_iters, schedule.lr_wsd_decay_iters
@@ -251,8 +251,8 @@ def build_schedule(
     warmup_steps: float = warmup * unit
     if schedule.lr_warmup_fraction is not None:
         warmup_steps = schedule.lr_warmup_fraction * decay_steps
-    start_wd, end_wd = optimizer.start_weight_decay, optimizer.end_weight_decay  # unset where it is constant
-    lr = schedule.lr or 0.0  # unset where a schedule of DeepSpeed's has rates of its own
+    start_wd, end_wd = optimizer.start_weight_decay, optimizer.end_weight_decay  # None if it is constant
+    lr = schedule.lr or 0.0  # None if a DeepSpeed schedule has its own rates
     of_deepspeed = None
     if deepspeed is not None and deepspeed.lr_schedule is not None:
         of_deepspeed = DeepSpeedCurve(lr, global_batch_size, deepspeed)

@@ -1,8 +1,8 @@
-"""Whole matrices for rules that cannot work on a part of one, each computed by one rank.
+"""Assembles whole matrices for rules that need them; one rank computes each.
 
-A matrix that tensor parallelism splits is brought together over its ranks; of a fused one each linear map is taken
-apart (the queries, the keys and the values of QKV; gate and up of a gated MLP). The matrices are dealt over all ranks
-that hold them: every rank computes its share at the same time, and the results go back the same way.
+A matrix split by tensor parallelism is gathered over its ranks. A fused matrix is taken apart into its linear maps:
+queries, keys and values of QKV; gate and up of a gated MLP. The matrices are distributed over all ranks that hold them.
+Every rank computes its share at the same time, and the results are broadcast back.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,39 +20,39 @@ from megatron.state.division import Range
 from megatron.state.shard import Shard
 
 Fused = tuple[int, tuple[int, ...]]
-"""The dimension of a logical view along which its linear maps lie, and the length of each."""
+"""Dimension of a logical view along which the linear maps lie, and the length of each."""
 Update = Callable[[Tensor], Tensor]
-"""From one whole linear map to another matrix of its shape and type."""
+"""Maps one whole linear map to another matrix of its shape and dtype."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """One weight matrix, as its layout has it."""
+    """One weight matrix, as its layout describes it."""
 
     spec: Shard
-    """Which part of it this rank holds."""
+    """The part of it that this rank holds."""
     tp: Axis
-    """The ranks that split it; of size 1 where each holds all of it."""
+    """Ranks that split it; an axis of size 1 if each rank holds all of it."""
     copies: Axis
-    """The ranks that hold the same part: the data-parallel ones."""
+    """Ranks that hold the same part: the data-parallel ones."""
     columns: int
-    """Of the whole stored matrix."""
+    """Number of columns of the whole stored matrix."""
     fused: Fused | None = None
 
     @property
     def work(self) -> int:
-        """Grows as the time that it takes."""
+        """Estimate of the computing time, in arbitrary units."""
         rows = prod(self.spec.logical_shape) // self.columns
         return rows * self.columns * min(rows, self.columns)
 
     def maps(self, whole: Tensor) -> list[Tensor]:
-        """The linear maps of the whole parameter, as matrices; views where that is possible."""
+        """Linear maps of the whole parameter, as matrices; views where possible."""
         view = whole.view(self.spec.logical_shape)
         parts = [view] if self.fused is None else view.split(self.fused[1], self.fused[0])
         return [part.reshape(-1, self.columns) for part in parts]
 
     def joined(self, maps: Sequence[Tensor]) -> Tensor:
-        """The reverse of `maps`: contiguous, in the logical shape."""
+        """Joins what `maps` took apart: contiguous, in the logical shape."""
         shape = self.spec.logical_shape
         if self.fused is None:
             return maps[0].contiguous().view(shape)
@@ -66,8 +66,8 @@ Owner = tuple[int, int]
 
 
 def deal(matrices: Mapping[str, Matrix]) -> dict[str, Owner]:
-    """Who computes what: the largest first, each to whoever has the least so far. The same on every rank that holds
-    the matrices."""
+    """Chooses the rank that computes each matrix: largest first, each to the least loaded rank. All ranks that hold the
+    matrices get the same result."""
     owners: dict[str, Owner] = {}
     loads: dict[tuple[str, int, int], dict[Owner, int]] = {}
     for name, matrix in sorted(matrices.items(), key=lambda item: (-item[1].work, item[0])):
@@ -90,7 +90,7 @@ class WholeMatrices:
     def __call__(self, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
         names = list(pieces)
         mine: dict[str, Tensor] = {}
-        for name in names:  # all are brought together before the first is computed, so that nobody waits for that
+        for name in names:  # gathers all before the first is computed, so that no rank waits for another's computation
             whole = self._whole(name, pieces[name])
             if self._is_mine(name):
                 mine[name] = whole
@@ -105,10 +105,10 @@ class WholeMatrices:
 
     def _whole(self, name: str, piece: Tensor) -> Tensor:
         matrix = self._matrices[name]
-        local = self._grads.whole_of(name, piece.to(self._grads.device))  # of shards that are on the host, too
+        local = self._grads.whole_of(name, piece.to(self._grads.device))  # the piece may be on the host
         if matrix.tp.size == 1:
             return local
-        # Zeros, because the made-up peers of the proof of order hold the same part as this rank, and none of the rest.
+        # Zeros: the simulated peers of the proof of order hold the same part as this rank, and none of the rest.
         whole = local.new_zeros(matrix.spec.logical_shape)
         parts = collectives.all_gather(local, matrix.tp)
         for spec, part in zip(self._parts[name], parts, strict=True):
@@ -116,8 +116,8 @@ class WholeMatrices:
         return whole
 
     def _back(self, name: str, result: Tensor | None, piece: Tensor) -> Tensor:
-        """Sends a result back: first from the owner to the ranks that split the matrix with it, then from each of these
-        to the replicas of its part."""
+        """Broadcasts a result from its owner to the ranks that split the matrix, then from each of these to the
+        replicas of its part."""
         matrix, (copy, part) = self._matrices[name], self._owners[name]
         shape = self._grads.parameter(name).shape
         if matrix.tp.size > 1 and matrix.copies.rank == copy:
@@ -131,7 +131,7 @@ class WholeMatrices:
 
 
 def _parts_by_rank(matrices: Mapping[str, Matrix]) -> dict[str, list[Shard]]:
-    """What every tensor-parallel rank holds of each split matrix. A collective."""
+    """Part of each split matrix that every tensor-parallel rank holds. A collective."""
     tp = next((matrix.tp for matrix in matrices.values() if matrix.tp.size > 1), None)
     if tp is None:
         return {}

@@ -1,8 +1,8 @@
-"""Norms and counts over many tensors, each element read once. The results are tensors: no host sync.
+"""Norms and counts over many tensors; each element is read once. Results are tensors: no host sync.
 
-`torch.linalg.vector_norm` over one large fp32 tensor adds up in fp32: over 40 million elements it was found 0.3 %
-too small. Here each tensor is cut into rows of `_ROW` elements, and the rows' norms are added up in double precision:
-an error of 3e-9 at the same speed. The native kernel adds up in double precision throughout.
+`torch.linalg.vector_norm` accumulates a large fp32 tensor in fp32: for 40 million elements it was 0.3 % too small. Here
+tensors are cut into rows of `_ROW` elements, and the rows' norms are accumulated in double precision. The error is 3e-9
+at the same speed. The native kernel accumulates in double precision throughout.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,9 +22,9 @@ from megatron.utils.device_kind import kind_of
 _ROW = 4096
 
 SplitOver = tuple[Axis, ...]
-"""The axes that a tensor is split over, and its norm summed over. () is a tensor that every rank holds whole."""
+"""Axes that a tensor is split over; its norm is summed over them. () means that every rank holds the whole tensor."""
 SquareSum = Callable[[Sequence[Tensor]], Tensor]
-"""Over all elements of tensors on one device, in double precision. Not finite exactly if one of them is not."""
+"""Sum of squares of tensors on one device, in double precision. Non-finite exactly if an element is."""
 
 
 def square_sum_for(kernels: Kernels | None, asynchronous: bool) -> SquareSum:
@@ -34,7 +34,7 @@ def square_sum_for(kernels: Kernels | None, asynchronous: bool) -> SquareSum:
 
 
 def sum_on_device(square_sum: SquareSum, device: torch.device, tensors: Sequence[Tensor]) -> Tensor:
-    """`square_sum` of tensors that are on this device or on the host. The sum is on the device."""
+    """Sums squares of tensors on this device or on the host; the result is on the device."""
     memories = dict.fromkeys(tensor.device for tensor in tensors)
     if list(memories) == [device]:
         return square_sum(tensors)
@@ -43,7 +43,7 @@ def sum_on_device(square_sum: SquareSum, device: torch.device, tensors: Sequence
 
 
 def row_norms(tensor: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Norms whose norm is that of the tensor, each over few enough elements to be exact in its type."""
+    """Norms of a tensor's rows. Their norm is the tensor's; each row is short enough to be accurate in its dtype."""
     if dtype is None and tensor.dtype in (torch.bfloat16, torch.float16):
         dtype = torch.float32
     flat = tensor.reshape(-1)
@@ -57,7 +57,7 @@ def row_norms(tensor: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """By rows, with the rows' norms in the tensors' own type. Reads the result: a host sync."""
+    """Sums the squares of row norms computed in the tensors' own dtype. Reads the result: a host sync."""
     if _alone_and_small(tensors):
         return _small_norm(tensors[0]).square()
     parts = [part for tensor in tensors for part in row_norms(tensor)]
@@ -70,7 +70,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _alone_and_small(tensors: Sequence[Tensor]) -> bool:
-    """As of a small model, whose time is that of the calls."""
+    """Fast path: one small tensor, dominated by call overhead."""
     return len(tensors) == 1 and tensors[0].numel() <= _ROW
 
 
@@ -79,13 +79,13 @@ def _small_norm(tensor: Tensor) -> Tensor:
 
 
 def sum_of_wide_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """In double precision from the first square on: it cannot overflow, so it needs no host sync."""
+    """Sums squares in double precision from the first one on: it cannot overflow, so it needs no host sync."""
     parts = [part for tensor in tensors for part in row_norms(tensor, torch.float64)]
     return torch.cat(parts).square().sum() if parts else torch.zeros((), dtype=torch.float64)
 
 
 def flat_sum_of_squares(kernel: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    """Through csrc, with one call for all neighbouring tensors of one buffer."""
+    """Sums squares with the native kernel; adjacent tensors of one buffer share a call."""
     wide = [tensor for tensor in tensors if tensor.dtype == torch.float64]
     narrow = [tensor for tensor in tensors if tensor.dtype != torch.float64]
     sums = [kernel(flat) for flat in side_by_side(narrow)]
@@ -95,14 +95,14 @@ def flat_sum_of_squares(kernel: Callable[[Tensor], Tensor], tensors: Sequence[Te
 
 
 def side_by_side(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same elements in as few flat tensors as possible, without a copy where a tensor is contiguous.
+    """Returns the elements as few flat tensors, without copying contiguous ones.
 
-    Buffers come in the order in which the tensors name them, whatever their addresses: equal runs add in one order.
+    Buffers are ordered by first appearance, not by address, so equal runs add in the same order.
     """
-    runs: list[tuple[Tensor, int, int]] = []  # first tensor, where its run begins and ends in the storage
+    runs: list[tuple[Tensor, int, int]] = []  # first tensor, begin and end of its run in the storage
     copies: list[Tensor] = []
     filled = [tensor for tensor in tensors if tensor.numel()]
-    place: dict[int, int] = {}  # of a buffer, by its address
+    place: dict[int, int] = {}  # buffer address -> position
     for tensor in filled:
         place.setdefault(tensor.untyped_storage().data_ptr(), len(place))
     for tensor in sorted(filled, key=lambda t: (place[t.untyped_storage().data_ptr()], int(t.storage_offset()))):
@@ -129,7 +129,7 @@ def _device_in(groups: Mapping[SplitOver, Sequence[Tensor]]) -> torch.device:
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """Not every accelerator has double precision."""
+    """fp64, or fp32 on accelerators without double precision."""
     return torch.float64 if kind_of(device.type).double else torch.float32
 
 
@@ -145,9 +145,8 @@ def global_norm(
     square_sum: SquareSum = sum_of_squares,
     device: torch.device | None = None,
 ) -> Tensor:
-    """The L2 norm over all tensors of the model, each counted once however it is split or replicated. `copies` are
-    elements that another rank counts: they make the norm non-finite if they are not finite, and add nothing else.
-    `device`: where the sums are. Unset: with the tensors."""
+    """L2 norm over all tensors of the model; each element counts once. Elements in `copies` are counted by another
+    rank; here they only make the norm non-finite. `device`: device of the sums; default: the tensors' device."""
     squares = {axes: square_sum(tensors) for axes, tensors in groups.items()}
     for axes, tensors in (copies or {}).items():
         if tensors:
@@ -158,24 +157,24 @@ def global_norm(
 def norm_on_host(
     groups: Mapping[SplitOver, Sequence[Tensor]], norm: Callable[[Mapping[SplitOver, Sequence[Tensor]]], Tensor]
 ) -> float:
-    """`norm(groups)`, as a number."""
+    """Returns `norm(groups)` as a number: a host sync."""
     whole = groups.get((), ()) if len(groups) == 1 else ()
     return (_small_norm(whole[0]) if _alone_and_small(whole) else norm(groups)).item()
 
 
 def global_zeros(groups: Mapping[SplitOver, Sequence[Tensor]], device: torch.device | None = None) -> Tensor:
-    """The number of elements that are exactly zero. `device`: as of `global_norm`."""
+    """Number of elements that are exactly zero. `device`: see `global_norm`."""
     device = device or _device_in(groups)
     counts = {axes: count_zeros(tensors) for axes, tensors in groups.items()}
     return add_over_axes({axes: counts[axes].to(device) if groups[axes] else counts[axes] for axes in counts}, device)
 
 
 def add_over_axes(values: Mapping[SplitOver, Tensor], device: torch.device) -> Tensor:
-    """The sum of one number per group, each summed over the group's axes first."""
+    """Sum of one number per group, each first summed over the group's axes."""
     dtype = widest(device)
     sums = []
     for axes, value in values.items():
-        # A rank without tensors of a group made its zero on the host, and to copy it over would be a host sync.
+        # A rank without tensors of a group has its zero on the host, and copying it would be a host sync.
         box = value.to(dtype) if value.device == device else torch.zeros((), dtype=dtype, device=device)
         if axes:
             box = box.clone()
@@ -187,17 +186,16 @@ def add_over_axes(values: Mapping[SplitOver, Tensor], device: torch.device) -> T
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the elements of one parameter are counted."""
+    """Counting rule for one parameter's elements."""
 
     spec: Shard | None
-    """None: every rank counts all that it has."""
+    """Shard that selects the elements to count; None counts all."""
     group: int
-    """The number of the group of parameters that are split and divided over the same axes."""
+    """Index of the group of parameters that are split and divided over the same axes."""
 
 
 class CountedParts:
-    """Groups tensors, given with the names of their parameters, by the axes that the parameters are split and divided
-    over."""
+    """Groups named tensors by the axes that their parameters are split and divided over."""
 
     def __init__(
         self,
@@ -206,11 +204,11 @@ class CountedParts:
         shards: Mapping[str, Shard],
         axes: Sequence[SplitOver],
     ) -> None:
-        """`shards`: of a parameter without one every rank counts all that it has. `axes`: groups that are returned even
-        if they are empty."""
+        """`shards`: every rank counts all elements of a parameter that is not in it. `axes`: groups to return even if
+        empty."""
         numbers = {over: number for number, over in enumerate(dict.fromkeys(axes))}
         self._places: dict[str, _Place] = {}
-        for name in grads.names:  # here, not in every step: a small step has as many parameters as a large one
+        for name in grads.names:  # once, not in every step: small steps have as many parameters as large ones
             divided = grads.divided_over(name)
             own = (divided,) if divided.size > 1 else ()
             group = numbers.setdefault((*split_over.get(name, ()), *own), len(numbers))
@@ -218,7 +216,7 @@ class CountedParts:
         self._axes = tuple(numbers)
 
     def __call__(self, tensors: Iterable[tuple[str, Tensor]], counted: bool = True) -> dict[SplitOver, list[Tensor]]:
-        """The elements that this rank counts or, unless `counted`, those that another rank counts."""
+        """Elements that this rank counts or, unless `counted`, those that another rank counts."""
         groups: list[list[Tensor]] = [[] for _ in self._axes]
         for name, tensor in tensors:
             place = self._places[name]

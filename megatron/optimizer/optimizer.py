@@ -1,13 +1,13 @@
-"""One optimizer step: unscale, check for non-finite numbers, clip, update in full precision, copy back.
+"""One optimizer step: unscale, check for non-finite numbers, clip, update in full precision, round back.
 
     (loss * optimizer.loss_scale).backward(); grads.reduce()
     info = optimizer.step(lr, weight_decay)
 
-Half-precision parameters have fp32 masters, which the update works on; parameters in fp32 or fp64 are their own.
+Half-precision parameters have fp32 masters, which the update changes; fp32 and fp64 parameters are updated directly.
 
-`asynchronous`: no number of a step is read while it runs. `start_step` hands the work over and returns what the step
-did as a tensor; `settle` is given its values when they have reached the host. The next step's backward may already be
-in flight then, so the loss scale is also kept on the device.
+With `asynchronous`, the host reads no result while a step runs. `start_step` launches the step and returns its outcome
+as a tensor; `settle` takes the values once they are on the host. The next backward pass may already be in flight then,
+so the device also keeps the loss scale.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,27 +43,27 @@ from megatron.state.division import Range
 from megatron.state.shard import Shard
 
 ExtraState = dict[str, Any]
-"""step, skipped_in_a_row, loss_scaler: plain numbers."""
+"""Plain numbers: step, skipped_in_a_row, loss_scaler."""
 
 REPORT_SIZE = 3
 """Length of the tensor that `start_step` returns."""
 
 
 def megatron_rule(name: str, parameter: nn.Parameter) -> GroupRule:
-    """Biases and one-dimensional parameters have no weight decay."""
+    """Disables weight decay for biases and one-dimensional parameters."""
     return GroupRule(wd_mult=0.0 if name.endswith(".bias") or parameter.dim() <= 1 else 1.0)
 
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What a step did."""
+    """Outcome of a step."""
 
     grad_norm: float
     """Global L2 norm of the gradient before clipping, without the loss scale."""
     skipped: bool
-    """No parameter was touched, because the gradient is not finite."""
+    """True if no parameter changed because the gradient is not finite."""
     loss_scale: float
-    """The scale that this step's loss had."""
+    """Scale of this step's loss."""
     clipped: bool = False
     skipped_in_a_row: int = 0
 
@@ -85,10 +85,10 @@ class Optimizer:
         asynchronous: bool = False,
         client: UserUpdate | None = None,
     ) -> None:
-        """`rule` groups the parameters. `split_over`: the axes that a parameter is split over, () if it is not named.
-        `norm_axes`: all its values on any rank, with the axes of ZeRO: all ranks must sum over the same. `specs` say
-        which elements another rank holds as well. `kernels`: whether AdamW and the norm are native or torch's own.
-        `client`: the update of an optimizer that the user brought, with its own rates."""
+        """Builds the update and the loss scaler. The function `rule` groups the parameters. A parameter is split over
+        its axes in `split_over`, or over none. All such values on any rank, with ZeRO's axes, are in `norm_axes`,
+        because all ranks must sum over the same axes. Elements that another rank holds as well are given by `specs`.
+        The user's own optimizer, with its own rates, is `client`."""
         self.store = store
         self.scaler: LossScaler = build_loss_scaler(precision)
         self.skipped_in_a_row = 0
@@ -103,7 +103,7 @@ class Optimizer:
         self._update: Update | UserUpdate = client or build_update(
             store, config, rules, specs, kernels, self._device, asynchronous
         )
-        # Of tensors that may be on the host.
+        # The tensors may be on the host.
         self._square_sum: SquareSum = partial(sum_on_device, square_sum_for(kernels, asynchronous), store.device)
         self._scale_on_device: ScaleOnDevice | None = None
         if asynchronous and isinstance(self.scaler, DynamicLossScaler):
@@ -112,22 +112,22 @@ class Optimizer:
 
     @property
     def _own_update(self) -> Update:
-        assert self._client is None, "the update is that of an optimizer of the user's"
+        assert self._client is None, "the user's own optimizer makes the update"
         return cast(Update, self._update)
 
     @property
     def loss_scale(self) -> float:
-        """The factor on the loss, after the steps that have been settled."""
+        """Factor on the loss, after the settled steps."""
         return self.scaler.scale
 
     @property
     def next_loss_scale(self) -> float | Tensor:
-        """The factor on the next loss. With a step in flight the device alone knows it."""
+        """Factor on the next loss. With a step in flight, only the device knows it."""
         return self.scaler.scale if self._scale_on_device is None else self._scale_on_device.scale.clone()
 
     @property
     def static_scale(self) -> bool:
-        """Whether a non-finite gradient is an error, and not how a dynamic loss scale finds its value."""
+        """True if a non-finite gradient is an error; with a dynamic loss scale it is expected now and then."""
         return not isinstance(self.scaler, DynamicLossScaler)
 
     def step(
@@ -135,14 +135,14 @@ class Optimizer:
     ) -> StepInfo:
         """Updates the parameters from the reduced gradients, unless one of these is not finite.
 
-        `grad_scale`: the gradients in the buffers are the true ones times this. Unset: the loss scale; with it, also
-        what else the loss was divided by too little.
+        `grad_scale`: factor by which the buffers exceed the true gradients. Default: the loss scale. Multiply it by any
+        other factor on the loss.
         """
         return self.settle(self.start_step(Rates(lr, weight_decay, decoupled_lr), grad_scale).tolist())
 
     @torch.no_grad()
     def client_step(self, grad_scale: float) -> StepInfo:
-        """`step` of an optimizer that the user brought: the host reads the norm and makes the update itself."""
+        """Does a `step` with the user's own optimizer: the host reads the norm and makes the update."""
         assert self._client is not None
         norm = norm_on_host(self._by_axes(self.store.flat_grads()), self._norm)
         decision = decide_on_host(norm, grad_scale, self._clip_grad)
@@ -157,7 +157,7 @@ class Optimizer:
         grad_scale: float | Tensor | None = None,
         finite: Tensor | None = None,
     ) -> Tensor:
-        """`step`, whose outcome stays on the device. `finite`: a further condition for the update."""
+        """Starts a `step` and leaves its outcome on the device. `finite`: another condition for the update."""
         grads = list(self.store.grads())
         copies = self._by_axes(grads, counted=False)
         norm = self._norm(self._by_axes(grads), copies)
@@ -169,7 +169,7 @@ class Optimizer:
         return decision.report()
 
     def settle(self, report: Sequence[float]) -> StepInfo:
-        """Updates the host's counters and loss scale with the report of the oldest step that has not been settled."""
+        """Updates the host's counters and loss scale with the report of the oldest unsettled step."""
         norm, applied, clipped = report
         scale, skipped = self.scaler.scale, not applied
         self.scaler.update(overflow=skipped)
@@ -178,7 +178,7 @@ class Optimizer:
         return StepInfo(norm, skipped, scale, bool(clipped), self.skipped_in_a_row)
 
     def count_zeros(self) -> Tensor:
-        """Elements of the reduced gradients that are exactly zero, over the whole model."""
+        """Number of elements of the reduced gradients that are exactly zero, over the whole model."""
         return global_zeros(self._by_axes(list(self.store.grads())), self._device)
 
     @torch.no_grad()
@@ -194,21 +194,21 @@ class Optimizer:
         return global_norm(tensors, copies, square_sum=self._square_sum, device=self._device)
 
     def state(self) -> OptimizerState:
-        """Per parameter name: the moments of this rank's piece, and `master` for half-precision parameters."""
+        """Moments of this rank's piece by parameter name, and `master` for half-precision parameters."""
         found = self._update.state()
         return {name: found[name] for name in self.store.names}
 
     def loadable_in_place(self) -> OptimizerState:
-        """Those tensors of `state()` into which a checkpoint may be read; `load_state` is given the same ones then."""
+        """Tensors of `state()` into which a checkpoint may be read; pass the same ones to `load_state` afterwards."""
         return {} if self._client is not None else self._own_update.loadable_in_place()
 
     def held(self, name: str) -> Range | None:
-        """The elements of a parameter of which `state()` has a piece; None where it has all."""
-        division = self.store.divisions.get(name)  # a step may have the state of a parameter that is frozen here
+        """Range of a parameter's elements that `state()` holds; None for all."""
+        division = self.store.divisions.get(name)  # a checkpoint may hold the state of a parameter that is frozen here
         return None if division is None else division.held
 
     def extra_state(self) -> ExtraState:
-        """The rest of the state: plain numbers, the same on every rank."""
+        """Rest of the state: plain numbers, the same on every rank."""
         client = {} if self._client is None else {"client": self._client.extra()}
         scaler = self.scaler.state()
         return {"step": self._steps, "skipped_in_a_row": self.skipped_in_a_row, "loss_scaler": scaler, **client}
@@ -238,17 +238,17 @@ class Optimizer:
                 _check_tensor(f"{key} of {name}", tensor.shape, tensor.dtype, saved[name][key])
 
     def refresh_masters(self) -> None:
-        """After weights were loaded without the optimizer's state."""
+        """Sets the masters after weights were loaded without the optimizer's state."""
         self._update.refresh_masters()
 
 
 def state_shards(store: TrainingStore, specs: Mapping[str, Shard]) -> dict[str, Shard]:
-    """The shards of the optimizer's state: those of the weights, as far as this rank updates them."""
+    """Shards of the optimizer's state: the weights' shards, restricted to what this rank updates."""
     return {name: replace(specs[name], division=store.divisions[name]) for name in store.names if name in specs}
 
 
 def state_spec(spec: Shard, kind: str, tensor: Tensor) -> Shard:
-    """Which part of a parameter's state a rank holds that has this part of the parameter."""
+    """Returns the part of a parameter's state that belongs to this part of the parameter."""
     return Shard(spec.name, tuple(tensor.shape)) if kind in WHOLE_KINDS else spec
 
 
@@ -259,7 +259,7 @@ def _check_same(what: str, here: set[str], saved: set[str]) -> None:
     parts = [f"missing: {', '.join(missing[:5])}"] if missing else []
     parts += [f"not in this model: {', '.join(unknown[:5])}"] if unknown else []
     raise CheckpointError(
-        f"the checkpoint's {what} do not fit ({'; '.join(parts)}); give --no-load-optim to start the optimizer anew"
+        f"the checkpoint's {what} do not match ({'; '.join(parts)}); give --no-load-optim to start the optimizer anew"
     )
 
 

@@ -1,4 +1,4 @@
-"""The update tensor by tensor, by the rule of each parameter."""
+"""Updates tensor by tensor, with each parameter's rule."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -13,7 +13,7 @@ from megatron.optimizer.groups import GroupRule, Rates
 from megatron.optimizer.rules import Control, Slot, Slots, UpdateRule
 
 OptimizerState = dict[str, dict[str, Tensor]]
-"""Per parameter name: its moments, and `master` for half-precision parameters."""
+"""Moments by parameter name, and `master` for half-precision parameters."""
 
 
 class Update(Protocol):
@@ -22,22 +22,22 @@ class Update(Protocol):
     def step(self, decision: Decision, rates: Rates) -> None: ...
 
     def state(self) -> OptimizerState:
-        """The live tensors, not copies, unless it says otherwise."""
+        """Returns live tensors, not copies, unless the implementation documents copies."""
 
     def loadable_in_place(self) -> OptimizerState:
-        """Live tensors of `state()` that may be filled first and then given to `load`, which reads them before it
-        writes to them. None of what `state()` computes, or copies from elsewhere; and no master that is itself the
-        model's piece of a weight: the weights are loaded too, rounded, after what is read into places."""
+        """Live tensors of `state()` that may be filled before they are passed to `load`, which reads before it writes.
+        Excluded are tensors that `state()` computes or copies. Also excluded are masters that are the model's own piece
+        of a weight: loading the rounded weights would overwrite them."""
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
         """Restores `state()` and the number of updates; half-precision parameters are rounded from their masters."""
 
     def refresh_masters(self) -> None:
-        """After the weights were changed."""
+        """Sets the masters after the weights were changed."""
 
 
 class UserUpdate(Protocol):
-    """The update of an optimizer that the user brought, which keeps its own rates."""
+    """Update by the user's own optimizer, which keeps its own rates."""
 
     def step(self, decision: HostDecision) -> None:
         """Makes one update. Called with autograd off."""
@@ -45,17 +45,17 @@ class UserUpdate(Protocol):
     def state(self) -> OptimizerState: ...
 
     def extra(self) -> dict[str, Any]:
-        """What `state` leaves out, as plain values."""
+        """Plain values that `state` lacks."""
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]], extra: Mapping[str, Any]) -> None:
         """Restores `state()` and `extra()`; half-precision parameters are rounded from their masters."""
 
     def refresh_masters(self) -> None:
-        """After the weights were changed."""
+        """Sets the masters after the weights were changed."""
 
 
 class TorchUpdate:
-    """Applies the rules to fp32 masters of half-precision parameters, and to others directly."""
+    """Applies the rules to fp32 masters of half-precision parameters, and to other parameters directly."""
 
     def __init__(
         self,
@@ -65,13 +65,13 @@ class TorchUpdate:
         *,
         asynchronous: bool = False,
     ) -> None:
-        """`asynchronous`: the device decides whether the update is made; for fused rules."""
-        assert not asynchronous or all(rule.fused for rule in rules.values()), "the device can skip fused rules alone"
+        """Allocates the state. `asynchronous`: the device decides about the update; all rules must be fused."""
+        assert not asynchronous or all(rule.fused for rule in rules.values()), "the device can skip only fused rules"
         self._grads, self._rules, self._asynchronous = grads, rules, asynchronous
         self._slots: dict[str, Slot] = {}
-        self._halves: list[str] = []  # of the model's parameters; some keep their pieces in half precision, some do not
+        self._halves: list[str] = []  # half-precision parameters; their pieces may have another dtype
         self._rounded: list[str] = []
-        self._narrow = False  # whether gradients are added up in less than their masters have
+        self._narrow = False  # True if gradients have a narrower dtype than their masters
         self._groups: dict[tuple[UpdateRule, GroupRule], list[str]] = {}
         for name in grads.names:
             weight = grads.weight(name)
@@ -87,7 +87,7 @@ class TorchUpdate:
 
     @torch.no_grad()
     def step(self, decision: Decision, rates: Rates) -> None:
-        """Afterwards the buffers hold the unscaled and clipped gradients, unless they are narrower than the masters."""
+        """Updates all pieces. Buffers then hold unscaled and clipped gradients, unless narrower than the masters."""
         if not self._asynchronous and not decision.applied:
             return
         if not self._narrow and (self._asynchronous or decision.factor != 1.0):
@@ -99,11 +99,11 @@ class TorchUpdate:
         self._copy_back()
 
     def _widened(self, factor: float | Tensor, name: str) -> Tensor:
-        """Returns a gradient times `factor`, in the type of the master: the product is not rounded to half."""
+        """Returns a gradient times `factor`, in the master's dtype: the product is not rounded to half precision."""
         return self._grads.grad(name).to(self._slots[name].tensor.dtype) * factor
 
     def state(self) -> OptimizerState:
-        """As a checkpoint holds it: the live tensors, unless a rule stores them in another form."""
+        """State as in a checkpoint: live tensors, unless a rule stores another form."""
         states = {name: self._rules[name].saved(slot) for name, slot in self._slots.items()}
         for name in self._halves:
             states[name]["master"] = self._slots[name].tensor
@@ -139,7 +139,7 @@ class TorchUpdate:
 
 
 class DecidedOnHost:
-    """An update of pieces that are in host memory: it waits for the device's decision."""
+    """Update of pieces in host memory: it waits for the device's decision."""
 
     def __init__(self, update: Update) -> None:
         self._update = update
@@ -152,5 +152,5 @@ class DecidedOnHost:
 
 def _master(weight: Tensor) -> Tensor:
     if weight.dtype in (torch.float16, torch.bfloat16):
-        return torch.empty_like(weight, dtype=torch.float32).copy_(weight.detach())  # in the gradient's order in memory
+        return torch.empty_like(weight, dtype=torch.float32).copy_(weight.detach())  # with the gradient's strides
     return weight

@@ -68,7 +68,7 @@ class ParallelFactory(ModuleFactory):
         kind, (rows, columns) = self._table[f"{name}.weight"].row.kind, self._stored(f"{name}.weight")
         if self._tp.size == 1 or kind == "expert":  # the dispatcher sums over the shards of all experts at once
             return Linear(columns, rows, bias=bias, wgrads=self.wgrads)
-        assert kind in ("column", "row"), f"{name} is a linear layer, but the table says {kind}"
+        assert kind in ("column", "row"), f"{name} is a linear layer, but {kind} in the table"
         parallel_linear = ColumnParallelLinear if kind == "column" else RowParallelLinear
         return parallel_linear(
             in_features,

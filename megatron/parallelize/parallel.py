@@ -235,20 +235,20 @@ def check_not_split(model: nn.Module, config: ParallelConfig) -> None:
 
 
 def check_unchanged(model: GPT, layers: StageLayers) -> None:
-    """Rejects a GPT that was changed or customised: this rank's part is built anew, which would lose the changes."""
+    """Rejects a GPT that was changed or customised, because building this rank's part anew would lose the changes."""
     now, made = inventory(model), model.as_made
     changed = [name for name in {**made, **now} if now.get(name) != made.get(name)]
     what = f"was changed after it was made ({changed[0]})" if changed else None
     if type(model.make) is not ModuleFactory or "dropout" in vars(model.make):
-        what = "has a module factory of its own"
+        what = "has its own module factory"
     if not _takes(type(model).__init__, "layers", "first", "last", "make"):
         what = f"is a {type(model).__name__}, whose constructor does not take the arguments of GPT"
     if layers.chunks > 1 and not _takes(type(model).forward, "stage"):
         what = f"is a {type(model).__name__}, whose forward() does not take the `stage` of an interleaved pipeline"
     if what is not None:
         raise ConfigError(
-            f"the model provider's GPT {what}: a layout that splits the model rebuilds its parts without that; use "
-            "data parallelism alone, or split your own model with the layers of megatron.tensor_parallel"
+            f"the model provider's GPT {what}: a layout that splits the model rebuilds its parts and loses that; use "
+            "only data parallelism, or split your own model with the layers of megatron.tensor_parallel"
         )
 
 

@@ -93,7 +93,7 @@ class Cut:
 
 
 def split_axes(state: ParallelState) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the axes that dense parameters are split over, and those of experts."""
+    """Returns the axes that dense parameters are split over, and the axes of expert parameters."""
     dense = ("model",) if state.model.size > 1 else ()
     return dense, (*dense, "ep") if state.ep.size > 1 else dense
 
@@ -121,7 +121,7 @@ def in_order_of(model: nn.Module, specs: Mapping[str, Shard], *, all_there: bool
     and, with `all_there`, that each row has a parameter."""
     names = [*(name for name, _ in model.named_parameters()), *persistent_buffers(model)]
     apart = sorted(specs.keys() ^ set(names) if all_there else set(names) - specs.keys())
-    assert not apart, f"not both in the model and in the table: {', '.join(apart)}"
+    assert not apart, f"only in the model or only in the table: {', '.join(apart)}"
     return {name: specs[name] for name in names}
 
 

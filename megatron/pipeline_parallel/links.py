@@ -20,7 +20,7 @@ class Message:
     """One tensor between two stages; sender and receiver derive the same tag from it."""
 
     what: Content
-    stage: int  # the receiving one, numbered over the whole model
+    stage: int  # receiving stage, numbered over the whole model
     micro_batch: int
 
     @property
@@ -31,9 +31,9 @@ class Message:
 class Links:
     """Asynchronous sends and receives: receives are posted ahead of their use, sends are kept alive until complete.
 
-    gloo matches messages by tag. nccl has no tags and pairs the operations of two ranks in the order in which each rank
-    issued them, and it runs the operations of a process group one after the other: so there every link, activations
-    or gradients from one stage to its neighbour, is a process group of two ranks, one of which only sends.
+    gloo matches messages by tag. NCCL has no tags: it pairs the operations of two ranks in issue order, and runs the
+    operations of a process group one after the other. With NCCL every link (activations or gradients from one stage to
+    its neighbour) is therefore a process group of two ranks, one of which only sends.
     """
 
     def __init__(self, pp: Axis, links: Mapping[LinkEnd, Axis] | None = None) -> None:
@@ -43,16 +43,16 @@ class Links:
         self._sending: deque[tuple[Tensor, dist.Work]] = deque()
 
     def connect(self, device: torch.device) -> None:
-        """Sends one number over every link. nccl connects two ranks at their first message, on the host, which waits
-        for the other one: in a step, where each may first wait for something else, that could be for ever. Here all
-        ranks go through the links in one order."""
+        """Sends one number over every link, all ranks in the same order. NCCL connects two ranks at their first
+        message, and the host blocks until the peer does the same. Within a step, where ranks also wait for other
+        messages, that could deadlock."""
         for (_, sends), axis in self._axes.items():
             number, other = torch.zeros(1, device=device), axis.ranks[1 - axis.rank]
             with axis.wait(CommOp("connect", axis.name, axis.ranks)):
                 (dist.send if sends else dist.recv)(number, other, axis.group)
 
     def send(self, tensor: Tensor, message: Message, to: int) -> None:
-        """`to` is a place on the pipeline axis."""
+        """Starts sending. `to`: rank on the pipeline axis."""
         tensor = tensor.contiguous()
         work = dist.isend(tensor, self._pp.ranks[to], group=self._group(message, sends=True), tag=message.tag)
         assert work is not None
@@ -84,5 +84,5 @@ class Links:
         while self._sending:
             with self._pp.wait(CommOp("send the remaining messages", self._pp.name, self._pp.ranks)):
                 self._sending[0][1].wait()
-            self._sending.popleft()  # only now may the tensor be freed
+            self._sending.popleft()  # the tensor may be freed only now
         assert not self._receiving, f"receives without a use: {list(self._receiving)}"

@@ -1,4 +1,4 @@
-"""Records when each pass of the last steps ran (--pipeline-trace DIR), one file per rank."""
+"""Records the times of each pass in the last steps (--pipeline-trace DIR), one file per rank."""
 
 import json
 from collections import deque
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from megatron.pipeline_schedules import Action
 
-if TYPE_CHECKING:  # drawing loads no torch
+if TYPE_CHECKING:  # drawing does not import torch
     from megatron.distributed.parallel_state import Axis
 
 _KEPT_STEPS = 16
-"""Enough for a median, few enough that the files of a long run stay small."""
+"""Number of steps: enough for a median, few enough for small files."""
 
 PassTimes = list[tuple[Action, float, float]]
 """(action, start, end) of one step's passes; a pass starts when its input has arrived."""
@@ -20,14 +20,14 @@ PassTimes = list[tuple[Action, float, float]]
 
 @dataclass
 class PassRecorder:
-    """The pass times of one rank's last steps."""
+    """Pass times of one rank's last steps."""
 
     shape: dict[str, int] = field(default_factory=dict)
-    """This rank's place in the pipeline, its ranks, micro-batches and chunks a rank."""
+    """Rank in the pipeline, number of ranks, micro-batches, and chunks per rank."""
     steps: deque[PassTimes] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
 
     def begin_step(self, pp: "Axis", micro_batches: int, chunks: int) -> None:
-        """Drops the earlier steps if they had another shape."""
+        """Begins a step; drops earlier steps if they had another shape."""
         shape = {"place": pp.rank, "ranks": pp.size, "micro_batches": micro_batches, "chunks": chunks}
         if shape != self.shape:
             self.shape = shape
@@ -38,7 +38,7 @@ class PassRecorder:
         self.steps[-1].append((action, start, end))
 
     def save(self, directory: Path, rank: int) -> None:
-        """Times are of the machine's clock: ranks of one machine can be compared, those of several may not."""
+        """Writes the recorded steps. Times are from the machine's clock: ranks of one machine are comparable."""
         directory.mkdir(parents=True, exist_ok=True)
         steps = [[[a.kind, a.chunk, a.micro_batch, start, end] for a, start, end in step] for step in self.steps]
         content = {**self.shape, "steps": steps}

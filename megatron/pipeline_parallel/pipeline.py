@@ -3,9 +3,9 @@
     pipeline = Pipeline(stages, state.pp, SCHEDULES["1f1b"], ...)
     results = pipeline.forward_backward(micro_batches, factor, arm)
 
-A `Pipeline` is the `Passes` of a model in several stages, as `SinglePass` is that of a whole model. It knows nothing of
-the optimizer, and of the model only that a stage maps a batch and the previous stage's hidden states to hidden states,
-or, on the last stage, to a loss.
+`Pipeline` implements `Passes` for a model in several stages, as `SinglePass` does for a whole model. It is independent
+of the optimizer. A stage maps a batch and the previous stage's hidden states to hidden states; the last stage maps them
+to a loss.
 """
 
 import time
@@ -43,8 +43,8 @@ class Pipeline:
         links: Links | None = None,
         recorder: PassRecorder | None = None,
     ) -> None:
-        """`stages`: this rank's, in the order of the model. `links`: connected ones, where the backend needs that.
-        `recorder` is told when each pass ran."""
+        """`stages`: this rank's, in the order of the model. `links`: connected ones, if the backend needs that.
+        `recorder` receives the times of each pass."""
         self.stages, self.pp, self.schedule = list(stages), pp, schedule
         self.loss_step, self.hidden_step, self.hidden_like = loss_step, hidden_step, hidden_like
         self.wgrad_queue, self.recorder = wgrad_queue, recorder
@@ -52,14 +52,14 @@ class Pipeline:
 
     @property
     def last(self) -> int:
-        """The number of the model's last stage."""
+        """Number of the model's last stage."""
         return len(self.stages) * self.pp.size - 1
 
     def forward_backward(
         self, batches: Sequence[Batch], factor: float | Tensor, arm: Callable[[], None]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Adds the gradients of `factor` times the summed loss, as `Passes` describes. The rank of the last stage
-        returns (loss sum, count) of every micro-batch, the others an empty list."""
+        """Accumulates the gradients of `factor` times the summed loss, as `Passes` describes. The rank of the last
+        stage returns (loss sum, count) of every micro-batch, the others an empty list."""
         actions = self.schedule(self.pp.size, self.pp.rank, len(batches), len(self.stages))
         step = _Execution(self, batches, factor, actions)
         if self.recorder is not None:
@@ -76,7 +76,7 @@ class Pipeline:
         return step.results
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
-        """Evaluates one batch without gradients; the rank of the last stage returns (loss sum, count), the others
+        """Evaluates one batch without gradients. The rank of the last stage returns (loss sum, count), the others
         None."""
         actions = [Action("F", chunk, 0) for chunk in range(len(self.stages))]
         step = _Execution(self, [batch], 1.0, actions)
@@ -90,9 +90,9 @@ class _Execution:
     """One step in progress: the activations kept for its remaining backward passes, and the losses so far.
 
     A receive is posted one pass ahead of its use. In large groups of the interleaved schedule a message is sent many
-    passes before its use, and its receive is posted when it is sent. Operations of a link run one after the other, and
-    all streams of a device may share a hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`). There a receive posted earlier
-    would hold up the passes that the previous receive depends on, and one posted later what follows the next send.
+    passes before its use; its receive is posted when it is sent. Operations of a link run one after the other, and all
+    streams of a device may share a hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`). A receive posted earlier would
+    then delay the passes that the previous receive depends on; one posted later would delay what follows the next send.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class _Execution:
         return action.chunk * self.p.pp.size + self.p.pp.rank
 
     def needs(self, action: Action) -> Message | None:
-        """The message that the action takes as its input, if any."""
+        """Message that the action takes as its input, if any."""
         stage = self.stage(action)
         if action.kind == "F" and stage > 0:
             return Message("activation", stage, action.micro_batch)
@@ -118,7 +118,7 @@ class _Execution:
         return None
 
     def _planned_arrivals(self, actions: Sequence[Action]) -> dict[Action | None, list[Message]]:
-        """The messages that arrive while an action is computed, by action (None: before the first one)."""
+        """Messages that arrive while an action is computed, by action (None: before the first one)."""
         arrivals: dict[Action | None, list[Message]] = defaultdict(list)
         for kind, step in (("F", -1), ("B", 1)):
             passes = [action for action in actions if action.kind == kind]
@@ -134,7 +134,7 @@ class _Execution:
         return arrivals
 
     def _expect_during(self, action: Action | None) -> None:
-        """Posts the receives of what arrives while the action is computed."""
+        """Posts the receives of messages that arrive during the action."""
         for message in self._arrivals.pop(action, ()):
             shape, like = self.p.hidden_like(self.batches[message.micro_batch])
             step = -1 if message.what == "activation" else 1
@@ -188,8 +188,8 @@ class _Execution:
 
 
 class BoundStage:
-    """A model with some arguments given: a stage of several, or the last one with its input, as the loss function
-    sees it."""
+    """A model with some arguments bound: one of several stages, or the last stage with its input. A forward step calls
+    it like a whole model."""
 
     def __init__(self, module: Any, **arguments: Any) -> None:
         self._module, self._arguments = module, arguments
@@ -202,7 +202,7 @@ class BoundStage:
 
 
 def _last_pass(actions: Sequence[Action], last_micro_batch: int) -> int:
-    """The position from which on all gradients are the last micro-batch's."""
+    """Position from which all gradients are the last micro-batch's."""
     finishing = "W" if any(action.kind == "W" for action in actions) else "B"
     for position in range(len(actions), 0, -1):
         action = actions[position - 1]

@@ -10,7 +10,7 @@ from megatron.distributed.parallel_state import Axis
 
 
 class SequentialStage(nn.Module):
-    """Consecutive layers of an nn.Sequential, under their numbers there. `hidden`, the previous stage's output,
+    """Consecutive layers of an nn.Sequential, with their original numbers. `hidden`, the previous stage's output,
     replaces the input `x`."""
 
     def __init__(self, model: nn.Sequential, layers: range) -> None:
@@ -26,11 +26,11 @@ class SequentialStage(nn.Module):
 
 
 def cut_sequential(model: nn.Sequential, pp: Axis) -> list[SequentialStage]:
-    """This rank's stages, in the order of the model. The tensors between stages must all have the same shape."""
+    """Cuts out this rank's stages, in the order of the model. All tensors between stages must have the same shape."""
     layers = split_layers(len(model), pp.size)
     return [SequentialStage(model, run) for run in layers.of_rank(pp.rank)]
 
 
 def sequential_step(stage: nn.Module, batch: Mapping[str, Any], hidden: Tensor | None) -> Tensor:
-    """The `HiddenStep` of batches whose input is called "x"."""
+    """Implements `HiddenStep` for batches whose input is called "x"."""
     return stage(batch["x"], hidden=hidden)

@@ -27,7 +27,7 @@ _NUMBER = r"([-+]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|nan|inf))"
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """Run with one curve per split that has points."""
+    """Name of a run, and its points by split (train, validation, ...). A split without points is absent."""
 
     name: str
     curves: dict[str, Points] = field(default_factory=dict)
@@ -91,7 +91,7 @@ def _unusable(flag: str, path: Path, reason: str) -> ConfigError:
 # ---------------------------------------------------------------- in the terminal
 
 TRAIN, VALIDATION = ("•", "*"), (("◆", "v"), ("▲", "a"), ("■", "b"), ("○", "o"))
-"""Marks, with a fallback for terminals without Unicode; further validation sets reuse them from the first on."""
+"""Marks of the curves, with a fallback for terminals without Unicode. Beyond four, validation sets share marks."""
 
 
 def draw_in_terminal(run: LoggedRun, *, width: int, height: int, plain: bool, title: str) -> str:

@@ -68,7 +68,7 @@ def cost_of_kinds(forward: float, backward: float, weights: float = 0.0) -> Cost
 def simulate(
     schedule: Order, ranks: int, micro_batches: int, chunks: int = 1, *, cost: Cost | None = None, transfer: float = 0.0
 ) -> Timeline:
-    """Runs each rank's actions in order, each as soon as its input is there; `transfer` is a message's duration. Raises
+    """Runs each rank's actions in order, once their inputs have arrived; `transfer` is a message's duration. Raises
     RuntimeError if the schedule deadlocks."""
     cost = cost or cost_of_kinds(1.0, 2.0, 1.0)
     todo = [deque(schedule(ranks, rank, micro_batches, chunks)) for rank in range(ranks)]
@@ -110,7 +110,7 @@ def _ready_at(
     ended: Mapping[tuple[PassKind, int, int], float],
     transfer: float,
 ) -> float | None:
-    """Returns the time at which the action's inputs are there; None if one of them has not been computed yet."""
+    """Returns the time at which the action's inputs have arrived; None if one of them has not been computed yet."""
     stage, last, m = action.chunk * ranks + rank, chunks * ranks - 1, action.micro_batch
     if action.kind == "F":
         return 0.0 if stage == 0 else _after(ended.get(("F", stage - 1, m)), transfer)

@@ -40,7 +40,7 @@ class Members:
     """Ranks that divide tensors, or hold copies of them, as this rank sees them."""
 
     name: str
-    """Equal on all members, different from that of all other groups."""
+    """Name: equal on all members, different from all other groups' names."""
     rank: int
     """This rank's number in the group."""
     size: int
@@ -54,7 +54,7 @@ class Division:
     elements: int
     """Number of elements of the whole tensor."""
     share: int
-    """Elements of the row that each rank has."""
+    """Number of elements of the row per rank."""
     offset: int = 0
     """Beginning of the tensor in the row."""
     row: int = 0

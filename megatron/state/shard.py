@@ -37,7 +37,7 @@ class Shard:
     stored: tuple[int, ...] | None = None
     """Shape of the stored tensor with padding rows; None if only the held part is known."""
     split_over: tuple[str, ...] = ()
-    """Axes whose ranks hold the other parts: norms are summed over them."""
+    """Axes whose ranks hold the other parts. Norms are summed over these axes."""
 
     def __post_init__(self) -> None:
         dims = len(self.logical_shape)
@@ -65,7 +65,7 @@ class Shard:
         if tensor.numel() != prod(self.local_shape):
             rows = self.local_shape[0] if self.local_shape else 0
             padded = self.dim == 0 and tensor.shape[1:] == self.local_shape[1:] and tensor.shape[0] > rows
-            assert padded, f"{self.name}: stored as {tuple(tensor.shape)}, which does not hold {self.local_shape}"
+            assert padded, f"{self.name}: a stored shape {tuple(tensor.shape)} cannot contain {self.local_shape}"
             tensor = tensor[:rows]
         return tensor.view(self.local_shape)
 

@@ -141,13 +141,13 @@ class Store(ABC):
         return (0, self.parameter(name).numel()) if division is None else division.held
 
     def part_of(self, name: str, whole: Tensor) -> Tensor:
-        """The view of a tensor of the parameter's shape that is this rank's part, shaped as `weight` is."""
+        """The view of a tensor of the parameter's shape that is this rank's part, with the shape of `weight`."""
         division = self.divisions[name]
         return whole if division is None else whole.view(-1)[slice(*division.held)]
 
 
 def run_alone(store: Store, name: str) -> FlatRun:
-    """Makes a run of a single part, such as that of a gathered weight."""
+    """Makes a `FlatRun` of a single parameter, such as a gathered weight."""
     weight = store.weight(name)
     return FlatRun((name,), (weight.numel(),), store.grad(name).view(-1), weight.view(-1))
 
@@ -155,5 +155,5 @@ def run_alone(store: Store, name: str) -> FlatRun:
 def are_masters(store: Store, run: FlatRun) -> bool:
     """True if these weights are fp32 masters of half-precision parameters."""
     halves = {store.parameter(name).dtype in HALF for name in run.names}
-    assert len(halves) == 1, "weights of a run have one dtype"
+    assert len(halves) == 1, "all weights of a flat run must have one dtype"
     return halves.pop() and run.weights.dtype not in HALF

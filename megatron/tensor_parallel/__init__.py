@@ -1,4 +1,4 @@
-"""Layers whose weights are split over the tensor-parallel ranks; each can be used alone, in any nn.Module."""
+"""Layers whose weights are split over the tensor-parallel ranks. Each can be used alone, in any nn.Module."""
 
 from megatron.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.tensor_parallel.norm import SplitNorm

@@ -1,7 +1,7 @@
 """Linear layers split over the tensor-parallel ranks: by output features (column) or by input features (row).
 
     hidden = ColumnParallelLinear(width, 4 * width, axis=state.tp)(x)      # each rank: its features
-    y = RowParallelLinear(4 * width, width, axis=state.tp)(hidden)         # each rank: all of them
+    y = RowParallelLinear(4 * width, width, axis=state.tp)(hidden)         # each rank: all features
 
 With `sequence_parallel`, x and y are this rank's piece [batch, seq / ranks, width] of the sequence.
 """
@@ -25,10 +25,10 @@ from megatron.tensor_parallel.mappings import SEQUENCE
 
 
 class _ParallelLinear(Linear):
-    """A shard of the weight and the axis that it is split over."""
+    """Shard of the weight and the axis that it is split over."""
 
     splits: Literal["input", "output"]
-    """Which of the features are split."""
+    """Split features: the input's or the output's."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class _ParallelLinear(Linear):
         local_features: int | None = None,
         wgrads: WgradRoute | None = None,
     ) -> None:
-        """`in_features` and `out_features` are those of the whole layer; `local_features` is this rank's share of the
-        split ones, where the shares are not equal."""
+        """`in_features` and `out_features` count the whole layer. `local_features`: this rank's share of the split
+        features, if shares are unequal."""
         whole = in_features if self.splits == "input" else out_features
         if local_features is None and whole % axis.size:
             raise ValueError(
@@ -81,7 +81,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """Holds columns of the weight: takes a part of the input features; the bias is whole, and added to the sum."""
+    """Holds columns of the weight and takes a part of the input features. The bias is whole, and added to the sum."""
 
     splits = "input"
 
@@ -106,14 +106,14 @@ def _linear(
 
 
 class _Linear(Function):
-    """Overlaps the communication of the input's gradient with the product for the weight's gradient; `put`, if given,
-    takes the factors of that product instead."""
+    """Overlaps the communication of the input's gradient with the weight-gradient product. If `put` is given, it
+    receives the factors of that product instead."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence_parallel: bool, put: Put | None
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)  # of a split sequence only the piece is kept
+        ctx.save_for_backward(x, weight)  # with a split sequence, only the piece
         ctx.axis, ctx.sequence_parallel, ctx.has_bias = axis, sequence_parallel, bias is not None
         ctx.put = put
         whole = collectives.gather_along(x, axis, SEQUENCE) if sequence_parallel else x

@@ -21,22 +21,22 @@ SEQUENCE = 1
 
 
 def copied(x: Tensor, axis: Axis) -> Tensor:
-    """A replicated activation enters a split layer."""
+    """Passes a replicated activation into a split layer."""
     return _mapped(x, axis, _same, _sum)
 
 
 def summed(x: Tensor, axis: Axis) -> Tensor:
-    """The ranks' partial results become the replicated result."""
+    """Sums the ranks' partial results to the replicated result."""
     return _mapped(x, axis, _sum, _same)
 
 
 def gathered(x: Tensor, axis: Axis) -> Tensor:
-    """[batch, seq / ranks, ...] of a sequence-parallel part enters a split layer as [batch, seq, ...]."""
+    """Passes a sequence-parallel part [batch, seq / ranks, ...] into a split layer as [batch, seq, ...]."""
     return _mapped(x, axis, _join, _sum_pieces)
 
 
 def scattered(x: Tensor, axis: Axis) -> Tensor:
-    """Partial results [batch, seq, ...] leave a split layer as their sum's piece [batch, seq / ranks, ...]."""
+    """Reduces partial results [batch, seq, ...] to this rank's piece of their sum [batch, seq / ranks, ...]."""
     return _mapped(x, axis, _sum_pieces, _join)
 
 

@@ -1,4 +1,4 @@
-"""A norm of a vector that is split over the tensor-parallel ranks: its mean squares are those of the whole."""
+"""Norm of a vector that is split over the tensor-parallel ranks, with the mean square of the whole vector."""
 
 import torch
 from torch import Tensor
@@ -12,14 +12,14 @@ from megatron.utils.dtype import widened
 
 
 class SplitNorm(Norm):
-    """Over `width` numbers, of which each rank has its share: queries or keys of all heads together."""
+    """Normalises `width` numbers, of which each rank has a share: queries or keys of all heads together."""
 
     def __init__(self, width: int, config: ModelConfig, kernels: Kernels, *, axis: Axis, local: int) -> None:
-        """`local`: how many numbers this rank has. Where all ranks' together are more than `width`, as with fewer heads
-        of keys than ranks, each number is on as many ranks as any other."""
+        """`local`: count of numbers on this rank. With fewer KV heads than ranks, each number is on several ranks, and
+        must be on equally many."""
         super().__init__(local, config, kernels)
         self.axis, self.counted = axis, local * axis.size
-        assert self.counted % width == 0, f"{axis.size} ranks with {local} each do not share {width} evenly"
+        assert self.counted % width == 0, f"{axis.size} ranks x {local} numbers is not a multiple of the width {width}"
 
     def forward(self, x: Tensor) -> Tensor:
         dtype, wide = self.weight.dtype, widened(x)
@@ -31,6 +31,6 @@ class SplitNorm(Norm):
         return (scaled if self.bias is None else scaled + self.bias).to(dtype)
 
     def _mean(self, x: Tensor) -> Tensor:
-        """Over the whole width. Every rank uses it for its own part, so its gradient is a sum over ranks too."""
+        """Mean over the whole width. Every rank uses it for its own part, so its gradient is a sum over ranks too."""
         total = mappings.summed(x.sum(-1, keepdim=True), self.axis)
         return mappings.copied(total, self.axis) / self.counted

@@ -1,4 +1,4 @@
-"""A vocabulary that is split over the tensor-parallel ranks: its table, its head and the loss."""
+"""Vocabulary split over the tensor-parallel ranks: token embedding, output head and loss."""
 
 from typing import Literal
 
@@ -18,10 +18,10 @@ from megatron.tensor_parallel.mappings import SEQUENCE
 
 
 class VocabParallelTable(Table):
-    """Each rank looks up the ids that are in its rows; the others contribute zero to the sum."""
+    """Looks up the ids in this rank's rows; other ids contribute zero to the sum over ranks."""
 
     def __init__(self, rows: int, width: int, *, axis: Axis, sequence_parallel: bool = False) -> None:
-        """`rows` are those of this rank."""
+        """`rows`: this rank's rows."""
         super().__init__(rows, width)
         self.axis, self.sequence_parallel = axis, sequence_parallel
 
@@ -41,7 +41,7 @@ class VocabParallelTable(Table):
 
 
 class SequenceSlicedTable(Table):
-    """A replicated table that looks up only this rank's piece of the sequence."""
+    """Replicated table that looks up only this rank's piece of the sequence."""
 
     def __init__(self, rows: int, width: int, *, axis: Axis) -> None:
         super().__init__(rows, width)

@@ -125,7 +125,7 @@ class Tokenizer(abc.ABC):
 
     def byte_lengths(self) -> Lengths | None:
         """Returns the number of text bytes of each id, [vocab_size]. Special tokens count as zero bytes. None means
-        that ids do not stand for text."""
+        that ids do not encode text."""
         return None
 
     @abc.abstractmethod

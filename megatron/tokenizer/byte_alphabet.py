@@ -21,7 +21,7 @@ SPACE = CHARACTER_OF_BYTE[ord(" ")]
 
 
 def token_bytes(token: str) -> bytes:
-    """Returns the bytes of a token. A token outside the alphabet, such as a special one, stands for its own text."""
+    """Returns the bytes of a token. A token outside the alphabet, such as a special one, yields its own text."""
     try:
         return bytes(BYTE_OF_CHARACTER[character] for character in token)
     except KeyError:

@@ -50,7 +50,7 @@ def _joined(found: list[Any], name: str) -> Any:
 
 
 def earlier_fingerprint(description: dict[str, Any], eod_token: str | None) -> str:
-    """Returns the fingerprint that releases before this module recorded: of the file without version and limits."""
+    """Returns the fingerprint that earlier releases recorded: a hash of the file without version and limits."""
     content = {name: value for name, value in description.items() if name not in ("version", "truncation", "padding")}
     model = dict(content.get("model") or {})
     if "merges" in model:

@@ -22,7 +22,7 @@ class DamagedMemberError(CheckpointError):
 
 
 class MemberChecks:
-    """Compares each member once. Files without checksums are reported once, to `say`."""
+    """Compares each member's checksum once. The first file without checksums is reported, through `say`."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
@@ -52,7 +52,7 @@ class MemberChecks:
 
 
 def crc32(data: memoryview, threads: int, piece: int = _PIECE) -> int:
-    """Returns the checksum of all bytes; each thread takes a piece."""
+    """Returns the CRC-32 of all bytes; each thread computes a piece."""
     if threads < 2 or len(data) <= piece:
         return zlib.crc32(data)
     pieces = [data[start : start + piece] for start in range(0, len(data), piece)]
@@ -75,7 +75,7 @@ def _power_of_x(exponent: int) -> int:
 
 
 def _times(one: int, other: int) -> int:
-    """The product of two polynomials over GF(2), modulo that of CRC-32."""
+    """The product of two polynomials over GF(2), modulo CRC-32's polynomial."""
     product = 0
     for bit in range(31, -1, -1):
         if one >> bit & 1:

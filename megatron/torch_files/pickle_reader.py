@@ -137,7 +137,7 @@ class _Stack:
         self.cells.append(_held(_Cell(value), cells))
 
     def put(self, cells: list[_Cell]) -> Any:
-        """Returns the value on top of the stack, to which `cells` are added."""
+        """Returns the value on top of the stack, after counting `cells` as its content."""
         top = self.cells[-1]
         if top.finished:
             raise PickleRefused("it has a value that contains itself, or that changes after its use")
@@ -258,7 +258,7 @@ class Interpreter(_Stack):
             self.hold(made(kind.value, arguments.value), [kind, arguments])
 
     def _set_of(self, arguments: Any) -> set[Any]:
-        """Makes a set from a list, as protocol 2 writes sets. Rejects a tensor, which gives one tensor per element."""
+        """Makes a set from a list, as protocol 2 writes sets. Rejects a tensor, which would be split into elements."""
         if not isinstance(arguments, tuple) or len(arguments) != 1 or not isinstance(arguments[0], list):
             raise PickleRefused("it makes a set of something that is not a list")
         for key in arguments[0]:

@@ -109,14 +109,14 @@ class TorchFile:
         stream.seek(len(_BEFORE_ZIP))
         version, system, content, keys = (read_next(stream) for _ in range(4))
         if version != 1001 or not isinstance(system, dict) or system.get("little_endian") is not True:
-            raise CheckpointError(f"{self.path} is of an unknown version of torch, or of another byte order")
+            raise CheckpointError(f"{self.path} was written by an unknown version of torch, or in another byte order")
         sizes = _storage_sizes(content)
         position = stream.tell()
         for key in keys:
             elements = int.from_bytes(self._data.part(position, 8).read(), "little")
             dtype, expected = sizes[key]
             if elements != expected:
-                raise CheckpointError(f"{self.path}: a storage has {elements} elements, its tensors say {expected}")
+                raise CheckpointError(f"{self.path}: a storage has {elements} elements; its tensors need {expected}")
             self._storages[key] = self._data.part(position + 8, elements * dtype.itemsize)
             position += 8 + elements * dtype.itemsize
         return content
@@ -237,7 +237,7 @@ def _description(value: Any) -> _Description | None:
 
 
 def _is_changed(tensor: Made) -> bool:
-    """True if torch would conjugate or negate the tensor after reading, which extra arguments in the pickle say."""
+    """True if extra arguments in the pickle make torch conjugate or negate the tensor after reading."""
     return any(tensor.arguments[6 + _REBUILD.index(tensor.kind.text) :])
 
 

@@ -83,7 +83,7 @@ class Storage:
 
 
 class _Storages:
-    """The storages of a file. A tensor outside of the given ones gets one of its own."""
+    """Storages of a file. A tensor that is in none of the given ones gets a new storage."""
 
     def __init__(self, given: Sequence[Storage]) -> None:
         self.all = list(given)
@@ -103,8 +103,8 @@ class _Storages:
 
 
 def write_torch_file(tree: Any, stream: Stream, storages: Sequence[Storage] = ()) -> dict[int, int]:
-    """Writes `tree` of plain values and tensors; those in `storages` lie there. Returns the first byte of each of these
-    storages and of each tensor, by id."""
+    """Writes `tree` of plain values and tensors. The tensors in `storages` share these storages. Returns the position
+    of the first byte of each of these storages and of each tensor, by id."""
     stored = _Storages(storages)
     described = b"\x80\x02" + b"".join(_described(tree, stored)) + b"."
     starts: list[int] = []

@@ -1,1 +1,1 @@
-"""From flags to a trained model: `pretrain` builds the parts (assemble.py), `Trainer.fit` (trainer.py) is the loop."""
+"""Trains a model from flags: `pretrain` builds the parts (assemble.py), `Trainer.fit` (trainer.py) is the loop."""

@@ -1,7 +1,7 @@
-"""What a rank keeps of activations for the backward pass on a CPU, in bytes.
+"""Bytes of activations that a rank keeps for the backward pass on a CPU.
 
-Counted is what the layers save, the logits, and nothing that comes and goes within an operation. The sum is therefore a
-lower bound of the peak: a run that needs more than there is of it cannot succeed.
+Tensors saved by layers and the logits are counted; temporaries within an operation are not. The sum is therefore a
+lower bound of the peak: a run that needs more memory than the machine has cannot succeed.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,16 +12,16 @@ from megatron.config.stages import stage_layers
 from megatron.pipeline_schedules import SCHEDULES
 
 Backend = Callable[[str], str]
-"""operation -> what computes it: native, torch, cpu or ref."""
+"""Maps an operation to its implementation: native, torch, cpu or ref."""
 
 _LONGEST_SQUARE = {2: 2048, 4: 1024}
-"""Bytes per number -> the longest sequence whose attention probabilities are kept without the native kernel."""
+"""Longest sequence whose attention probabilities are kept without the native kernel, by bytes per number."""
 
 
 @dataclass(frozen=True)
 class ActivationBytes:
     layers: float
-    """What the layers in flight keep."""
+    """Activations of all micro-batches in flight."""
     logits: float
 
     @property
@@ -32,8 +32,8 @@ class ActivationBytes:
 def activation_bytes(
     config: RunConfig, stage: int, *, micro_batch: int, micro_batches: int, vocabulary: int, backend: Backend
 ) -> ActivationBytes:
-    """The bytes of one rank of pipeline stage `stage` when it keeps most, in a step of `micro_batches` micro-batches of
-    `micro_batch` samples. `vocabulary`: the rows of the table in memory, of all ranks together."""
+    """Peak bytes of one rank of pipeline stage `stage`, in a step of `micro_batches` micro-batches of `micro_batch`
+    samples. `vocabulary`: rows of the padded vocabulary, over all tensor-parallel ranks."""
     parallel, size = config.parallel, _size(config)
     tokens = micro_batch * config.data.seq_length / parallel.context_parallel_size
     runs = stage_layers(config.model.num_layers, parallel).of_rank(stage)
@@ -48,7 +48,7 @@ def _size(config: RunConfig) -> int:
 
 
 def _kept(config: RunConfig, layers: range, backend: Backend) -> list[float]:
-    """Bytes per token of each layer, as recomputation leaves them."""
+    """Bytes per token of each layer, given the recomputation settings."""
     recompute, with_experts = config.recompute, config.moe.expert_layers(config.model.num_layers)
     whole = [_layer(config, layer in with_experts, backend) for layer in layers]
     if not recompute.full:
@@ -60,7 +60,7 @@ def _kept(config: RunConfig, layers: range, backend: Backend) -> list[float]:
 
 
 def _pieces(config: RunConfig) -> int:
-    """Ranks that share each sequence between the layers' products."""
+    """Number of ranks that share each sequence between the layers' products."""
     return config.parallel.tensor_model_parallel_size if config.parallel.splits_sequence else 1
 
 
@@ -76,7 +76,7 @@ def _layer(config: RunConfig, has_experts: bool, backend: Backend) -> float:
 
 
 def _attention(config: RunConfig, recomputed: bool, backend: Backend) -> float:
-    """Numbers per token: queries, keys, values and the output; and the probabilities where they are kept."""
+    """Numbers per token: queries, keys, values, output, and the probabilities if they are kept."""
     model, seq = config.model, config.data.seq_length
     queries, keys = model.num_attention_heads * model.head_dim, model.query_groups * model.head_dim
     numbers: float = 2 * queries + 2 * keys
@@ -89,19 +89,19 @@ def _attention(config: RunConfig, recomputed: bool, backend: Backend) -> float:
         if kind == "ref":
             numbers += model.num_attention_heads * seq
         elif seq <= longest and config.precision.params_dtype != "float16":
-            numbers += model.num_attention_heads * seq / 2  # of a causal triangle
+            numbers += model.num_attention_heads * seq / 2  # a causal triangle
     return numbers
 
 
 def _mlp(config: RunConfig, width: int, backend: Backend) -> float:
-    """Numbers per token: what goes into the activation, and what comes out."""
+    """Numbers per token: input and output of the activation function."""
     gated = 2 if config.model.gated else 1
     own = 1 if config.model.gated and backend("swiglu") != "native" else 0
     return (gated + 1 + own) * width / config.parallel.tensor_model_parallel_size
 
 
 def _experts(config: RunConfig) -> float:
-    """Numbers per token, routed evenly: a row for each chosen expert before, within and after it."""
+    """Numbers per token, with even routing: one row per chosen expert for its input, hidden layer and output."""
     model, moe, tp = config.model, config.moe, config.parallel.tensor_model_parallel_size
     width, per_width = moe.moe_ffn_hidden_size or model.ffn_size, 3 if model.gated else 2
     chosen = moe.moe_router_topk * (2 * model.hidden_size / _pieces(config) + per_width * width / tp)
@@ -109,7 +109,7 @@ def _experts(config: RunConfig) -> float:
 
 
 def _most_in_flight(config: RunConfig, stage: int, micro_batches: int, chunks: Sequence[float]) -> float:
-    """The most that is kept at once, where `chunks` are the bytes of a micro-batch in each chunk of the stage."""
+    """Most bytes kept at once; `chunks` are the bytes of a micro-batch in each chunk of the stage."""
     parallel = config.parallel
     ranks, group = parallel.pipeline_model_parallel_size, parallel.micro_batch_group
     if ranks == 1:
@@ -121,14 +121,14 @@ def _most_in_flight(config: RunConfig, stage: int, micro_batches: int, chunks: S
         if len(chunks) > 1:
             warm_up = 2 * warm_up + (len(chunks) - 1) * (group or ranks)
         return chunks[0] * min(warm_up + 1, micro_batches * len(chunks))
-    # More micro-batches than this come and go alike.
+    # Further micro-batches do not change the peak.
     few = min(micro_batches, 4 * ranks) if group is None else min(micro_batches, 2 * group + micro_batches % group)
     return _most_of_interleaved(few, group or ranks, 2 * (ranks - stage - 1), chunks)
 
 
 def _most_of_interleaved(micro_batches: int, group: int, later_ranks: int, chunks: Sequence[float]) -> float:
-    """The same for the interleaved schedule, whose backward pass number k follows forward pass number k plus the
-    warm-up. The sum changes evenly while both go through one chunk, so only the ends of that are looked at."""
+    """Most bytes kept at once under the interleaved schedule, whose backward pass k follows forward pass k plus the
+    warm-up. The sum changes linearly while both passes stay in one chunk, so only the ends of chunks are examined."""
     passes = micro_batches * len(chunks)
     warm_up = min(later_ranks + (len(chunks) - 1) * group, passes)
     ends = [
@@ -146,7 +146,7 @@ def _most_of_interleaved(micro_batches: int, group: int, later_ranks: int, chunk
 
 
 def _of_first(passes: int, micro_batches: int, group: int, chunks: Sequence[float]) -> float:
-    """The bytes of the first passes of a step: groups of micro-batches go through one chunk after another."""
+    """Bytes of the first passes of a step: groups of micro-batches go through one chunk after another."""
     whole = min(passes // (group * len(chunks)), micro_batches // group)
     rest, members = passes - whole * group * len(chunks), min(group, micro_batches - whole * group)
     begun = (size * min(max(rest - chunk * members, 0), members) for chunk, size in enumerate(chunks))

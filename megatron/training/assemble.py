@@ -1,4 +1,4 @@
-"""From settings to the parts of a run: data, model, gradients, optimizer, schedule, checkpoints, trainer."""
+"""Builds the parts of a run from its settings: data, model, gradients, optimizer, schedule, checkpoints, trainer."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -43,7 +43,7 @@ from megatron.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class Parts:
-    """What one run is made of; leaving the `with` block ends its hooks and releases files and handlers."""
+    """Parts of one run. Leaving the `with` block ends the hooks and releases files and handlers."""
 
     engine: Engine | Evaluation
     """An `Evaluation` under --skip-train."""
@@ -73,11 +73,11 @@ def assemble(
     history: RunHistory | None = None,
     hooks: Sequence[Hook] = (),
 ) -> Parts:
-    """Builds all parts of a run and loads its checkpoint. `history`: what the run knows of its checkpoint directories;
-    made here if not given. `hooks` come after those that the settings ask for.
+    """Builds all parts of a run and loads its checkpoint. `history`: saves of this run so far; made here by default.
+    `hooks` run after those that the settings enable.
 
-    A checkpoint is hashed while it is read into the memory of the parts. Of a damaged one nothing stays: all are built
-    anew, for a step that was verified before."""
+    A checkpoint is hashed while it is read into the parts. If it is damaged, all parts are rebuilt, and a step is
+    loaded that was verified before it is read."""
     with ExitStack() as closing:
         if history is None:
             history = RunHistory(run.run_id)
@@ -87,8 +87,8 @@ def assemble(
         try:
             parts = build(hash_later=run.device.type == "cpu", store=run.store)
         except DamagedCheckpointError as error:
-            run.log.info(f"warning: {error}: what was read is thrown away, and a step that is verified first is loaded")
-        if parts is None:  # here, where the error no longer holds what was built
+            run.log.info(f"warning: {error}: its tensors are discarded, and a step that is verified first is loaded")
+        if parts is None:  # outside the except block, where the error no longer references the old parts
             again = None if run.store is None else dist.PrefixStore("again", run.store)
             parts = build(hash_later=False, store=again)
         closing.push(parts)
@@ -106,7 +106,7 @@ def _assemble(
     hash_later: bool,
     store: dist.Store | None,
 ) -> Parts:
-    """`store`: where the ranks meet, each once."""
+    """Builds all parts once. `store`: where the ranks meet, each once."""
     config = run.config
     engine: Engine | Evaluation
     with ExitStack() as closing:
@@ -152,7 +152,7 @@ def _assemble(
 
 
 def build_hooks(run: Run, engine: Engine | Evaluation, specs: Mapping[str, Shard], progress: Progress) -> list[Hook]:
-    """The hooks that the settings ask for. Metrics are equal on all ranks, so one rank writes them."""
+    """Builds the hooks that the settings enable. Metrics are equal on all ranks, so only rank 0 writes them."""
     config, world = run.config, run.launch.world_size
     hooks: list[Hook] = []
     if config.training.manual_gc:
@@ -171,7 +171,7 @@ def build_hooks(run: Run, engine: Engine | Evaluation, specs: Mapping[str, Shard
 def build_data(
     run: Run, resume_point: ResumePoint, datasets_provider: DatasetsProvider, store: dist.Store | None
 ) -> Data:
-    """The datasets, checked against those that the run had before it was resumed."""
+    """Builds the datasets and checks them against the resumed run's datasets."""
     training, accepted = not run.config.training.skip_train, []
     if training:
         resume_point.check_tokenizer(run.tokenizer)

@@ -1,4 +1,4 @@
-"""From datasets to this rank's micro-batches: ours through megatron.data, a script's own through torch's loader."""
+"""Makes this rank's micro-batches: from `Datasets` by megatron.data, from a script's own datasets by torch's loader."""
 
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ from megatron.training.initialize import Run
 from megatron.utils.device_kind import kind_of
 
 Provided = Datasets | tuple[Any, Any, Any]
-"""What a datasets_provider may return: our `Datasets`, or a training, a validation and a test set of its own."""
+"""Return value of a datasets_provider: a `Datasets`, or the script's own training, validation and test sets."""
 NumSamples = tuple[int, int | None, int]
-"""Samples wanted of the training, validation and test sets; None: the whole set once."""
+"""Samples requested of the training, validation and test sets; None: the whole set once."""
 DatasetsProvider = Callable[[Run, NumSamples], Provided]
 
 
@@ -34,14 +34,14 @@ def as_datasets(provided: Provided) -> Datasets:
 
 @dataclass(frozen=True)
 class Data:
-    """The training, validation and test sets, and the state that a checkpoint saves about them."""
+    """Training, validation and test sets, and the facts about them that a checkpoint saves."""
 
     datasets: Datasets
     remembered: Mapping[str, Any]
 
 
 def usable_samples(run: Run, dataset: Any) -> int:
-    """The number of samples that an evaluation reads: whole global batches only, so that every layout gives the same
+    """Number of samples that an evaluation reads: whole global batches only, so that every layout gives the same
     loss."""
     batch_size = run.batch_plan.evaluation_batch_size
     return len(dataset) // batch_size * batch_size
@@ -52,7 +52,7 @@ def validation_plan_of(run: Run) -> ValidationPlan | None:
 
 
 def check_validation(run: Run, found: int, split: str) -> None:
-    """Refuses a validation set of `found` samples if an evaluation is to read more of it each time."""
+    """Rejects a validation set of `found` samples if each evaluation should read more."""
     plan, name = validation_plan_of(run), "validation set" if split == ONE_SET else f"set {split}"
     wanted = None if plan is None else plan.of(split)
     if wanted is None or wanted <= found:
@@ -65,7 +65,7 @@ def check_validation(run: Run, found: int, split: str) -> None:
 
 
 def check_evaluation(run: Run, dataset: Any, name: str) -> None:
-    """Refuses a set without one whole global batch."""
+    """Rejects a set without one whole global batch."""
     if dataset is not None and not usable_samples(run, dataset):
         raise DataError(
             f"the {name} has {len(dataset)} samples, fewer than one global batch of "
@@ -75,10 +75,9 @@ def check_evaluation(run: Run, dataset: Any, name: str) -> None:
 
 
 class BatchMaker:
-    """Micro-batches of one rank, from any sample on. The samples of a step depend on the global batch size alone.
-
-    `fields`: those that this rank's model uses, unless it is all of them; the samples of a script's own dataset stay
-    whole. `close()` ends the loaders' workers: without it they live until the process ends.
+    """Makes one rank's micro-batches, starting at any sample. The samples of a step depend only on the global batch
+    size. `fields`: the fields that this rank's model uses; None means all. Samples of a script's own dataset keep all
+    fields. `close()` ends the loaders' workers, which otherwise live until the process ends.
     """
 
     def __init__(self, run: Run, fields: Set[str] | None = None) -> None:
@@ -95,7 +94,7 @@ class BatchMaker:
         return self._load(dataset, consumed, order=self.run.config.data.dataloader_type)
 
     def evaluation(self, dataset: Any, consumed: int) -> Iterator[Batch]:
-        """From sample `consumed` on, without end: after the last whole global batch comes the first again."""
+        """Yields batches from sample `consumed` on, without end: after the last whole global batch it starts over."""
         usable = usable_samples(self.run, dataset)
         start = consumed % usable
         while True:
@@ -104,8 +103,8 @@ class BatchMaker:
             start = 0
 
     def once(self, dataset: Any, samples: int | None = None) -> Iterator[Batch]:
-        """Every sample once, or the first `samples`. The samples of an incomplete last block go to the ranks one at a
-        time."""
+        """Yields every sample once, or the first `samples`. Samples of an incomplete last block go to the ranks one at
+        a time."""
         shape, samples = self._shape_of_evaluation, len(dataset) if samples is None else samples
         yield from self._load(dataset, 0, shape=shape, samples=samples)
         whole = samples // shape.block * shape.block
@@ -117,8 +116,8 @@ class BatchMaker:
             yield from islice(rest, self.run.parallel.dp.rank, None, self.run.parallel.dp.size)
 
     def _filled_up(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Adds batches without counted tokens until every data-parallel rank has equally many: ranks that share experts
-        must compute equally often."""
+        """Adds batches without counted tokens until every data-parallel rank has the same number, because ranks that
+        share experts must compute equally often."""
         count = 0
         for batch in batches:
             count += 1
@@ -131,7 +130,7 @@ class BatchMaker:
             else:
                 raise DataError(
                     "--full-validation or --validation-samples: the last samples do not fill a batch of all ranks, and "
-                    "samples without a loss_mask cannot be filled up; choose a number of samples that does"
+                    "samples without a loss_mask cannot be padded; choose a number of samples that fills one"
                 )
 
     @property
@@ -166,7 +165,7 @@ class BatchMaker:
                 masks=_masks(config, self.run.eod_id),
                 vocab_size=self.run.data_vocab_size if self.run.has_vocabulary else None,
                 pin_memory=pin_memory,
-                read_ahead=max(2, min(64, micro_batches)),  # a step takes all at once
+                read_ahead=max(2, min(64, micro_batches)),  # a step takes all its micro-batches at once
                 fields=self.fields,
             )
         else:
@@ -193,13 +192,13 @@ def _masks(config: RunConfig, eod_id: int | None) -> MaskConfig:
 
 
 def is_token_dataset(dataset: Any) -> bool:
-    """Whether samples are rows of tokens (megatron.data's TokenDataset), of which the loader makes labels and masks."""
+    """True if samples are rows of tokens (megatron.data's TokenDataset); the loader then makes labels and masks."""
     return hasattr(dataset, "seq_length") and hasattr(dataset, "locate")
 
 
 class _OwnBatches(Dataset[dict[str, Any] | MegatronError]):
-    """A script's own dataset, indexed by lists of sample numbers. Its samples are dicts, collated by torch's rules.
-    Our errors are returned: one raised in a worker process loses its message."""
+    """Indexes a script's own dataset by lists of sample numbers. Its samples are dicts, collated by torch's rules.
+    MegatronErrors are returned, because one raised in a worker process would lose its message."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

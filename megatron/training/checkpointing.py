@@ -1,4 +1,4 @@
-"""Between a run and its checkpoints: which values are the run's state, and how they are put back."""
+"""Connects a run and its checkpoints: which values are the run's state, and how they are restored."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,7 +36,7 @@ from megatron.utils.foreign import is_hugging_face
 @contextmanager
 def held_save_directory(run: Run) -> Iterator[tuple[RunHistory, ExitRecord]]:
     """Locks the --save directory for this run, and records there the error that ends it. A second run, or a directory
-    that cannot be written, is refused before any work. A run that only evaluates locks nothing."""
+    that cannot be written, is rejected before any work. A run that only evaluates locks nothing."""
     save = run.config.checkpoint.save
     directory = Path(save) if save and not run.config.training.skip_train else None
     history, record = RunHistory(run.run_id), ExitRecord(directory, run.launch.rank)
@@ -69,14 +69,14 @@ class RunCheckpoints:
     data: Mapping[str, Any]
     history: RunHistory
     origin: Mapping[str, Any] = field(default_factory=dict)
-    """The origin of the imported model that this run continues, which an export restores."""
+    """Origin of the imported model that this run continues; an export restores it."""
 
     @property
     def optimizer(self) -> Optimizer | None:
         return self.engine.optimizer if isinstance(self.engine, Engine) else None
 
     def save(self, progress: Progress) -> None:
-        """Saves the run's state; with --async-save begins to, once the save before is done."""
+        """Saves the run's state. With --async-save, starts the save once the previous one is done."""
         settings = self.run.config.checkpoint
         assert settings.save is not None
         self.finish()
@@ -115,15 +115,15 @@ class RunCheckpoints:
         return Background(self.run.parallel, self.run.device, later=asynchronous)
 
     def poll(self) -> None:
-        """After every iteration: moves on a save in the background, without waiting for it."""
+        """Advances a background save without waiting for it. Called after every iteration."""
         self._tell(self.background.poll())
 
     def finish(self) -> None:
-        """Waits for a save in the background. Afterwards the checkpoint is on disk; otherwise an error is raised."""
+        """Waits for a background save. On return the checkpoint is on disk; otherwise an error is raised."""
         self._tell(self.background.finish())
 
     def end(self, kind: type[BaseException] | None, *_: object) -> None:
-        """The end of the run, which may be an error that other ranks do not have."""
+        """Ends the saves of a run. The run may end with an error that other ranks do not have."""
         if kind is None:
             self.finish()
         else:
@@ -143,14 +143,14 @@ class RunCheckpoints:
         if info.line is not None and self.non_persistent is not None:
             kind, where = "non-persistent ", str(self.non_persistent.directory)
         waited = "" if info.blocked is None else f"; training waited {info.blocked:.2f} s of them"
-        self.run.log.info(  # Megatron's words, then what it cost
+        self.run.log.info(  # Megatron's words, then the cost
             f"  successfully saved {kind}checkpoint at iteration {info.step:7d} to {where} "
             f"({info.bytes_written / 1e6:.1f} MB in {info.seconds:.2f} s{waited})"
         )
 
     def warn_before_training(self) -> None:
-        """Warns before a long training if nothing of it will be saved, or if its first save will set aside or delete
-        steps of another run."""
+        """Warns before training if nothing will be saved, or if the first save will set aside or delete steps of
+        another run."""
         save = self.run.config.checkpoint.save
         if save is None:
             self.run.log.info("no --save: the weights are lost when this run ends; --save DIR keeps them")
@@ -158,7 +158,7 @@ class RunCheckpoints:
             self.run.log.warn(warning)
 
     def load(self, progress: Progress, resume_point: ResumePoint, *, hash_later: bool) -> None:
-        """Fills the model, the optimizer, `progress` and last the random states, unless it is a fresh start."""
+        """Fills the model, the optimizer, `progress` and then the random states, unless it is a fresh start."""
         loaded = self._load(resume_point, hash_later)
         if loaded is not None:
             self._restore(loaded, progress)
@@ -166,7 +166,7 @@ class RunCheckpoints:
                 self._move(progress, resume_point.moved_to, loaded)
 
     def _load(self, resume_point: ResumePoint, hash_later: bool) -> LoadedState | None:
-        """Fills the model."""
+        """Fills the model; returns the rest of the checkpoint's state, or None for a fresh start."""
         run, params, found = self.run, self._params(), resume_point.found
         config = run.config.checkpoint
         if config.finetune:
@@ -175,7 +175,7 @@ class RunCheckpoints:
                 return self._load_model(Path(config.load))
             found = find_step(run, self.history, hash_later=hash_later)
         if found is None:
-            return None  # announced when it was looked for
+            return None  # already logged
         self.origin = found.manifest.origin
         return load_checkpoint(
             found,
@@ -196,7 +196,7 @@ class RunCheckpoints:
         )
 
     def _load_model(self, folder: Path) -> LoadedState:
-        """Fills the model with the weights of another program."""
+        """Fills the model with weights in another program's format."""
         config, parallel = self.run.config, self.run.parallel
         self.origin = run_on_all(lambda: self.run.source.origin(folder), parallel.world)
         return self.run.source.load_model(
@@ -220,12 +220,12 @@ class RunCheckpoints:
             else:
                 self.optimizer.refresh_masters()
         if self.schedule is not None and loaded.scheduler is not None:
-            with saved_values("learning-rate schedule", loaded.path, "give --finetune to take the weights alone"):
+            with saved_values("learning-rate schedule", loaded.path, "give --finetune to load only the weights"):
                 progress.schedule_samples = self.schedule.load_state(loaded.scheduler)
         if loaded.rng is not None:
-            with saved_values("random states", loaded.path, "give --no-load-rng to go on with new ones"):
+            with saved_values("random states", loaded.path, "give --no-load-rng to use new ones"):
                 set_rng_state(loaded.rng, self.run.device)
-        if self.optimizer is None:  # nothing goes on
+        if self.optimizer is None:  # evaluation only
             of = f", of iteration {loaded.iteration}" if loaded.iteration else ""
             self.run.log.info(f"loaded {loaded.path}{of}")
             return
@@ -235,8 +235,8 @@ class RunCheckpoints:
         )
 
     def _move(self, progress: Progress, iteration: int, loaded: LoadedState) -> None:
-        """Renumbers the loaded state to another iteration: the position in the data and in the learning-rate schedule
-        follow; weights, moments and random states stay."""
+        """Relabels the loaded state as another iteration. Data position and learning-rate schedule follow; weights,
+        moments and random states stay."""
         plan = self.run.batch_plan
         progress.iteration, progress.consumed_train_samples = iteration, plan.samples_after(iteration)
         progress.schedule_samples = plan.schedule_samples_after(iteration)
@@ -273,7 +273,7 @@ class RunCheckpoints:
         )
 
     def _params(self) -> dict[str, tuple[Shard, Tensor]]:
-        """The parameters, and the buffers that belong to the model's state."""
+        """Parameters and persistent buffers of the model."""
         model, divided = self.engine.model, self.engine.divided
         parameters = dict(model.named_parameters())
         if divided is not None:
@@ -281,7 +281,7 @@ class RunCheckpoints:
         return self._with_specs(parameters | persistent_buffers(model))
 
     def _whole_params(self) -> dict[str, tuple[Shard, Tensor]]:
-        """`_params` with whole tensors where ranks divide them, on the ranks that write them."""
+        """Returns `_params` with divided tensors made whole, on the ranks that write them."""
         keep, divided = writes(self.run.parallel), self.engine.divided
         if divided is None:
             return self._params()
@@ -299,7 +299,7 @@ class RunCheckpoints:
         tokenizer = self.run.tokenizer
         if not self.run.config.checkpoint.save_tokenizer_assets:
             return None
-        if tokenizer is None or not tokenizer.files():  # NullTokenizer: numbers are not made from text
+        if tokenizer is None or not tokenizer.files():  # NullTokenizer has no files
             return None
-        length = None if self.origin else self.run.config.data.seq_length  # an imported one keeps its own
+        length = None if self.origin else self.run.config.data.seq_length  # an imported model keeps its own
         return lambda folder: tokenizer.save_pretrained(folder, model_max_length=length)

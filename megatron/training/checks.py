@@ -1,6 +1,6 @@
-"""The checks of a run's settings against its device, kernels and tokenizer: what `megatron.config` cannot know.
+"""Checks a run's settings against its device, kernels and tokenizer, which `megatron.config` does not know.
 
-`build_run` makes them before ranks wait for each other, for a training as for --dry-run and --print-config.
+Called by `build_run` before ranks wait for each other, for training as well as for --dry-run and --print-config.
 """
 
 from pathlib import Path
@@ -33,7 +33,7 @@ def check_parts(
     needs_data: bool,
     refusals: Refusals,
 ) -> None:
-    """`needs_data=False`: the samples are the script's own. `kernels` that were refused are None."""
+    """Rejects what does not fit. `needs_data=False`: the script has its own samples. `kernels`: None if rejected."""
     with refusals.of_checking():
         _check_launches(config, launch, device)
     if config.kernels.cuda_graphs and not kind_of(device.type).graphs:
@@ -55,7 +55,7 @@ def check_parts(
     with refusals.of_checking():
         copies_of(config, launch)
     if config.checkpoint.load is not None and (config.runtime.plans or launch.world_size == 1):
-        with refusals.of_checking():  # of several ranks the first one looks, and tells the others
+        with refusals.of_checking():  # with several ranks, rank 0 looks and informs the others
             _check_load(config)
 
 
@@ -63,9 +63,9 @@ def _check_launches(config: RunConfig, launch: LaunchInfo, device: torch.device)
     stages = config.parallel.pipeline_model_parallel_size
     if launch.blocking_launches and stages > 1 and kind_of(device.type).asynchronous:
         raise ConfigError(
-            f"--pipeline-model-parallel-size {stages}: would hang in its first step under CUDA_LAUNCH_BLOCKING=1, "
-            "which stops a rank at each operation until it ends: stages post receives before they compute what the "
-            "sender waits for; unset CUDA_LAUNCH_BLOCKING, or use --pipeline-model-parallel-size 1"
+            f"--pipeline-model-parallel-size {stages}: would deadlock in its first step under CUDA_LAUNCH_BLOCKING=1, "
+            "because each rank blocks in the receive that it posts; unset CUDA_LAUNCH_BLOCKING, or use "
+            "--pipeline-model-parallel-size 1"
         )
 
 
@@ -78,7 +78,7 @@ def _check_load(config: RunConfig) -> None:
 
 
 def copies_of(config: RunConfig, launch: LaunchInfo) -> Copies:
-    """The replication of shares of local checkpoints."""
+    """Replication of local checkpoints' shards, from the settings."""
     settings = config.checkpoint
     if not settings.replication or settings.non_persistent_ckpt_type != "local":
         return Copies()

@@ -1,4 +1,4 @@
-"""The `args` of Megatron's own checkpoints, from a run of ours."""
+"""Builds the `args` of Megatron-LM's checkpoints from a run."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ from megatron.training.resume import Progress
 
 
 def classic_args(run: Run, progress: Progress, *, is_gpt: bool) -> dict[str, Any]:
-    """The `args` that Megatron's own readers of a `model_optim_rng.pt` look up, except for those that the checkpoint
-    derives from the model's settings (shape, activation)."""
+    """Builds the `args` that Megatron's readers of a `model_optim_rng.pt` look up. The checkpoint itself adds those
+    that it derives from the model's settings (shape, activation)."""
     config, model, parallel = run.config, run.config.model, run.parallel
     of_model: dict[str, Any] = {}
     if is_gpt:

@@ -1,4 +1,4 @@
-"""What is set of the process and its device before anything is allocated: memory, cores, threads, products."""
+"""Configures the process and its device before anything is allocated: memory, cores, threads, matrix products."""
 
 import torch
 
@@ -15,12 +15,12 @@ from megatron.utils.log import RankLog
 
 
 def prepare_cpu(config: RunConfig, launch: LaunchInfo, device: torch.device, log: RankLog) -> int:
-    """Sets allocator, product library, cores and threads of the process, before it allocates much. Returns the number
-    of threads. On an accelerator only what was asked for is changed.
+    """Sets allocator, matrix-product library, cores and threads, before the process allocates much. Returns the number
+    of threads. With an accelerator, only what the user set is changed.
     """
     cpu, computes = config.cpu, device.type == "cpu"
     if computes or cpu.cpu_allocator != "auto":
-        saves = cpu.cpu_allocator == "auto" and config.parallel.zero >= 2  # gathered weights come and go
+        saves = cpu.cpu_allocator == "auto" and config.parallel.zero >= 2  # gathered weights are freed and reallocated
         log.info(set_allocator("system" if saves else cpu.cpu_allocator))
     if computes or cpu.fp32_products != "auto":
         log.info(set_fp32_products(cpu.fp32_products))
@@ -34,13 +34,13 @@ def prepare_cpu(config: RunConfig, launch: LaunchInfo, device: torch.device, log
 
 
 def prepare_accelerator(config: RunConfig, device: torch.device, log: RankLog, allocator: str = "") -> None:
-    """Selects and configures the device, before anything is allocated there: choosing kernels tries them out.
-    `allocator`: what the user has set of torch's."""
+    """Selects and configures the device, before anything is allocated there (choosing kernels runs them). `allocator`:
+    the user's own setting of torch's allocator."""
     rounds, kind = config.precision.allow_tf32, kind_of(device.type)
     if rounds and not kind.tf32:
-        log.info(f"--allow-tf32: has no effect, the device {device.type} has no such products")
+        log.info(f"--allow-tf32: has no effect, because the device {device.type} has no TF32 products")
     if config.optimizer.optimizer_cpu_offload and not offloads(config.optimizer, device):
-        log.info("--optimizer-cpu-offload: has no effect, the memory of this device is the host's")
+        log.info("--optimizer-cpu-offload: has no effect, because this device uses host memory")
     if config.parallel.parameters_on_host:
         log.info(
             "--remote-device cpu: has no effect, parameters are in host memory anyway"
@@ -51,11 +51,11 @@ def prepare_accelerator(config: RunConfig, device: torch.device, log: RankLog, a
         log.info("--cpu-offloading-num-layers: has no effect, activations are in host memory anyway")
     if config.runtime.plans or device.type == "cpu":
         return
-    activate(device)  # else every rank of the machine would try them on the first device
+    activate(device)  # else every rank of the machine would try its kernels on the first device
     if not kind.cuda_libraries:
         return
     round_products(rounds)
     if config.training.deterministic_mode:
         keep_products_repeatable()
     if not grow_segments(allocator):
-        log.info("this torch or driver has no expandable segments: more memory may be lost between tensors")
+        log.info("this torch or driver has no expandable segments: memory may fragment more")

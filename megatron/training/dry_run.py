@@ -1,4 +1,4 @@
-"""`--dry-run`: checks and describes the run that the settings ask for, without a process group or memory."""
+"""Implements `--dry-run`: checks and describes the configured run, without a process group or memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -43,18 +43,18 @@ NOT_CHECKED = (
 _SHOWN = 4
 """Longest list of groups, or of ranks in a group, that is shown whole."""
 _BUILT = 2048
-"""The most experts, of all layers together, of which each is made."""
+"""Largest number of experts, over all layers, that are built one by one."""
 
 
 def check_launch_files(run: Run, *, needs_data: bool) -> None:
-    """Opens what a launch would read: the sources of the data, and the description of the checkpoint. What
-    takes long (sample order, hashes, tensors) is left to the launch, as is what a script's own providers do."""
+    """Opens the data sources and the checkpoint's description, as a launch would. Slow work (sample order, hashes,
+    tensors) and a script's own providers are left to the launch."""
     config, refusals = run.config, Refusals()
     if needs_data and not config.data.mock_data:
         with refusals.of_checking():
             _check_data(run)
     load, finetune = config.checkpoint.load, config.checkpoint.finetune
-    if load is not None and not finetune:  # else it may be Megatron-LM's own, which has no description
+    if load is not None and not finetune:  # else it may be a Megatron-LM checkpoint, without a description
         with refusals.of_checking():
             _check_checkpoint(run, Path(load))
     with refusals.of_checking():
@@ -100,7 +100,7 @@ def _check_checkpoint(run: Run, directory: Path) -> None:
 
 
 def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
-    """A few lines; the model is counted on the meta device, so nothing is allocated."""
+    """Describes the run in a few lines. The model is built on the meta device, so nothing is allocated."""
     config, plan = run.config, run.batch_plan
     model, moe = _described(run, model_provider)
     refuse_complex(model, "the model provider's model")
@@ -152,7 +152,7 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
 
 
 def _memory(run: Run, held: int) -> tuple[str, str]:
-    """The row of weights, gradients and optimizer of a rank that holds so many parameters."""
+    """Table row about weights, gradients and optimizer, given the parameters that a rank holds."""
     on_host = run.config.parallel.parameters_on_host and on_accelerator(run)
     away = offloaded_share(run)
     return (
@@ -168,8 +168,8 @@ def _copy_to_save(config: RunConfig, held: int, dp: int) -> list[tuple[str, str]
 
 
 def _described(run: Run, model_provider: Callable[[Run], nn.Module]) -> tuple[nn.Module, MoEConfig | None]:
-    """The model on the meta device. Experts are equal: if there are very many, a model of ours is made with one, and
-    the settings that the table counts all of them by come with it."""
+    """Builds the model on the meta device. With very many experts, a GPT is built with one expert (experts are equal),
+    and the original settings are returned to count all of them."""
     moe, layers = run.config.moe, run.config.model.num_layers
     with torch.device("meta"):
         if (moe.num_experts or 0) * layers > max(_BUILT, layers):
@@ -194,7 +194,7 @@ def _checkpoints(config: RunConfig, parameters: int) -> str:
 
 
 def _groups(layout: Layout) -> list[tuple[str, str]]:
-    """The process groups of every axis with more than one rank."""
+    """Process groups of every axis with more than one rank."""
     names = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "pipeline"}
     if layout.instances > 1:
         names |= {"shard": "ZeRO", "replicate": "replica"}
@@ -202,7 +202,7 @@ def _groups(layout: Layout) -> list[tuple[str, str]]:
 
 
 def _listed(layout: Layout, axis: str) -> str:
-    """All groups if they are few, else the first two and the last."""
+    """Lists all groups if they are few, else the first two and the last."""
     if layout.world_size // layout.size(axis) <= _SHOWN:
         return " | ".join(map(_ranks, layout.groups(axis)))
     first, second, last = map(_ranks, layout.first_groups(axis))
@@ -210,19 +210,19 @@ def _listed(layout: Layout, axis: str) -> str:
 
 
 def _ranks(group: Sequence[int]) -> str:
-    """0-7, or 0 8 16 24."""
+    """Formats ranks: 0-7, or 0 8 16 24."""
     if len(group) > 1 and group[-1] - group[0] == len(group) - 1:
         return f"{group[0]}-{group[-1]}"
     return " ".join(map(str, group if len(group) <= _SHOWN else [*group[:2], "...", group[-1]]))
 
 
 def _stages(run: Run, layout: Layout, parameters: Sequence[int]) -> list[tuple[str, str]]:
-    """Which ranks hold which layers, and how many parameters each of them."""
+    """Table rows with each stage's ranks, layers and parameters per rank."""
     layers, rows = stage_layers(run.config.model.num_layers, run.config.parallel), []
     each = layout.world_size // layout.pp
     for stage, count in enumerate(parameters):
         runs = [_ranks(part) for part in layers.of_rank(stage)]
-        ranks = range(stage * each, (stage + 1) * each)  # stages are the slowest factor of the rank
+        ranks = range(stage * each, (stage + 1) * each)  # stages are the slowest-varying axis of the rank
         ends = [name for name, here in (("embedding", stage == 0), ("head", stage == layout.pp - 1)) if here]
         text = f"ranks {_ranks(ranks)}: layers {', '.join([*runs, *ends])}; {count} parameters on each"
         rows.append((f"stage {stage}", text))

@@ -1,4 +1,4 @@
-"""Evaluation on the validation and test splits. It draws no random number and changes nothing that training reads."""
+"""Evaluates on the validation and test splits, without drawing random numbers or changing what training reads."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -18,9 +18,9 @@ from megatron.training.resume import Progress
 
 
 class SplitEvaluator:
-    """Every evaluation of the validation split, or of each validation set, reads the samples of its `ValidationPlan`:
-    the same ones each time. Without a plan it reads the next `eval_iters` global batches, as Megatron does. The test
-    split is always read from its start. A split of None is empty."""
+    """Evaluates one split. With a `ValidationPlan`, every evaluation of the validation split or of a validation set
+    reads the same samples. Without one it reads the next `eval_iters` global batches, as Megatron does. The test split
+    is always read from its start. A split of None is empty."""
 
     def __init__(
         self, run: Run, engine: Engine | Evaluation, data: Data, batches: BatchMaker, hooks: Sequence[Hook]
@@ -31,13 +31,13 @@ class SplitEvaluator:
         self._eval_iters, self._plan = run.config.evaluation.eval_iters, validation_plan_of(run)
         self._global_batch_size = run.batch_plan.evaluation_batch_size
         self._micro_batches = run.batch_plan.evaluation_micro_batches
-        self._valid_batches: dict[str, Iterator[Batch]] = {}  # kept: the next evaluation goes on where this one ended
+        self._valid_batches: dict[str, Iterator[Batch]] = {}  # kept, so that the next evaluation continues there
         self._byte_lengths: Tensor | None = None
         if self._eval_iters and (self._validated or self._test is not None):
             self._byte_lengths = byte_lengths_of(run)
 
     def valid(self, progress: Progress, where: str) -> EvalRecord | None:
-        """The record of the validation split, or of the last of several validation sets."""
+        """Record of the validation split, or of the last of several validation sets."""
         record = None
         if self._eval_iters == 0 or not self._validated:
             return record
@@ -83,11 +83,11 @@ class SplitEvaluator:
 
 
 def byte_lengths_of(run: Run) -> Tensor | None:
-    """How many bytes of text each id of the data stands for; None, which is said, where it stands for none."""
+    """Number of text bytes of each token id; None, with a log line, if the ids do not represent text."""
     lengths = None
     if run.tokenizer is not None and not run.config.data.mock_data:
         lengths = run.tokenizer.byte_lengths()
     if lengths is None:
-        run.log.info("evaluations report no bits per byte: the ids of this data stand for no text")
+        run.log.info("evaluations report no bits per byte: the token ids of this data do not represent text")
         return None
     return torch.from_numpy(lengths.astype("int64")).to(run.device)

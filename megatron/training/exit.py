@@ -1,4 +1,4 @@
-"""How a run ends: the reason in exit_reason.json, errors as one line and an exit code, ranks that leave together."""
+"""Ends a run: writes exit_reason.json, prints errors as one line, sets the exit code, coordinates the ranks."""
 
 import errno
 import hashlib
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FILE = "exit_reason.json"
 _LONGEST = 300
-"""Characters of an error that are shown of one that is not ours."""
+"""Longest text, in characters, shown of an error that is not a MegatronError."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,16 @@ class StopReason:
 
 @dataclass(frozen=True)
 class ExitRecord:
-    """`exit_reason.json` beside the checkpoints, because torchrun's own exit code says little.
+    """Writes `exit_reason.json` beside the checkpoints, because torchrun's exit code says little.
 
-    Only for a run that holds the directory: another run's record is not ours to touch.
+    Only a run that holds the directory writes; it never touches another run's record.
     """
 
     directory: Path | None
     rank: int
 
     def clear(self) -> None:
-        """Removes the reason of the run before, which a run that is killed would leave."""
+        """Removes the previous run's reason, which would otherwise remain if this run is killed."""
         if self.directory is not None and self.rank == 0:
             try:
                 (self.directory / FILE).unlink(missing_ok=True)
@@ -57,12 +57,12 @@ class ExitRecord:
                 raise _unwritable(self.directory, error) from error
 
     def ended(self, reason: StopReason, iteration: int) -> None:
-        """Writes a planned end. Every rank calls it, rank 0 writes."""
+        """Writes a planned end. Call it on every rank; rank 0 writes."""
         if self.rank == 0:
             self._write(reason, iteration=iteration)
 
     def failed(self, error: BaseException) -> None:
-        """Writes the error that ends this rank. One that only lost its peers does not overwrite the cause."""
+        """Writes the error that ends this rank. A PeerLostError does not overwrite its cause."""
         if self.directory is None or (isinstance(error, PeerLostError) and (self.directory / FILE).exists()):
             return
         code = error.exit_code if isinstance(error, MegatronError) else 1
@@ -92,15 +92,15 @@ def _unwritable(directory: Path, error: OSError) -> StorageError:
     return StorageError(f"--save {directory}: {FILE} cannot be written ({error.strerror}); {fix_of(error)}")
 
 
-# Seconds. The launcher ends the other ranks once one has left, so a rank that only lost its peers waits longest.
+# Seconds. The launcher ends the other ranks once one has left, so a rank with a PeerLostError waits longest.
 _OTHERS_ARE_STOPPED_WITHIN = 4.0
 _AFFECTED_WAITS = 8.0
 _LEAVES_WITHIN = 10.0
-_CLAIM_IS_HELD = 6.0  # longer than the others of the machine wait
+_CLAIM_IS_HELD = 6.0  # longer than the machine's other ranks wait
 
 
 def run_as_program(body: Callable[[], StopReason]) -> StopReason:
-    """Runs `body`. A MegatronError is printed once, as one line, and ends the process with its exit code; any other
+    """Runs `body`. A MegatronError is printed once, as one line, and ends the process with its exit code. Any other
     exception keeps its traceback, as a bug in a script or in this package.
     """
     escape_unprintable(sys.stdout)
@@ -112,22 +112,21 @@ def run_as_program(body: Callable[[], StopReason]) -> StopReason:
         except Exception as error:
             _end(error)
             raise
-    except KeyboardInterrupt as interrupt:  # which may also come while another error is on its way out
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # from here on it ends the process at once
+    except KeyboardInterrupt as interrupt:  # may also arrive while another error is handled
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # another Ctrl-C then ends the process at once
         _end(interrupt)
         raise
 
 
 def _end(error: BaseException) -> None:
-    """Leaves the process group and exits with the error's code; returns if it is no MegatronError.
-
-    The error is printed while a thread leaves: at once, so that the others' collectives fail now instead of at their
-    timeout, and beside, because destroying a group can hang in the very collective that failed.
+    """Leaves the process group and exits with the error's code; returns if the error is not a MegatronError. A thread
+    leaves the group while the error is printed. Leaving at once makes the other ranks' collectives fail now instead of
+    at their timeout. A separate thread is needed because destroying a group can hang in the failed collective.
     """
     told = as_megatron_error(error)
     if stdout_is_unread():
         forget_stdout()
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:  # --exit-signal-handler would let the launcher wait
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:  # --exit-signal-handler would make the launcher wait
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     leaving = Thread(target=_leave_alone, name="leaving", daemon=True)
     leaving.start()
@@ -146,10 +145,10 @@ def _end(error: BaseException) -> None:
 
 
 def as_megatron_error(error: BaseException) -> BaseException:
-    """The MegatronError that explains an exception to a user, or the exception itself. Explained are Ctrl-C, a closed
-    stdout, a missing dependency, too little memory and a lost peer (of which gloo raises a bare RuntimeError)."""
+    """Returns the MegatronError that explains an exception to a user, or the exception itself. It explains Ctrl-C, a
+    closed stdout, a missing dependency, too little memory, and a lost peer (a bare RuntimeError of gloo)."""
     if isinstance(error, KeyboardInterrupt):
-        return InterruptError("interrupted (SIGINT); start again with --load to go on from the last checkpoint")
+        return InterruptError("interrupted (SIGINT); start again with --load to continue from the last checkpoint")
     if isinstance(error, BrokenPipeError) and stdout_is_unread():
         return StorageError("the log (stdout) has lost its reader; send it to a file, and start again with --load")
     if (told := explained(error)) is not None:
@@ -157,7 +156,7 @@ def as_megatron_error(error: BaseException) -> BaseException:
     if is_memory_short(error):
         return MemoryShortError(
             f"out of memory: {in_one_line(error)}. Lower --micro-batch-size, add --recompute-activations, or split the "
-            "model over more ranks (--tensor-model-parallel-size); --dry-run says what a configuration needs"
+            "model over more ranks (--tensor-model-parallel-size); --dry-run prints what a configuration needs"
         )
     torch = sys.modules.get("torch")
     if torch is None or isinstance(error, MegatronError) or not isinstance(error, RuntimeError):
@@ -165,24 +164,23 @@ def as_megatron_error(error: BaseException) -> BaseException:
     text = str(error)
     if not isinstance(error, torch.distributed.DistError) and not any(words in text for words in _GLOO_SAYS):
         return error
-    way_out = f"Start again with --load to go on from the last checkpoint ({text.splitlines()[0][:200]})"
+    way_out = f"Start again with --load to continue from the last checkpoint ({text.splitlines()[0][:200]})"
     if is_timeout(error):
         return HangError(
             "a collective did not end within --distributed-timeout-minutes, so another rank is stuck or cannot be "
             f"reached. {way_out}"
         )
     return PeerLostError(
-        f"a collective failed, so another rank has ended or cannot be reached; what it said is the cause. {way_out}"
+        f"a collective failed, so another rank has ended or cannot be reached; see its error for the cause. {way_out}"
     )
 
 
 _GLOO_SAYS = ("gloo/", "Application timeout caused pair closure")
-"""In its errors, which have no class of their own: the place in its source, or of a connection that it closed after a
-timeout, these words alone."""
+"""Texts that identify gloo's errors, which have no class: a path of its source, or the message after a timeout."""
 
 
 def is_memory_short(error: BaseException) -> bool:
-    """Python's own error, the accelerator's, or the bare RuntimeError of torch's CPU allocator."""
+    """True for Python's own error, the accelerator's, and the bare RuntimeError of torch's CPU allocator."""
     kinds: tuple[type[BaseException], ...] = (MemoryError,)
     if (torch := sys.modules.get("torch")) is not None:
         kinds += (torch.OutOfMemoryError,)
@@ -190,7 +188,7 @@ def is_memory_short(error: BaseException) -> bool:
 
 
 def in_one_line(error: BaseException) -> str:
-    """`ValueError: its text (script.py, line 12)`, with the innermost frame outside installed packages."""
+    """Formats an error as `ValueError: its text (script.py, line 12)`, with the innermost frame of the user's code."""
     text = " ".join(str(error).split())[:_LONGEST]
     frames = traceback.extract_tb(error.__traceback__)
     places = [frame for frame in frames if "site-packages" not in frame.filename] or list(frames)
@@ -208,13 +206,13 @@ def _launch_of_process() -> "LaunchInfo | None":
         from megatron.distributed.launch import LaunchInfo
 
         return LaunchInfo.detect()
-    except (MegatronError, ModuleNotFoundError):  # the launch itself is what is wrong, or there is no torch
+    except (MegatronError, ModuleNotFoundError):  # the launch itself is wrong, or torch is missing
         return None
 
 
 def _say_first_of_machine(error: MegatronError, launch: "LaunchInfo") -> None:
-    """Prints an error unless another rank of this machine has printed the same one. The rank that prints keeps a name
-    of the kernel's for a while, which others with this error find taken. The first rank of the machine goes ahead."""
+    """Prints an error unless another rank of this machine has printed the same one. The printing rank binds an abstract
+    socket name for a while; other ranks with this error find it taken. The machine's first rank tries first."""
     if launch.local_rank != 0:
         time.sleep(_OTHERS_ARE_STOPPED_WITHIN)
     key = hashlib.sha256(f"{os.getuid()} {launch.master_port} {error.lines}".encode()).hexdigest()[:32]
@@ -234,22 +232,21 @@ def _print(error: MegatronError, rank: int, *, named: bool) -> None:
 
 
 def _leave(*, together: bool) -> None:
-    if "torch" in sys.modules:  # else nothing was started that could be left
+    if "torch" in sys.modules:  # else there is no process group to leave
         from megatron.distributed.launch import shutdown
 
         shutdown(barrier=together)
 
 
 def _leave_alone() -> None:
-    with suppress(Exception):  # the error that is being printed matters more
+    with suppress(Exception):  # the error being printed matters more
         _leave(together=False)
 
 
 def _say_once(error: MegatronError) -> None:
-    """Prints the error, once if all ranks have it. Rank 0 prints first, and torchrun then ends the others; a rank that
-    is still alive after a while has an error of its own and prints it. Without torchrun nobody ends them, so the first
-    rank of each machine that has an error prints it. A rank that only lost its peers is last. Ctrl-C reaches all ranks,
-    and none of them waits."""
+    """Prints the error, once if all ranks have it. Rank 0 prints first, and torchrun then ends the others. A rank still
+    alive after a while prints its own error. Without torchrun, the first failing rank of each machine prints. A rank
+    with a PeerLostError prints last. Ctrl-C reaches all ranks: only rank 0 prints, and no rank waits."""
     launch, common = _launch_of_process(), not isinstance(error, (InterruptError, PeerLostError))
     if launch is not None and launch.launcher in ("environment", "slurm") and launch.local_world_size > 1 and common:
         _say_first_of_machine(error, launch)

@@ -42,7 +42,7 @@ class Room:
 
 
 def plan_rows(run: Run, model: nn.Module, moe: MoEConfig | None = None) -> list[tuple[str, str]]:
-    """The rows of --dry-run about memory. A model that is not our GPT has none, nor has an evaluation."""
+    """The rows of --dry-run about memory. Empty for a foreign model and for an evaluation."""
     if run.config.training.skip_train or not isinstance(model, GPT):
         return []
     ranks, room = list(range(run.launch.world_size)), Room.of_run(run)
@@ -65,8 +65,8 @@ def _verdict(total: float, room: Room) -> str:
 
 
 def _changes(run: Run) -> Iterator[tuple[str, Run]]:
-    """Flags that save memory, each with the run of the same ranks that has them too. Combinations that the checks
-    reject are left out."""
+    """Yields flags that save memory, each with this run as changed by them. Leaves out combinations that the checks
+    reject."""
     for words, section, values in _candidates(run):
         config = replace(run.config, **{section: replace(getattr(run.config, section), **values)})
         try:

@@ -1,4 +1,4 @@
-"""Hooks: what a run does besides training. Importing this loads no torch, so that `--help` of a script stays quick."""
+"""Hooks: optional work of a run. This module does not import torch, so that a script's `--help` stays fast."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """Override the moments you need and hand the hook to `pretrain(..., hooks=[...])`.
+    """Override the methods you need and pass the hook to `pretrain(..., hooks=[...])`.
 
-    Every rank has the hooks and calls them at the same moments, the built-in ones first, then yours in the order given.
-    So a hook may use collectives, and one that writes or prints does so on one rank: `if run.log.main`. The records
-    hold global numbers, equal on all ranks except for times. An exception ends the run.
+    Every rank has the hooks and calls them at the same points, built-in ones first, then yours in the given order. A
+    hook may therefore use collectives; one that writes or prints does so on one rank: `if run.log.main`. Records hold
+    global numbers, equal on all ranks except for times. An exception ends the run.
     """
 
     def on_start(self, run: Run, model: nn.Module) -> None:
-        """Once, when everything is built and loaded. `model` is the part of the model that this rank holds."""
+        """Called once, when everything is built and loaded. `model` is the part of the model that this rank holds."""
 
     def before_iteration(self, iteration: int) -> None:
-        """Before the iteration's data is read. Iterations count from 1."""
+        """Called before the iteration's data is read. Iterations count from 1."""
 
     def after_iteration(self, iteration: int) -> None:
-        """The iteration's work has been handed to the device. An accelerator may still be computing it."""
+        """Called when the iteration's work has been launched. An accelerator may still be computing it."""
 
     def on_step(self, record: TrainRecord, times: Mapping[str, float]) -> None:
-        """After every optimizer step, as soon as its outcome is known: on an accelerator during the next iteration.
+        """Called after every optimizer step, once its outcome is known: on an accelerator during the next iteration.
 
-        An iteration passed over by --iterations-to-skip has no step. `record.reported` has "params_norm" only where it
-        is logged. `times` are the seconds that this rank spent in the phases of the step.
+        An iteration skipped by --iterations-to-skip has no step. `record.reported` has "params_norm" only when it is
+        logged. `times`: seconds that this rank spent in each phase of the step.
         """
 
     def on_log(self, record: TrainRecord) -> None:
-        """Every --log-interval iterations, after `on_step`."""
+        """Called every --log-interval iterations, after `on_step`."""
 
     def on_evaluate(self, record: EvalRecord) -> None:
-        """After each evaluation of the validation or the test split."""
+        """Called after each evaluation of the validation or the test split."""
 
     def on_end(self) -> None:
-        """Once, when the run is over, also when it ends with an error."""
+        """Called once when the run ends, also with an error."""
 
 
 class ManualGarbageCollection(Hook):
-    """--manual-gc: Python collects garbage at the same iterations on all ranks. At a moment of Python's choosing a
-    collection delays one rank, and all others wait for it."""
+    """Implements --manual-gc: all ranks collect garbage at the same iterations. Automatic collections would delay one
+    rank at a time, while all others wait for it."""
 
     def __init__(self, config: TrainingConfig) -> None:
         self._interval, self._after_evaluation = config.manual_gc_interval, config.manual_gc_eval
@@ -76,7 +76,7 @@ class ManualGarbageCollection(Hook):
 
 
 class PipelineTrace(Hook):
-    """--pipeline-trace: when each pass of the last steps ran on this rank, written when the run is over."""
+    """Implements --pipeline-trace: writes the times of this rank's passes in the last steps when the run ends."""
 
     def __init__(self, recorder: PassRecorder, directory: Path, rank: int) -> None:
         self._recorder, self._directory, self._rank = recorder, directory, rank

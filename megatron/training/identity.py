@@ -1,4 +1,4 @@
-"""What a rank was started with and what it reads: the same on every rank, so both are compared when the ranks meet."""
+"""Identity of a rank's settings and data, which must be equal on all ranks; compared when the ranks meet."""
 
 import sys
 from datetime import timedelta
@@ -22,9 +22,9 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def started_with(config: RunConfig, launch: LaunchInfo, tokenizer: Tokenizer | None = None) -> dict[str, str]:
-    """Settings by their spelling, but for paths, which may differ between machines, and for what concerns one launch;
-    whether there are checkpoints to load and to save, and on one machine where; where copies of shares go; hashes of
-    the package, of the script and of the tokenizer's files; the version of torch."""
+    """Facts that ranks must share, by name. Settings are listed by their spelling, without paths (machines may differ)
+    and launch-only settings. Added are whether there are checkpoints to load and to save (on one machine also where),
+    and the destination of replicated shards. Hashes identify the package, the script and the tokenizer's files."""
     compared = (setting for setting in all_settings() if not setting.flag.path and not setting.flag.cli_only)
     values = {setting.spelling: config.value(setting) for setting in compared}
     script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
@@ -40,7 +40,7 @@ def started_with(config: RunConfig, launch: LaunchInfo, tokenizer: Tokenizer | N
 
 
 def _checkpoints(config: RunConfig, *, one_machine: bool) -> dict[str, str]:
-    """Which directories of checkpoints a rank was given decides what it asks of the others, wherever they are."""
+    """Checkpoint settings that ranks must share: which directories are set decides which collectives a rank calls."""
     places = [setting for setting in all_settings() if setting.flag.path and setting.section == "checkpoint"]
     given = {setting.spelling: "given" for setting in places if config.value(setting) is not None}
     if one_machine:
@@ -53,15 +53,15 @@ def _checkpoints(config: RunConfig, *, one_machine: bool) -> dict[str, str]:
 
 
 def _copies(config: RunConfig, launch: LaunchInfo) -> dict[str, str]:
-    """Machines with different numbers of ranks would send copies of their shares to different ranks."""
+    """Number of ranks per machine, if it decides where replicas are sent: it must then be equal on all machines."""
     if config.checkpoint.replication_jump is not None or (copies := copies_of(config, launch)) == Copies():
         return {}
     return {"--replication-jump (not given: the ranks of the machine; give one number)": str(copies.jump)}
 
 
 def meet_over_data(datasets: Datasets, store: dist.Store, launch: LaunchInfo, told_every: float = TOLD_EVERY) -> None:
-    """Waits until every rank has its datasets, without a limit, since one may build indices for hours, and refuses
-    ranks that read other data."""
+    """Waits until every rank has its datasets, and rejects ranks that read other data. There is no time limit, because
+    a rank may build indices for hours."""
     here = Identity(launch.rank, *_compared(datasets), subject=DATA)
     wait_for_all(
         dist.PrefixStore("data", store), here, launch, Patience(timedelta.max, told_every), did="opened the data"
@@ -69,7 +69,7 @@ def meet_over_data(datasets: Datasets, store: dist.Store, launch: LaunchInfo, to
 
 
 def _compared(datasets: Datasets) -> tuple[dict[str, str], dict[str, str]]:
-    """Values by name, and how messages show them. Places of files may differ between machines."""
+    """Values by name, and how messages show them. File locations may differ between machines."""
     values: dict[str, str] = {}
     shown: dict[str, str] = {}
     for number, source in enumerate(datasets.sources, start=1):

@@ -1,4 +1,4 @@
-"""The parts of a run that come before any data or model: settings, ranks, device, kernels, tokenizer."""
+"""Starts a run: builds what precedes data and model, which is settings, ranks, device, kernels and tokenizer."""
 
 import sys
 import time
@@ -25,7 +25,7 @@ from megatron.distributed.start_watch import watched_start
 from megatron.errors import ConfigError, printable
 from megatron.layout import padded_vocab_size
 from megatron.ops.library import Library, library
-from megatron.ops.select import Kernels, left_to_compiler, usable_library
+from megatron.ops.select import Kernels, left_to_compiler, slower_without_kernels, usable_library
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.chat import build_chat_encoder
 from megatron.tokenizer_types import TOKENIZERS
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One rank's settings, place among the ranks, device, kernels and tokenizer. The providers of a script get it."""
+    """One rank's settings, place among the ranks, device, kernels and tokenizer. A script's providers receive it."""
 
     config: RunConfig
     launch: LaunchInfo
@@ -51,15 +51,15 @@ class Run:
     dtype: torch.dtype
     parallel: ParallelState
     kernels: Kernels
-    tokenizer: Tokenizer | None  # None with --mock-data or a script's own data, and no tokenizer
+    tokenizer: Tokenizer | None  # None with --mock-data or a script's own data, if no tokenizer is set
     log: RankLog
     run_id: str
     started: float
-    """When, on `time.monotonic`'s clock: --exit-duration-in-mins counts from then."""
+    """Start on `time.monotonic`'s clock; --exit-duration-in-mins counts from here."""
     store: dist.Store | None = None
-    """Where its ranks meet; None for a single one, and where somebody else has connected them."""
+    """Store where the ranks meet; None for a single rank, or if the caller joined the process group."""
     source: StepSource = OWN_STEPS
-    """Reads what other programs saved."""
+    """Reads other programs' checkpoints."""
 
     @property
     def batch_plan(self) -> BatchPlan:
@@ -71,17 +71,17 @@ class Run:
 
     @property
     def vocab_size(self) -> int:
-        """The vocabulary size of the model: the tokenizer's, or a checkpoint's whose table has more rows. Padding rows,
-        which exist only in memory, are not counted."""
+        """Vocabulary size of the model: the tokenizer's, or a checkpoint's if its table has more rows. Padding rows
+        exist only in memory and are not counted."""
         return max(self.data_vocab_size, self.config.tokenizer.vocab_size or 0)
 
     @property
     def data_vocab_size(self) -> int:
-        """The vocabulary size of the data: all ids of the tokenizer are below it."""
+        """Vocabulary size of the data: all ids of the tokenizer are below it."""
         if self.tokenizer is not None:
             return self.tokenizer.vocab_size
         if self.config.tokenizer.vocab_size is None:
-            raise ConfigError("--vocab-size: not given, and there is no tokenizer; the model needs one of them")
+            raise ConfigError("--vocab-size: not given, and there is no tokenizer; give one of them")
         return self.config.tokenizer.vocab_size
 
     @property
@@ -94,35 +94,35 @@ class Run:
 
     @property
     def chat(self) -> "ChatEncoder | None":
-        """The encoder of conversations, for --sft."""
+        """Encoder of conversations, for --sft."""
         return build_chat_encoder(self.config.tokenizer, self.eod_id) if self.config.data.sft else None
 
     @property
     def tokenizer_fingerprint(self) -> tuple[str, ...] | None:
-        """What data of this run's tokenizer may be recorded under."""
+        """Fingerprints under which data of this run's tokenizer may be recorded."""
         return self.tokenizer.fingerprints if self.tokenizer is not None else None
 
 
 Connect = Callable[[timedelta, Tokenizer | None], dist.Store | None]
-"""(how long to wait for the other ranks, this rank's tokenizer) -> the ranks' store, if there are several."""
+"""Joins the process group, given a timeout and this rank's tokenizer; returns the store if there are several ranks."""
 
 
 def start(
     config: RunConfig, *, needs_data: bool = True, stream: TextIO | None = None, source: StepSource = OWN_STEPS
 ) -> Run:
-    """The run of these settings on the ranks that the launcher started. `stream`: of the log; stdout if not given.
-    `source`: reads what other programs saved."""
+    """Builds the run on the ranks that the launcher started. `stream`: for the log; default: stdout. `source`: reads
+    other programs' checkpoints."""
     started = time.monotonic()
     launch = _for_dry_run(config, LaunchInfo.detect(config.runtime.local_rank))
     refusals = Refusals()
     check_world(config, launch.world_size, refusals)
     log = RankLog(launch.rank, stream or sys.stdout, stamped=LOG_FORMS[config.logging.log_format].stamped)
-    log.info(*map(printable, config.notices))
+    log.info(*slower_without_kernels(config.kernels.spec), *map(printable, config.notices))
     device, backend = None, "gloo"
     with refusals.of_checking():
         device = resolve_device(config.runtime.device, launch.local_rank)
     if device is None:
-        refusals.end()  # what else is wrong depends on the device
+        refusals.end()  # further checks depend on the device
     assert device is not None
     with refusals.of_checking():
         backend = resolve_backend(_planned_backend(config, device, log), device)
@@ -136,7 +136,7 @@ def start(
         if (exposed := open_to_other_machines(launch)) is not None:
             log.warn(exposed)
         compared = None
-        if launch.world_size > 1:  # it reads the whole package
+        if launch.world_size > 1:  # hashing the whole package takes time
             compared = started_with(config, launch, tokenizer)
         longest = timeout_of_collectives(config, device)
         connection = init_process_group(launch, backend, timeout, device, compared, met, longest)
@@ -170,7 +170,7 @@ def start(
 
 
 def _kernel_lines(config: RunConfig, kernels: Kernels) -> list[str]:
-    """Which implementations run."""
+    """Log lines about the selected implementations."""
     lines = kernels.table().split("\n") if config.logging.log_kernels else [kernels.summary()]
     if config.kernels.compile and (left := left_to_compiler(kernels)):
         lines.append(f"--compile: inside a layer the plain formulas of {', '.join(left)} are fused instead")
@@ -178,8 +178,8 @@ def _kernel_lines(config: RunConfig, kernels: Kernels) -> list[str]:
 
 
 def _planned_backend(config: RunConfig, device: torch.device, log: RankLog) -> str | None:
-    """Returns --distributed-backend. A plan made on a machine without an accelerator does without an accelerator's
-    backend and says so; `--device cpu` contradicts such a backend on every machine."""
+    """Returns --distributed-backend. A plan made on a machine without an accelerator ignores an accelerator's backend
+    and logs that; `--device cpu` contradicts such a backend on every machine."""
     runtime = config.runtime
     if runtime.distributed_backend in (None, "gloo") or not runtime.plans or device.type != "cpu":
         return runtime.distributed_backend
@@ -187,7 +187,7 @@ def _planned_backend(config: RunConfig, device: torch.device, log: RankLog) -> s
         return runtime.distributed_backend
     log.info(
         f"--distributed-backend {runtime.distributed_backend}: this machine has no accelerator, so the plan is for "
-        "CPUs with gloo; a run needs the accelerator, or --distributed-backend gloo"
+        "CPUs with gloo; to run, use an accelerator, or give --distributed-backend gloo"
     )
     return None
 
@@ -205,11 +205,11 @@ def build_run(
     refusals: Refusals | None = None,
     source: StepSource = OWN_STEPS,
 ) -> Run:
-    """The run of these settings on one rank, with its groups made and its random streams seeded.
+    """Builds the run of these settings on one rank, with process groups and seeded random streams.
 
-    `connect` joins the process group, once nothing is left to go wrong on one rank alone, and returns the ranks' store;
-    by default the caller has joined it already. `dtype` overrides the settings, which have no fp64: layouts are
-    compared in it. `refusals`: those of this launch so far, told with what is found here.
+    The function `connect` joins the process group and returns the ranks' store. It is called once no failure of a
+    single rank is left; by default the caller has already joined. Pass `dtype` to override the settings, which lack
+    fp64. Rejections found here are reported together with the earlier ones of this launch, `refusals`.
     """
     log = log or RankLog(launch.rank)
     native = library() if config.runtime.plans else usable_library(config.kernels.spec, device, log.info)
@@ -251,7 +251,7 @@ def _checked_parts(
     refusals: Refusals,
     log: RankLog,
 ) -> tuple[Kernels, Tokenizer | None]:
-    """The kernels and the tokenizer of the run. Raises what is refused, all together."""
+    """Returns the kernels and the tokenizer of the run. Raises all rejections together."""
     kernels, tokenizer, has_tokenizer = None, None, False
     with refusals.of_checking():
         kernels = resolve_kernels(config.kernels, device, native, log)
@@ -272,19 +272,19 @@ def _checked_parts(
 
 
 def timeout_of_collectives(config: RunConfig, device: torch.device) -> timedelta:
-    """When torch ends a collective. On an accelerator its watchdog aborts the process and names nobody, so where there
-    are heartbeats, which name the stuck rank at --distributed-timeout-minutes, it comes a while later."""
+    """Time after which torch ends a collective. On an accelerator torch's watchdog aborts without naming the stuck
+    rank. With heartbeats, which do name it at --distributed-timeout-minutes, torch therefore waits somewhat longer."""
     runtime = config.runtime
     later = 0.0 if device.type == "cpu" else 3 * runtime.heartbeat_timeout_seconds
     return timedelta(minutes=runtime.distributed_timeout_minutes, seconds=later)
 
 
 def _for_dry_run(config: RunConfig, launch: LaunchInfo) -> LaunchInfo:
-    """The launch to describe under --dry-run or --print-config, where one process stands for a run of many ranks."""
+    """Returns the launch to describe under --dry-run or --print-config, where one process stands for all ranks."""
     runtime, alone = config.runtime, launch.launcher == "python"
     if runtime.dry_run_ranks is not None and not (runtime.plans and alone):
         raise ConfigError(
-            f"--dry-run-ranks {runtime.dry_run_ranks}: is for one process with --dry-run, without a launcher; remove it"
+            f"--dry-run-ranks {runtime.dry_run_ranks}: requires one process with --dry-run and no launcher; remove it"
         )
     if runtime.device_memory is not None and not runtime.plans:
         raise ConfigError(f"--device-memory {runtime.device_memory}: has no effect without --dry-run; add that")
@@ -310,15 +310,15 @@ def tokenizer_of(config: RunConfig, *, required: bool = True) -> Tokenizer | Non
 
 
 def _check_vocabulary(given: int | None, own: int, *, loads: bool) -> None:
-    """--vocab-size may name the table of a checkpoint, which can have more rows than the tokenizer has entries."""
+    """Checks --vocab-size, which with --load may exceed the tokenizer's: a checkpoint's table can have more rows."""
     if given is None or given == own or (loads and given > own):
         return
     if loads:
         raise ConfigError(
-            f"--vocab-size {given}: the tokenizer has {own} entries, more than this table has rows; give the tokenizer "
-            "of the checkpoint"
+            f"--vocab-size {given}: the tokenizer has {own} entries, more than this table has rows; give the "
+            "checkpoint's tokenizer"
         )
     raise ConfigError(
-        f"--vocab-size {given}: the tokenizer has {own} entries; leave --vocab-size out (more are only for a --load "
-        "whose table has them)"
+        f"--vocab-size {given}: the tokenizer has {own} entries; leave --vocab-size out (a larger one requires "
+        "--load of a checkpoint whose table has these rows)"
     )

@@ -1,4 +1,4 @@
-"""The kernels of a run: resolved from its settings, and the same on all ranks."""
+"""Resolves a run's kernels from its settings, the same on all ranks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,20 +20,20 @@ def resolve_kernels(settings: KernelsConfig, device: torch.device, native: Libra
 
 
 def verified_by_all(native: Library, parallel: ParallelState) -> Library:
-    """The library without the CUDA kernels that any machine could not verify. Each machine has tried its own GPU."""
+    """Removes the CUDA kernels that any machine failed to verify. Each machine has tested its own GPU."""
     return agreed(native, all_gather_json(dict(native.unverified), parallel.world, dict[str, str]))
 
 
 @dataclass(frozen=True)
 class RankKernels:
-    """Which implementation of each operation a rank runs, and why no native one, if that has one reason."""
+    """Implementation of each operation on a rank, and the common reason against native ones, if there is one."""
 
     backends: Mapping[str, str]
     note: str | None
 
 
 def check_same_kernels(spec: str, kernels: Kernels, parallel: ParallelState) -> None:
-    """Refuses ranks with different kernels, which round differently: replicas of a parameter would drift apart."""
+    """Rejects ranks with different kernels: they round differently, so replicas of a parameter would drift apart."""
     mine = RankKernels({choice.op: choice.backend for choice in kernels.choices}, kernels.note)
     first, *others = all_gather_json(mine, parallel.world, RankKernels)
     for rank, other in enumerate(others, start=1):

@@ -1,4 +1,4 @@
-"""The lines of the log, in the two forms of --log-format: Megatron-LM's own, which people parse, and one to read."""
+"""Formats log lines in the two forms of --log-format: Megatron-LM's, for parsers, and a compact one, for people."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from megatron.utils.timers import human_duration
 @dataclass(frozen=True)
 class LogForm:
     train: Callable[[TrainRecord, datetime], str]
-    evaluation: Callable[[EvalRecord, str], str]  # the second: at which iteration, on what
+    evaluation: Callable[[EvalRecord, str], str]  # str: the iteration and the split
     stamped: bool
-    """Whether the log writes the clock before every line. Parsers of Megatron-LM's log expect no such thing."""
+    """True if every line begins with the time. Parsers of Megatron-LM's log do not expect that."""
 
 
 def classic_train(record: TrainRecord, now: datetime) -> str:
-    """Megatron-LM's wording and order first; then what it does not report."""
+    """Formats Megatron-LM's fields in its wording and order, then further ones."""
     parts = [
         f" iteration {record.iteration:8d}/{record.total_iterations:8d}",
         f"consumed samples: {record.consumed_train_samples:12d}",
@@ -46,7 +46,7 @@ def classic_train(record: TrainRecord, now: datetime) -> str:
 
 
 def compact_train(record: TrainRecord, now: datetime) -> str:
-    """What one looks at, in a line of a terminal, without what is as it should be (a scale of 1, no skipped step)."""
+    """Formats a step in one terminal line, without values that are normal (a loss scale of 1, no skipped steps)."""
     width = len(str(record.total_iterations))
     parts = [
         f"iteration {record.iteration:{width}d}/{record.total_iterations}",

@@ -18,7 +18,7 @@ from megatron.utils.device import human_bytes
 from megatron.utils.memory_limit import memory_limit
 
 _NEARLY = 0.9
-"""The share of the machine's memory above which a run is warned."""
+"""Share of the machine's memory above which the run logs a warning."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class RankBytes:
 
 
 def predicted(run: Run, model: GPT, ranks: Iterable[int], moe: MoEConfig | None = None) -> list[RankBytes]:
-    """Bytes of each of these ranks at its peak. `model` is the whole one, with the experts of `moe` if that is given.
-    Ranks of a pipeline stage need the same."""
+    """Peak bytes of each of these ranks; ranks of one pipeline stage need the same. `model` describes the whole model.
+    `moe`: the true MoE settings, if `model` was built with fewer experts."""
     layout, by_stage = run.config.parallel.layout(run.launch.world_size), {}
     stages = [layout.coordinates(rank).pp for rank in ranks]
     held = count_by_stage(run, model, moe)
@@ -82,7 +82,7 @@ def offloaded_share(run: Run) -> float:
 
 
 def with_memory_checked(model_provider: ModelProvider) -> ModelProvider:
-    """A provider of the same model that checks whether a training of it fits, before the weights have values."""
+    """Wraps a provider: checks that a training of its model fits into memory, before weights have values."""
 
     def provider(run: Run) -> nn.Module:
         model = model_provider(run)
@@ -93,8 +93,8 @@ def with_memory_checked(model_provider: ModelProvider) -> ModelProvider:
 
 
 def _check_memory(run: Run, model: nn.Module) -> None:
-    """Rejects a training whose ranks on this machine need more memory than it has: the system would kill one of them,
-    without a line. `model` describes the whole one. The prediction is a lower bound."""
+    """Rejects a training whose ranks on this machine need more memory than it has. Otherwise the system would kill one
+    of them without a message. `model` describes the whole model. The prediction is a lower bound."""
     if run.device.type != "cpu" or run.config.training.skip_train or not isinstance(model, GPT):
         return
     launch = run.launch
@@ -111,7 +111,7 @@ def _check_memory(run: Run, model: nn.Module) -> None:
 
 
 def shortage(needs: Iterable[RankBytes]) -> tuple[str, bool] | None:
-    """A line about ranks that need nearly all of the machine's memory, or more (True)."""
+    """Returns (warning, exceeds) if the ranks need nearly all of the machine's memory or exceed it, else None."""
     ranks, limit = list(needs), memory_limit()
     total = sum(rank.total for rank in ranks)
     if limit is None or total <= _NEARLY * limit:

@@ -1,4 +1,4 @@
-"""Hooks that write metrics: a JSON-lines file, TensorBoard and Weights & Biases. Rank 0 alone has them."""
+"""Hooks that write metrics: a JSON-lines file, TensorBoard and Weights & Biases. They run only on rank 0."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ from megatron.utils.process import peak_resident_bytes
 
 
 class MetricsFile(Hook):
-    """One JSON object a line, floats with all their digits. A resumed run appends to it."""
+    """Writes one JSON object per line, floats with all their digits. A resumed run appends."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
@@ -47,7 +47,7 @@ class MetricsFile(Hook):
 
 @contextmanager
 def writing_file_of(flag: str, path: object) -> Iterator[None]:
-    """Turns an OSError (a full disk) into an error that names the flag and the file."""
+    """Turns an OSError (such as a full disk) into an error that names the flag and the file."""
     try:
         yield
     except OSError as error:
@@ -55,7 +55,7 @@ def writing_file_of(flag: str, path: object) -> Iterator[None]:
 
 
 class TensorBoard(Hook):
-    """Event files under Megatron's tags."""
+    """Writes event files with Megatron's tags."""
 
     def __init__(self, config: LoggingConfig, *, world_size: int, device: torch.device) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -125,8 +125,8 @@ class TensorBoard(Hook):
 
 
 class WeightsAndBiases(Hook):
-    """Metrics in Weights & Biases, for --wandb-project. Needs the `wandb` package, which is never installed
-    automatically."""
+    """Writes metrics to Weights & Biases, for --wandb-project. Requires the `wandb` package, which is not a
+    dependency."""
 
     def __init__(self, config: LoggingConfig, whole_config: dict[str, Any]) -> None:
         try:
@@ -157,7 +157,7 @@ class WeightsAndBiases(Hook):
 
 
 def build_metric_writers(config: RunConfig, *, world_size: int, device: torch.device) -> list[Hook]:
-    """The metric writers that the flags ask for."""
+    """Builds the metric writers that the flags enable."""
     logging = config.logging
     writers: list[Hook] = []
     if logging.metrics_jsonl:

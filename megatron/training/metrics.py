@@ -1,4 +1,4 @@
-"""What is reported: a record of each step and of each evaluation, and rates."""
+"""Records of each step and of each evaluation, and throughput."""
 
 import math
 from collections.abc import Mapping
@@ -25,14 +25,14 @@ class TrainRecord:
     skipped_iterations: int
     nan_iterations: int
     seconds_per_iteration: float
-    data_wait_seconds: float  # seconds of these spent waiting for data: about 0 with enough --num-workers
+    data_wait_seconds: float  # part of seconds_per_iteration spent waiting for data: about 0 with enough --num-workers
     tokens_per_second: float
     samples_per_second: float
     tflops_per_device: float | None
     model_flops_utilisation: float | None
     eta_seconds: float
     reported: Mapping[str, float] = field(default_factory=dict)
-    """Numbers that `Engine.report` was given, by name."""
+    """Numbers passed to `Engine.report`, by name."""
 
     def as_json(self) -> dict[str, Any]:
         values = asdict(self)
@@ -42,23 +42,23 @@ class TrainRecord:
 
 @dataclass(frozen=True)
 class NumberForm:
-    """How a reported number is written."""
+    """Label and formats of a reported number."""
 
     label: str
-    """In the log."""
+    """Label in the log."""
     classic: str
-    """Its format in Megatron-LM's log lines."""
+    """Format spec in Megatron-LM's log lines."""
     compact: str
-    """Its format in compact ones."""
+    """Format spec in compact log lines."""
     tag: str
-    """In TensorBoard."""
+    """TensorBoard tag."""
 
 
 NUMBERS = {
     "num_zeros": NumberForm("num zeros", ".1f", ".0f", "num-zeros"),
     "params_norm": NumberForm("params norm", ".3f", ".3f", "params-norm"),
 }
-"""The forms of reported numbers, by name."""
+"""Forms of reported numbers, by name."""
 
 
 def form_of(name: str) -> NumberForm:
@@ -70,16 +70,16 @@ def form_of(name: str) -> NumberForm:
 class EvalRecord:
     """One evaluation of the validation or the test split."""
 
-    split: str  # "valid", "validation-NAME" of one of several sets, or "test"
+    split: str  # "valid", "validation-NAME" for one of several sets, or "test"
     iteration: int
     consumed_train_samples: int
     lm_loss: float
     counted_tokens: int
-    counted_bytes: int | None = None  # of their text; None where ids stand for none
+    counted_bytes: int | None = None  # bytes of their text; None if token ids do not represent text
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The loss of the counted tokens together, over their bytes; None where they have none."""
+        """Total loss of the counted tokens in bits, divided by their bytes; None without bytes."""
         if not self.counted_bytes:
             return None
         return self.lm_loss * self.counted_tokens / math.log(2) / self.counted_bytes
@@ -105,7 +105,7 @@ class Speeds:
 class Throughput:
     seq_length: int
     world_size: int
-    flops_per_token: float | None  # None for a model that is not our GPT
+    flops_per_token: float | None  # None for a model other than the package's GPT
     peak_flops: float | None  # peak of one device; None if unknown, and then no MFU is reported
 
     def rates(self, samples: int, seconds: float) -> Speeds:

@@ -1,4 +1,4 @@
-"""The model of a run as this rank holds it: made by the provider, parallelized, and with its initial values."""
+"""Builds this rank's part of the model: made by the provider, parallelized, initialised."""
 
 from collections.abc import Callable
 
@@ -31,13 +31,13 @@ ModelProvider = Callable[[Run], nn.Module]
 def build_model(
     run: Run, model_provider: ModelProvider, forward_step: ForwardStep, *, loaded_next: bool = False
 ) -> Parallel:
-    """In its dtype on its device, with the initial values that seed and names decide; without, if a checkpoint that is
-    there is loaded next."""
+    """Builds the model in its dtype on its device. Seed and names decide the initial values. They are not computed if a
+    checkpoint is loaded next."""
     on_host = run.config.parallel.parameters_on_host and run.device.type != "cpu"
     divides = run.config.parallel.zero >= 2 and (run.parallel.shard.size > 1 or on_host)
     place = torch.device("cpu") if on_host else run.device
     built = _whole_part(run, model_provider, forward_step, place, without_weights=divides)
-    if not isinstance(built.model, GPT):  # its provider has set its weights, which may differ between ranks
+    if not isinstance(built.model, GPT):  # its provider set the weights, which may differ between ranks
         for tensors in (built.model.named_parameters(), built.model.named_buffers()):
             broadcast_parameters(tensors, run.parallel.dp, through=run.device)
     if divides:
@@ -53,8 +53,8 @@ def build_model(
 
 
 def count_by_stage(run: Run, model: nn.Module, moe: MoEConfig | None = None) -> list[int]:
-    """The parameters that a rank of each pipeline stage will hold. Stages with the same kinds of layers hold equally
-    many and are counted once. `moe`: the experts of the whole model, if `model` was made with fewer."""
+    """Number of parameters on a rank of each pipeline stage. Stages with the same kinds of layers hold equally many and
+    are counted once. `moe`: all experts, if `model` was built with fewer."""
     config, total = run.config.parallel, run.config.model.num_layers
     layout = config.layout(run.launch.world_size)
     ranks = layout.group_of("pp", 0)
@@ -73,7 +73,7 @@ def count_by_stage(run: Run, model: nn.Module, moe: MoEConfig | None = None) -> 
 
 
 def model_flops(run: Run, model: nn.Module) -> float | None:
-    """The FLOPs of training on one token; None for a model that is not our GPT."""
+    """FLOPs of training on one token; None for a model other than the package's GPT."""
     if not isinstance(model, GPT):
         return None
     return flops_per_token(
@@ -94,10 +94,10 @@ def _provided(run: Run, model_provider: ModelProvider, device: torch.device) -> 
 def _whole_part(
     run: Run, model_provider: ModelProvider, forward_step: ForwardStep, place: torch.device, *, without_weights: bool
 ) -> Parallel:
-    """`place`: of a foreign model's weights. `without_weights`: a GPT's are on the meta device, since no rank could
-    hold them all."""
-    # Of a model that is split the provider's is a description, without memory; one that is whole but will be divided is
-    # made on the host, where memory that nothing is written to is not there.
+    """Builds this rank's part, not yet divided by ZeRO. Weights of a foreign model go to `place`. With
+    `without_weights` a GPT's weights stay on the meta device, because no rank could hold them all."""
+    # If the model will be split, the provider's whole one is only a description on the meta device. One that will only
+    # be divided is built on the host, where memory is not committed until it is written.
     split = not is_plain(run.parallel)
     meta, host = torch.device("meta"), torch.device("cpu")
     described = _provided(run, model_provider, meta if split else host if without_weights else run.device)
@@ -118,16 +118,16 @@ def _initialise(run: Run, built: Parallel, model: GPT, loaded_next: bool) -> Non
     if run.config.checkpoint.perform_initialization and not loaded_next:
         initialise_part(built.parts(), model.table(), run.config.training.seed)
     elif not run.config.checkpoint.load:
-        raise ConfigError("--no-initialization: the weights must come from somewhere; give --load")
+        raise ConfigError("--no-initialization: the weights are then undefined; give --load")
     else:
         await_weights(built.parts())
 
 
 def _compile_layers(model: nn.Module) -> None:
-    """Layer by layer: all have one shape, so that one compilation serves them all, and names stay as they are."""
+    """Compiles layer by layer: all have the same shape, so they share one compilation, and names do not change."""
     if not isinstance(model, GPT):
         raise ConfigError(
-            f"--compile compiles the layers of our GPT, and the model provider gave a {type(model).__name__}; "
+            f"--compile: supports only the package's GPT, and the model provider returned a {type(model).__name__}; "
             "leave --compile out, and call its own .compile() in the provider"
         )
     for layer in model.layers.values():

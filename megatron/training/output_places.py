@@ -1,4 +1,4 @@
-"""Checks, without leaving a file, that a run could write where its settings say: for --dry-run."""
+"""Checks for --dry-run that a run could write to its output paths. Leaves no file."""
 
 import shutil
 from collections.abc import Iterator

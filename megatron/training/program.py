@@ -1,6 +1,6 @@
-"""One training as a program: flags -> RunConfig -> parts -> `Trainer.fit()`. `megatron.pretrain` is its public entry.
+"""Runs one training as a program: flags -> RunConfig -> parts -> `Trainer.fit()`, for `megatron.pretrain`.
 
-torch is imported after the command line has been read, so `--help` and a mistyped flag answer at once.
+The command line is read before torch is imported, so `--help` and a mistyped flag answer at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def run_training(
     source: StepSource,
     other_file: SettingsSource,
 ) -> StopReason:
-    """See `megatron.pretrain.pretrain`. `source` reads the steps and models of other programs, `other_file` their
+    """Implements `megatron.pretrain.pretrain`. `source` reads other programs' checkpoints, `other_file` their
     settings."""
 
     def body() -> StopReason:
@@ -84,7 +84,7 @@ def run_training(
 
 
 def train_and_evaluate(run: Run, parts: Parts) -> StopReason:
-    """Training, then the last evaluations, as Megatron does them; a run that stops early does not evaluate."""
+    """Trains, then evaluates a last time, as Megatron does. A run that stops early does not evaluate."""
     progress = parts.progress
     if run.config.training.skip_train:
         reason = StopReason("done", "--skip-train: evaluation only")

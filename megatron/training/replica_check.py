@@ -1,9 +1,9 @@
-"""--check-replicas-every: replicas of a parameter must be equal, bit for bit, on all ranks that hold it.
+"""Implements --check-replicas-every: replicas of a parameter must be bit-identical on all ranks that hold them.
 
-The specs say which index range of each parameter a rank holds, and ranks that hold the same range must hold the same
-bits. So every range gets a fingerprint, and the fingerprints of equal ranges are compared: the whole model over
-data-parallel ranks, norms and biases over tensor-parallel ones, keys and values that are fewer than the ranks, a tied
-table on the first and the last stage, experts. Checked are weights, running buffers and the optimizer's state.
+Specs tell which index range of each parameter a rank holds. Every range gets a fingerprint, and ranks that hold the
+same range must have the same one. Data-parallel ranks have replicas of the whole model; tensor-parallel ranks have
+replicas of norms, biases, and KV heads that are fewer than the ranks. A tied token embedding has replicas on the first
+and the last pipeline stage. The check covers weights, running buffers and the optimizer's state.
 """
 
 from collections import Counter
@@ -30,15 +30,15 @@ Key = tuple[str, int, Range]
 Fingerprints = dict[Key, int]
 
 _BLOCK = 1 << 20
-"""Elements that are mixed at a time: the scratch stays small whatever the parameter."""
+"""Number of elements hashed at a time: bounds the scratch memory."""
 _MASK = (1 << 64) - 1
 _FACTOR = 0x9E3779B97F4A7C15
 _LOW = (1 << 32) - 1
-_INTEGER_OF = {1: torch.int8, 2: torch.int16}  # by bytes; four at a time of all others
+_INTEGER_OF = {1: torch.int8, 2: torch.int16}  # by bytes per element; other sizes are hashed four bytes at a time
 
 
 class ReplicaCheck(Hook):
-    """After every `every` iterations. A collective of all ranks."""
+    """Compares replicas every `every` iterations. A collective of all ranks."""
 
     def __init__(self, every: int, engine: Engine, specs: Mapping[str, Shard]) -> None:
         self._every, self._engine, self._specs, self._state = every, engine, specs, engine.parallel
@@ -66,8 +66,8 @@ class ReplicaCheck(Hook):
         return found
 
     def _tensors(self) -> Iterator[tuple[str, int, Iterable[tuple[Range, Tensor]]]]:
-        """(what it is, the dimension that is split, its parts) in the order of the model, weights first: if they
-        differ, the rest differs because of them. With ZeRO a piece of the state has few replicas or none."""
+        """Yields (name, split dimension, parts) in the order of the model. Weights come first, because the rest differs
+        if they do. With ZeRO, a piece of the state has few replicas or none."""
         state, grads = self._engine.optimizer.state(), self._engine.store
         shapes: dict[str, torch.Size] = {}
         for name, tensor in chain(self._engine.whole_weights(), persistent_buffers(self._engine.model).items()):
@@ -84,14 +84,14 @@ class ReplicaCheck(Hook):
 
 
 def tensor_hash(tensor: Tensor) -> int:
-    """A 64-bit hash of the tensor's bits, in order, computed on its device. One changed element of at most four bytes
-    always changes it (its factor is odd); any other change goes unseen with a probability of about 2**-60."""
+    """64-bit hash of the tensor's bits, in order, computed on its device. Changing one element of at most four bytes
+    always changes it (its factor is odd). Any other change goes undetected with a probability of about 2**-60."""
     bits = resolved(tensor).contiguous().view(-1).view(_INTEGER_OF.get(tensor.element_size(), torch.int32))
     whole = bits.numel()
     factors = _factors(min(_BLOCK, whole), bits.device)
     for block in bits.split(_BLOCK):
         mixed = block.to(torch.int64) * factors[: block.numel()]  # wraps around on purpose
-        mixed ^= (mixed >> 32) & _LOW  # else two changed signs could cancel
+        mixed ^= (mixed >> 32) & _LOW  # otherwise two flipped signs could cancel
         whole = (whole * _FACTOR + int(mixed.sum())) & _MASK
     return whole
 
@@ -112,7 +112,7 @@ def _everyone(mine: Fingerprints, axis: Axis) -> list[Fingerprints]:
 
 
 def _differing(ranks: Iterable[Fingerprints]) -> list[Key]:
-    """The tensors that differ between two ranks, in the order of the model."""
+    """Tensors that differ between two ranks, in the order of the model."""
     seen: Fingerprints = {}
     differing: dict[Key, None] = {}
     for found in ranks:
@@ -132,9 +132,9 @@ def _message(ranks: list[Fingerprints], iteration: int) -> str:
     odd = [rank for rank, value in values.items() if value != common]
     more = f" (and {len(differing) - 1} more tensors)" if len(differing) > 1 else ""
     return (
-        f"--check-replicas-every, iteration {iteration}: the copies of {first[0]} are not equal: {_listed(odd)} not as "
-        f"{_listed(alike)}{more}. A rank computed, sent or kept something wrong, and the step is not saved; resume "
-        "from the last checkpoint with --load, and if the same rank differs again, leave its machine out"
+        f"--check-replicas-every, iteration {iteration}: the replicas of {first[0]} differ: {_listed(odd)} from "
+        f"{_listed(alike)}{more}. A rank computed, sent or stored wrong values. This step is not saved; resume from "
+        "the last checkpoint with --load. If the same rank differs again, exclude its machine"
     )
 
 

@@ -1,7 +1,7 @@
-"""Ends a run that its launcher restarts again and again without progress (torchrun's --max-restarts, Slurm's requeue).
+"""Ends a run that its launcher restarts repeatedly without progress (torchrun's --max-restarts, Slurm's requeue).
 
-A file of the save directory says what the last start found: which launch it was, the newest step, and how many starts
-in a row have found that one.
+A file in the save directory records the last start: its launch, the newest step then, and the number of starts in a row
+that found this step.
 """
 
 import json
@@ -22,7 +22,7 @@ AT_MOST = 3
 
 @dataclass(frozen=True)
 class Starts:
-    """How many starts of one launch in a row have found no new step."""
+    """Number of starts of one launch in a row without a new step."""
 
     run_id: str
     newest_step: int
@@ -30,8 +30,8 @@ class Starts:
 
 
 def count_start(directory: Path, launch: LaunchInfo, between: Sequence[int] = ()) -> None:
-    """Notes this start. A NoProgressError if the launcher has started the run too often without a new step; a start by
-    hand is never refused. `between`: the non-persistent steps."""
+    """Records this start. Raises NoProgressError if the launcher has started the run too often without a new step; a
+    manual start is never rejected. `between`: the non-persistent steps."""
     if launch.launcher not in ("torchrun", "slurm"):
         return  # nothing restarts it
     newest = max([*paths.list_steps(directory), *between], default=-1)
@@ -47,14 +47,14 @@ def count_start(directory: Path, launch: LaunchInfo, between: Sequence[int] = ()
 
 def _message(directory: Path, newest: int) -> str:
     found = _json(directory / EXIT_REASON)
-    cause = f"{found.get('reason')}: {found.get('text')}" if found else "ended without a word"
+    cause = f"{found.get('reason')}: {found.get('text')}" if found else "ended without an error message"
     if found.get("reason") == NoProgressError.__name__:
-        return str(found.get("text"))  # the previous start was refused as well
+        return str(found.get("text"))  # the previous start was rejected as well
     after = f"after iteration {newest}" if newest >= 0 else "at all"
     return (
-        f"--save {directory}: {AT_MOST} starts of this launch in a row have made no checkpoint {after}, so no further "
-        f"one is tried. The last of them: {cause}. End the cause, or save more often (--save-interval), and start "
-        "again by hand"
+        f"--save {directory}: {AT_MOST} starts of this launch in a row have made no checkpoint {after}, so the run is "
+        f"not started again. The last start: {cause}. Fix the cause, or save more often (--save-interval), then start "
+        "the run manually"
     )
 
 

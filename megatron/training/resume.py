@@ -1,5 +1,5 @@
-"""Where a run stands; the checkpoint that it resumes from, and what this requires of the data: the same samples in the
-same order.
+"""State of a run's progress, and the checkpoint that it resumes from, which requires the same samples in the same
+order.
 
 The checkpoint is found before the datasets are built, because the number of samples asked for decides their order.
 """
@@ -25,7 +25,7 @@ from megatron.training.checks import copies_of
 from megatron.training.initialize import Run
 from megatron.utils.token_difference import token_difference, tokens_of
 
-# The settings that decide the samples and their order, besides the files and --split.
+# Settings that decide the samples and their order, besides the files and --split.
 _ORDER = {
     "training": ("seed",),
     "data": (
@@ -35,28 +35,28 @@ _ORDER = {
     ),
 }
 _ACCEPT = (
-    "or --accept-changed-data to go on with these all the same, or --finetune to take the weights and start the data "
-    "anew"
+    "or --accept-changed-data to continue with these anyway, or --finetune to load the weights and start the data "
+    "from its beginning"
 )
 
 
 @dataclass
 class Progress:
-    """With the data and the seed, these integers decide every sample still to come."""
+    """Position of a run. With the data and the seed, these integers decide all samples to come."""
 
     iteration: int = 0
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
-    schedule_samples: int = 0  # a skipped step consumes data but does not move the schedules
+    schedule_samples: int = 0  # a skipped step consumes data but does not advance the schedules
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The verified checkpoint of --load, of which only the manifest has been read. None: a start at iteration 0."""
+    """Verified checkpoint of --load, of which only the manifest has been read. None: a start at iteration 0."""
 
     found: FoundStep | None
     moved_to: int | None = None
-    """The iteration that --override-ckpt-iteration gives to what was saved; None: it keeps its own."""
+    """Iteration that --override-ckpt-iteration gives the checkpoint; None keeps its own."""
 
     @property
     def resumed(self) -> bool:
@@ -67,7 +67,7 @@ class ResumePoint:
         return self.found.manifest.data if self.found is not None else {}
 
     def train_samples(self, plan: BatchPlan) -> int:
-        """The number of samples to build the training set for: as in the earlier run if that is enough, so that the
+        """Number of samples to build the training set for. The earlier run's number is kept if it suffices, so that the
         order stays the same."""
         if self.found is None or not self.resumed:
             return plan.train_samples
@@ -85,13 +85,13 @@ class ResumePoint:
         if not self.resumed or before is None or before == train_samples or self._data.get("fingerprint") == "mock":
             return []
         return [
-            f"this run asks for {train_samples} training samples, the run before asked for {before}: if they take more "
-            "epochs of the data, these are shuffled anew, and samples of the present epoch may come twice or not at all"
+            f"this run asks for {train_samples} training samples, the run before asked for {before}: if the number of "
+            "epochs changes, samples of this epoch may repeat or be skipped"
         ]
 
     def check_architecture(self, config: RunConfig) -> None:
-        """Refuses another architecture before data or memory is asked for. (A script's own model is not described by
-        flags; its tensors are compared when they are loaded.)"""
+        """Rejects another architecture before data or memory is requested. (Flags do not describe a script's own model;
+        its tensors are compared when they are loaded.)"""
         if self.found is None:
             return
         saved = self.found.manifest
@@ -99,7 +99,7 @@ class ResumePoint:
             check_architecture(saved.config, config.model, config.moe, finetune=self.found.release)
 
     def check_tokenizer(self, tokenizer: Tokenizer | None) -> None:
-        """Rejects another tokenizer, also where the data has no record of its own."""
+        """Rejects another tokenizer, even if the data does not record its own."""
         before = self._data.get("tokenizer")
         if self.found is None or not self.resumed or before is None or tokenizer is None:
             return
@@ -107,13 +107,13 @@ class ResumePoint:
             saved = saved_tokenizer(self.found)
             token = "" if saved is None else token_difference(tokens_of(saved), "the checkpoint", tokenizer)
             raise DataError(
-                f"the tokenizer ({tokenizer.name}, fingerprint {tokenizer.fingerprint[:12]}) is not that of "
+                f"the tokenizer ({tokenizer.name}, fingerprint {tokenizer.fingerprint[:12]}) is not the tokenizer of "
                 f"{self.found.directory} (fingerprint {str(before)[:12]}){token}; resume with the tokenizer of the "
                 "run before, or start another run from its weights with --finetune"
             )
 
     def check_settings(self, config: RunConfig) -> list[str]:
-        """Refuses settings under which the run would read other samples than before. Returns warnings about those that
+        """Rejects settings that change the samples that the run reads. Returns warnings about changes that
         --accept-changed-data accepts."""
         if self.found is None or not self.resumed:
             return []
@@ -131,25 +131,25 @@ class ResumePoint:
         difference = f"the order of the samples differs from the checkpoint's: {'; '.join(changed)}"
         if config.data.accept_changed_data:
             return [f"--accept-changed-data: {difference}"]
-        raise ConfigError(f"{difference}. Give what the run before had, {_ACCEPT}")
+        raise ConfigError(f"{difference}. Give the previous run's settings, {_ACCEPT}")
 
     def check_content(self, fingerprint: str, *, accept: bool) -> list[str]:
         before = self._data.get("fingerprint")
         if self.found is None or not self.resumed or not before or not fingerprint or before == fingerprint:
             return []
         difference = (
-            f"the data is not that of {self.found.directory}: its content has changed, or the weights of its sources"
+            f"the data differs from {self.found.directory}: its content has changed, or the weights of its sources"
         )
         if accept:
-            return [f"--accept-changed-data: {difference}; the samples consumed are counted all the same"]
+            return [f"--accept-changed-data: {difference}; the count of consumed samples is kept"]
         raise DataError(
-            f"{difference}, so the samples consumed are not those counted. Resume with the data of the run before, "
+            f"{difference}, so the count of consumed samples does not fit. Resume with the previous run's data, "
             f"{_ACCEPT}"
         )
 
 
 def find_resume_point(run: Run, history: RunHistory, *, hash_later: bool) -> ResumePoint:
-    """`hash_later`: see `find_checkpoint`."""
+    """Finds the checkpoint of --load. `hash_later`: see `find_checkpoint`."""
     config = run.config.checkpoint
     if config.load is None or config.finetune:
         return ResumePoint(None)
@@ -158,35 +158,34 @@ def find_resume_point(run: Run, history: RunHistory, *, hash_later: bool) -> Res
 
 
 def _moved_to(run: Run, found: FoundStep | None) -> int | None:
-    """--override-ckpt-iteration. A step that the same command saved into its own --load is a restart: it would begin
-    at the same iteration again and again, and never end."""
+    """Iteration of --override-ckpt-iteration. A step that the same command saved into its own --load is a restart,
+    which does not move: it would begin at the same iteration forever."""
     config = run.config.checkpoint
     wanted = config.override_ckpt_iteration
     if wanted is None:
         return None
     given = f"--override-ckpt-iteration {wanted}"
     if found is None:
-        run.log.info(f"{given}: has no effect, as nothing was loaded")
+        run.log.info(f"{given}: has no effect, because nothing was loaded")
         return None
     before = found.manifest.config.get("checkpoint", {}).get("override_ckpt_iteration")
     same_folder = config.save is not None and Path(config.save).resolve() == found.saved_by.resolve()
     if same_folder and before == wanted:
         run.log.info(
-            f"{given}: {found.directory} was saved by a run with it, so this one goes on from there; give another "
-            "--save to begin there once more"
+            f"{given}: {found.directory} was saved by a run with it, so this run continues from there; give another "
+            "--save to begin at that iteration again"
         )
         return None
     if wanted < found.manifest.step and _steps_between(run) is not None:
         raise ConfigError(
-            f"{given}: lies before the loaded step {found.manifest.step}, and a restart would pass over the "
-            "non-persistent checkpoints between the two; leave out --non-persistent-save-interval, or give another "
-            "--save"
+            f"{given}: lies before the loaded step {found.manifest.step}, so a restart would skip the non-persistent "
+            "checkpoints between the two; leave out --non-persistent-save-interval, or give another --save"
         )
     return wanted
 
 
 def non_persistent_of(run: Run) -> NonPersistent | None:
-    """The store of non-persistent checkpoints that the settings ask for."""
+    """Store of the non-persistent checkpoints that the settings enable."""
     settings = run.config.checkpoint
     if settings.save is None or settings.non_persistent_ckpt_type is None:
         return None
@@ -200,7 +199,7 @@ def non_persistent_of(run: Run) -> NonPersistent | None:
 
 
 def _steps_between(run: Run) -> NonPersistent | None:
-    """Those that --load takes too. None: it starts from a step that was asked for, and not as a restart."""
+    """Non-persistent checkpoints that --load may also use; None if a step was requested or this is not a restart."""
     config = run.config.checkpoint
     if config.load is None or config.save is None or config.ckpt_step is not None or config.finetune:
         return None
@@ -208,7 +207,7 @@ def _steps_between(run: Run) -> NonPersistent | None:
 
 
 def find_step(run: Run, history: RunHistory, *, hash_later: bool) -> FoundStep | None:
-    """The step that --load takes; None is a fresh start, which has been logged."""
+    """Finds the step that --load uses; None is a fresh start, which has been logged."""
     config = run.config.checkpoint
     assert config.load is not None
     non_persistent = _steps_between(run)
@@ -228,7 +227,7 @@ def find_step(run: Run, history: RunHistory, *, hash_later: bool) -> FoundStep |
 
 
 def _split_of(config: Mapping[str, Mapping[str, Any]]) -> tuple[float, ...] | None:
-    """The shares of --split; None if there are no files to split."""
+    """Shares of --split; None if there are no files to split."""
     data = config.get("data", {})
     cut = data.get("data_path") or data.get("data_args_path")
     return parse_split(data["split"]) if cut and "split" in data else None

@@ -1,4 +1,4 @@
-"""Reads and checks the settings of a run. Loads no torch, unless --use-checkpoint-args has to read a checkpoint."""
+"""Reads and checks the settings of a run. Imports torch only if --use-checkpoint-args has to read a checkpoint."""
 
 import sys
 from collections.abc import Sequence
@@ -33,11 +33,11 @@ def read_settings(
     source: StepSource = OWN_STEPS,
     other_file: SettingsSource = no_other_file,
 ) -> RunConfig:
-    """`needs_data=False`: the script brings its own datasets. `opens_files=False`: the files of the data and of the
-    tokenizer need not be there, because nothing is read from them. If `absent` is given, missing files and folders are
-    listed there instead of being refused: they may be made before the launch. (Without the model that --load names, its
-    shape is unknown and the settings go unchecked.) `source` reads the steps and models of other programs,
-    `other_file` their settings."""
+    """Reads, merges and checks all settings. With `needs_data=False` the script brings its own datasets. With
+    `opens_files=False` the data and tokenizer files need not exist, because they are not read. Missing files and
+    folders are added to `absent`, if given, instead of being rejected: they may be made before the launch. If --load is
+    among them, the model's shape is unknown and the settings are not checked. `source` reads other programs'
+    checkpoints."""
     refusals = Refusals()
     files = refusals if absent is None else absent
     config = merge_sources(argv, refusals, other_file)
@@ -47,7 +47,7 @@ def read_settings(
         return config
     theirs = config.checkpoint.load is not None and is_hugging_face(Path(config.checkpoint.load))
     if theirs or config.checkpoint.use_checkpoint_args:
-        refusals.end()  # without the model's shape there is little to check
+        refusals.end()  # little can be checked without the model's shape
         adopt = partial(_with_settings_of_folder, needs_data=needs_data) if theirs else _with_checkpoint_args
         config = adopt(config, source)
     check_settings(config, needs_data=needs_data, refusals=refusals)
@@ -62,8 +62,8 @@ def read_settings(
 
 
 def _check_load_is_there(config: RunConfig, refusals: Refusals) -> None:
-    """Tells before what the command line lacks, which a model in that place would have said: no place, a name of the
-    Hub, or a file without a shape beside it. Another file is told when it is opened, with all that is found by then."""
+    """Rejects a --load without a checkpoint before its settings are missed: an absent path, a name on the Hub, or a
+    file without the model's shape. Any other file is checked when it is opened, together with the rest."""
     load, save = config.checkpoint.load, config.checkpoint.save
     if load is None or Path(load).is_dir() or (Path(load).exists() and config.model.num_layers):
         return
@@ -74,7 +74,7 @@ def _check_load_is_there(config: RunConfig, refusals: Refusals) -> None:
 def _importable(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ValueError:  # a module in its place that was not imported from a file
+    except ValueError:  # a module of that name was not imported from a file
         return sys.modules.get(package) is not None
 
 
@@ -88,7 +88,7 @@ def _with_checkpoint_args(config: RunConfig, source: StepSource) -> RunConfig:
     from megatron.checkpoint.found_step import describe_step
 
     if config.checkpoint.load is None:
-        raise ConfigError("--use-checkpoint-args: there is no checkpoint to take them from; give --load")
+        raise ConfigError("--use-checkpoint-args: requires a checkpoint; give --load")
     found = describe_step(
         Path(config.checkpoint.load),
         step=config.checkpoint.ckpt_step,
@@ -101,13 +101,13 @@ def _with_checkpoint_args(config: RunConfig, source: StepSource) -> RunConfig:
 
 
 def _with_settings_of_folder(config: RunConfig, source: StepSource, *, needs_data: bool) -> RunConfig:
-    """--load of a Hugging Face model: a start from its weights, in the shape and with the tokenizer that it has."""
+    """Takes the settings from --load of a Hugging Face model: its weights, shape and tokenizer."""
     checkpoint = config.checkpoint
     assert checkpoint.load is not None
     folder = Path(checkpoint.load)
     here = f"--load {folder}: holds a Hugging Face model"
     if not checkpoint.finetune:
-        raise ConfigError(f"{here}, which has weights and nothing to resume; add --finetune to train on from them")
+        raise ConfigError(f"{here}, which has only weights and cannot be resumed; add --finetune to train from them")
     for name in ("ckpt_step", "strict_load", "skip_hash"):
         if config.given(name):
             raise ConfigError(f"{spelled(config, name)}: {here}, without steps and a manifest; remove it")
@@ -117,11 +117,11 @@ def _with_settings_of_folder(config: RunConfig, source: StepSource, *, needs_dat
     has_tokenizer = (folder / "tokenizer.json").is_file()
     if needs_data and not (has_tokenizer or config.data.mock_data or _names_a_tokenizer(config)):
         raise ConfigError(
-            f"{here} without tokenizer.json; copy the model's own there, or give its tokenizer with --tokenizer-type"
+            f"{here} without tokenizer.json; copy the model's tokenizer.json there, or give --tokenizer-type"
         )
     adopted = adopt_checkpoint_args(config, model.settings(), way_out="remove it")
     theirs = "shape, vocabulary and tokenizer" if has_tokenizer else "shape and vocabulary"
-    line = f"{here} ({model.model_type}): the model's {theirs} are the folder's"
+    line = f"{here} ({model.model_type}): the model's {theirs} are taken from it"
     return replace(adopted, notices=(*adopted.notices, line))
 
 
@@ -131,7 +131,7 @@ def _names_a_tokenizer(config: RunConfig) -> bool:
 
 
 def _with_its_own_tokenizer(config: RunConfig, found: "FoundStep") -> RunConfig:
-    """A Hugging Face tokenizer is taken from the checkpoint's own copy: the folder that it came from may be gone."""
+    """Uses the checkpoint's own copy of a Hugging Face tokenizer: the original folder may no longer exist."""
     adopted, folder = config.origins.get("tokenizer_model") == "checkpoint", found.tokenizer
     if not adopted or TOKENIZERS[config.tokenizer.kind] is not HUGGING_FACE:
         return config

@@ -7,28 +7,28 @@ from types import FrameType
 from megatron.config.sections.training import TrainingConfig
 
 _STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_ENDS_AT_ONCE = (signal.SIGTERM, signal.SIGINT)  # until the loop begins, which may be minutes after the start
+_ENDS_AT_ONCE = (signal.SIGTERM, signal.SIGINT)  # until the loop begins, minutes after the start
 
 
 def stopping_signals(config: TrainingConfig) -> tuple[signal.Signals, ...]:
-    """The signals of --exit-signal-handler; none without it."""
+    """Signals of --exit-signal-handler; none without it."""
     if not config.exit_signal_handler:
         return ()
     return _STOP if config.exit_signal is None else (signal.Signals[config.exit_signal],)
 
 
 def noted_while_starting(config: TrainingConfig) -> "SignalFlag":
-    """Notes those of these signals that would kill a run without a line before its loop begins."""
+    """Records stopping signals until the loop begins, because they would kill the run without a message."""
     flag = SignalFlag(tuple(number for number in stopping_signals(config) if number not in _ENDS_AT_ONCE))
     flag.stay()
     return flag
 
 
 class SignalFlag:
-    """Notes that a signal came; the loop looks at it between two steps.
+    """Records a signal; the loop reads it between two steps.
 
     A second Ctrl-C ends the process at once. A signal that is ignored (a job in a script's background) stays ignored.
-    What listens to signals in another thread (`on_sigterm`) does not hear them meanwhile.
+    Listeners in another thread (`on_sigterm`) do not receive the signals meanwhile.
     """
 
     def __init__(self, signals: tuple[signal.Signals, ...]) -> None:
@@ -36,8 +36,8 @@ class SignalFlag:
         self._stays = self._ended = False
         wanted = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._remember) for number in wanted}
-        # Last here and first in `restore`: a signal in between is heard twice and ends the run; it is never lost.
-        self._takes_over = signal.SIGTERM in self._previous  # else who listens to SIGTERM goes on doing so
+        # Last here and first in `restore`: a signal in between is received twice and ends the run; none is lost.
+        self._takes_over = signal.SIGTERM in self._previous  # else an existing listener keeps receiving SIGTERM
         self._listener = signal.set_wakeup_fd(-1) if self._takes_over else -1
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
@@ -48,10 +48,10 @@ class SignalFlag:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def stay(self) -> None:
-        """Keeps the signals handled until the process has ended: one that comes after the last step must not turn a
-        finished run into a killed one. A second SIGTERM then ends the process."""
+        """Keeps the signals handled until the process has ended: a signal after the last step must not turn a finished
+        run into a killed one. A second SIGTERM then ends the process."""
         self._stays = True
-        # Python gives a signal with a handler its default action back before it ends, and leaves an ignored one alone.
+        # At exit Python restores the default action of handled signals, but not of ignored ones.
         atexit.register(self._ignore)
 
     def _ignore(self) -> None:

@@ -1,21 +1,21 @@
-"""Counts the steps that were skipped for an overflow.
+"""Counts the steps that were skipped because of an overflow.
 
-A few are how a dynamic loss scale is found, many are no training.
+A dynamic loss scale causes a few; with many, the model does not learn.
 """
 
 SHARE = 0.1
-"""Of the steps: fewer skipped ones are not worth a warning."""
+"""Fraction of skipped steps below which there is no warning."""
 SEARCH = 50
-"""Steps in which a dynamic scale may still come down from its first value; 2**32 is halved 32 times at most."""
+"""Number of steps in which a dynamic scale may still fall from its initial value; 2**32 is halved 32 times at most."""
 
 
 class SkippedSteps:
-    """Counts within this launch. Iterations passed over by --iterations-to-skip are not counted."""
+    """Counts within this launch. Iterations skipped by --iterations-to-skip are not counted."""
 
     def __init__(self) -> None:
         self._steps = self._skipped = 0
         self._steps_told = self._skipped_told = 0
-        self._told = False  # a line for the first of several bad intervals in a row
+        self._told = False  # only the first of several bad intervals in a row gets a warning
         self._scale = 1.0
 
     def count(self, skipped: bool, loss_scale: float) -> None:
@@ -24,7 +24,7 @@ class SkippedSteps:
         self._scale = loss_scale
 
     def since_last_asked(self) -> str:
-        """The warning about the steps since the last call, if one is due."""
+        """Returns the warning about the steps since the last call, if one is due."""
         steps, skipped = self._steps - self._steps_told, self._skipped - self._skipped_told
         self._steps_told, self._skipped_told = self._steps, self._skipped
         many = self._steps > SEARCH and _many(skipped, steps)
@@ -40,7 +40,7 @@ class SkippedSteps:
     def _line(self, skipped: int, steps: int) -> str:
         return (
             f"{skipped} of {steps} steps were skipped, because their gradients were not finite (loss scale now "
-            f"{self._scale:g}; --initial-loss-scale, --lr and --bf16 are what changes that)"
+            f"{self._scale:g}; change --initial-loss-scale or --lr, or use --bf16)"
         )
 
 

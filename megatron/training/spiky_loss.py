@@ -4,19 +4,19 @@ import math
 from collections import deque
 
 WINDOW = 100
-"""Steps that a loss is compared with, as in Megatron; there they are the first of the run, and here the last."""
+"""Number of steps that a loss is compared with, as in Megatron; there they are the run's first, here the latest."""
 
 
 class SpikyLoss:
-    """Compares losses within this launch: the first step after a resume has nothing to be compared with."""
+    """Compares losses within this launch: the first step after a resume is not compared."""
 
     def __init__(self, factor: float) -> None:
-        """`factor`: a loss is a spike if it is greater than the largest of the window times this."""
+        """`factor`: a loss above this multiple of the window's largest is a spike."""
         self._factor = factor
         self._window: deque[float] = deque(maxlen=WINDOW)
 
     def check(self, loss: float, iteration: int, first_sample: int, last_sample: int) -> str:
-        """The warning about this loss, or nothing. A loss that is not finite is another check's."""
+        """Returns the warning about this loss, or "". A non-finite loss is left to another check."""
         if not math.isfinite(loss):
             return ""
         largest = max(self._window, default=None)

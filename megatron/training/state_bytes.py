@@ -1,4 +1,4 @@
-"""What a rank keeps of the model between steps, in bytes."""
+"""Bytes of model state that a rank keeps between steps."""
 
 from dataclasses import dataclass
 
@@ -9,13 +9,13 @@ _TYPES = {"fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True)
 class StateBytes:
-    """On the device. Padding to whole rows or equal pieces is not counted."""
+    """Bytes on the device. Padding to whole rows or equal pieces is not counted."""
 
     parameters: float
-    """Where weights are divided (ZeRO 2 and 3), the fp32 masters."""
+    """Weights; with ZeRO 2 and 3, the fp32 masters."""
     gradients: float
     optimizer: float
-    """Moments, and masters beside half-precision weights."""
+    """Moments, and masters of half-precision weights."""
 
     @property
     def total(self) -> float:
@@ -25,10 +25,9 @@ class StateBytes:
 def state_bytes(
     config: RunConfig, elements: int, ranks: int, *, offloaded: float = 0.0, on_host: bool = False
 ) -> StateBytes:
-    """The bytes for `elements` parameters, which each of `ranks` data-parallel ranks holds whole, or which they divide
-    under ZeRO (then `ranks` are those of one instance of the optimizer). `offloaded`: the share of the optimizer's
-    state that is elsewhere. `on_host`: parameters are in host memory, where one rank alone keeps them as several do, as
-    masters."""
+    """Bytes for `elements` parameters on a rank. The `ranks` are the data-parallel ones; under ZeRO only the ones of
+    one optimizer instance, which divide the state. A share `offloaded` of the optimizer's state is stored elsewhere.
+    With `on_host` parameters are in host memory; even a single rank then keeps them as masters."""
     half = config.precision.params_dtype != "float32"
     moments = moment_bytes(config.optimizer)
     masters = (2 if config.optimizer.store_param_remainders else 4) if half else 0
@@ -41,16 +40,16 @@ def state_bytes(
 
 
 def copy_bytes(config: RunConfig, elements: int, ranks: int) -> float:
-    """What --async-save keeps in host memory on the rank that has most of it: of `elements` parameters the weights,
-    which one of `ranks` data-parallel ranks writes, and a share of the optimizer's state, with whole masters."""
+    """Bytes of --async-save's copy in host memory, on the rank with the largest. It writes the weights of `elements`
+    parameters, and a share of the optimizer's state (among `ranks` data-parallel ranks), with whole masters."""
     half = config.precision.params_dtype != "float32"
     shared = (4 if half else 0) + moment_bytes(config.optimizer) if config.checkpoint.save_optim else 0
     return (2 if half else 4) * elements + shared * elements / ranks
 
 
 def moment_bytes(optimizer: OptimizerConfig) -> float:
-    """The bytes of the moments of one parameter. For Muon those of parameters that are not matrices, which have the
-    most; for Adafactor those of matrices, without the factored row and column means."""
+    """Bytes of the moments of one parameter. For Muon: of non-matrix parameters, which have the most. For Adafactor: of
+    matrices, without the factored row and column means."""
     if optimizer.optimizer == "sgd":
         return 4 if optimizer.sgd_momentum else 0
     if optimizer.optimizer == "lion":

@@ -1,4 +1,4 @@
-"""When a run stops before its last iteration, and how all ranks agree on it."""
+"""Decides when a run stops before its last iteration; all ranks agree."""
 
 import signal
 import time
@@ -13,16 +13,15 @@ from megatron.utils.device import ToHost
 
 
 class StopConditions:
-    """Asked once after every iteration. Clocks and signals differ between ranks: one rank with a reason is enough.
-
-    What the ranks exchange is read at once, or where steps are asynchronous (`later`) after the next iteration, as a
-    step's outcome is: nobody waits for the device, and all ranks stop one step later.
+    """Reasons to stop, queried once after every iteration. Clocks and signals differ between ranks: one rank with a
+    reason stops all. The ranks' all-reduced flags are read at once. With asynchronous steps (`later`), they are read
+    after the next iteration, as a step's outcome is: no host sync, and all ranks stop one step later.
     """
 
     def __init__(self, run: Run, *, later: bool) -> None:
         self._run, self._config, self._later = run, run.config.training, later
         self._exchanged: ToHost | None = None
-        """By the last iteration: [the largest signal number, 1 if the time of a rank is up]."""
+        """Flags exchanged in the last iteration: [the largest signal number, 1 if a rank's time is up]."""
         signals = stopping_signals(self._config)
         self._signals = SignalFlag(signals) if signals else None
 
@@ -38,7 +37,7 @@ class StopConditions:
         return None
 
     def _of_any_rank(self) -> tuple[int, bool]:
-        """(the signal that any rank received or 0, whether the time of any rank is up)."""
+        """(a signal that some rank received, or 0; whether the time of any rank is up)."""
         minutes = self._config.exit_duration_in_mins
         if self._signals is None and minutes is None:
             return 0, False
@@ -57,7 +56,7 @@ class StopConditions:
         return int(signalled), bool(timed_out)
 
     def listen_until_exit(self, earlier: int) -> None:
-        """Handles signals until the process has ended. `earlier`: the signal that came while the run started, or 0."""
+        """Handles signals until the process has ended. `earlier`: the signal received while the run started, or 0."""
         if self._signals is not None:
             self._signals.received = self._signals.received or earlier
             self._signals.stay()

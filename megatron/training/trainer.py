@@ -1,4 +1,4 @@
-"""The training loop. It reads top to bottom; whatever is optional is a hook."""
+"""Training loop, readable from top to bottom; everything optional is a hook."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -34,13 +34,13 @@ class Trainer:
         self.config, self.engine, self.schedule, self.batch_plan = run.config, engine, schedule, run.batch_plan
         self.train_batches, self.evaluator, self.checkpoints, self.hooks = train_batches, evaluator, checkpoints, hooks
         self.reports = TrainingLog(run, engine, hooks, progress)
-        self._progress = progress  # of the iterations started; `progress` is that of those settled as well
+        self._progress = progress  # counts started iterations; `progress` settles them first
         self._last_result: StepResult | None = None
         self.stop = StopConditions(run, later=engine.asynchronous)
 
     @property
     def progress(self) -> Progress:
-        """Where the run stands. The step in flight is settled first: a skipped one does not move the schedules."""
+        """Position of the run, after settling the step in flight: a skipped step does not advance the schedules."""
         self.engine.settle()
         return self._progress
 
@@ -49,8 +49,8 @@ class Trainer:
         return self.batch_plan.is_finished(self._progress.iteration, self._progress.consumed_train_samples)
 
     def fit(self, iterations: int | None = None) -> StopReason:
-        """Trains to the last iteration or to the first reason to stop, and returns that reason. `iterations`: at most
-        so many."""
+        """Trains to the last iteration or to the first reason to stop, and returns that reason. `iterations`: upper
+        limit of this call."""
         config, progress, timers = self.config, self._progress, self.engine.timers
         last = None if iterations is None else progress.iteration + iterations
         reason: StopReason | None = None
@@ -66,7 +66,7 @@ class Trainer:
             progress.consumed_train_samples += batch_size
             iteration = Iteration(progress.iteration, progress.consumed_train_samples, started)
             if iteration.number in (config.training.iterations_to_skip or ()):
-                self.engine.settle()  # what is reported stays in order
+                self.engine.settle()  # keeps reports in order
                 self.reports.passed_over(iteration)
             else:
                 self.engine.train_step(
@@ -93,11 +93,11 @@ class Trainer:
             self.checkpoints.finish()
         if self.finished:
             reason = StopReason("done", "all iterations are done")
-        reason = reason or StopReason("paused", f"{iterations} iterations were asked for")
+        reason = reason or StopReason("paused", f"{iterations} iterations were requested")
         return replace(reason, warning=self.reports.skipped.of_the_run())
 
     def iterate(self, count: int = 1) -> StepResult | None:
-        """Runs so many iterations and returns what the last step did, for callers that train step by step."""
+        """Runs `count` iterations and returns the last step's result, for callers that train step by step."""
         self._last_result = None
         self.fit(count)
         return self._last_result
@@ -109,7 +109,7 @@ class Trainer:
         return Rates(schedule.lr(samples), schedule.weight_decay(samples), schedule.decoupled_lr(samples))
 
     def _settled(self, iteration: Iteration, result: StepResult) -> None:
-        """Called by the engine as soon as the outcome of the iteration's step is known."""
+        """Records a step's outcome. The engine calls it as soon as the outcome is known."""
         if not result.skipped:
             self._progress.schedule_samples += result.batch_size
         self._last_result = result

@@ -1,4 +1,4 @@
-"""What the iterations of training report: a record of each step for the hooks, and every --log-interval a line."""
+"""Reports training iterations: a record of each step for the hooks, and a log line every --log-interval."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class Iteration:
 
 
 class TrainingLog:
-    """Is told of every iteration in turn. Counts and means are those since the last logged one."""
+    """Receives every iteration in order. Counts and means cover the time since the last logged one."""
 
     def __init__(self, run: Run, engine: Engine, hooks: Sequence[Hook], progress: Progress) -> None:
         self._config, self._batch_plan, self._log = run.config.logging, run.batch_plan, run.log
@@ -70,7 +70,7 @@ class TrainingLog:
         if not (is_logged or is_drawn or self._hooks):
             return
         reported = dict(result.reported)
-        if config.log_params_norm and (is_logged or is_drawn):  # a collective, so all ranks decide alike
+        if config.log_params_norm and (is_logged or is_drawn):  # a collective, so all ranks must decide alike
             reported["params_norm"] = self._engine.optimizer.params_norm().item()
         record = self._record(iteration, result, reported)
         for hook in self._hooks:
@@ -87,14 +87,14 @@ class TrainingLog:
             self._skipped = self._not_finite = 0
 
     def _log_times(self, mine: Mapping[str, float]) -> None:
-        """Logs the times of an iteration's phases over all ranks. A collective, so only when asked for."""
+        """Logs the times of an iteration's phases over all ranks, a collective. A no-op at --timing-log-level 0."""
         config = self._config
         if config.timing_log_level > 0:
             times = all_gather_json(dict(mine), self._engine.parallel.world, dict[str, float])
             self._log.info(*render_times(times, config.timing_log_option).split("\n"))
 
     def _log_memory(self, iteration: int) -> None:
-        """Logs the memory of the rank that uses most. A collective, so only when asked for."""
+        """Logs the memory of the rank that uses most, with a collective. A no-op without --log-memory-interval."""
         config = self._config
         if config.log_memory_interval is None or iteration % config.log_memory_interval:
             return

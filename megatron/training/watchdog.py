@@ -1,4 +1,4 @@
-"""Watches the ranks of a training run by their heartbeats: a rank that is lost is named, and the others end."""
+"""Watches the ranks of a run by their heartbeats: if a rank is lost, the others name it and end."""
 
 import sys
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from megatron.utils.log import print_line
 
 @dataclass
 class Position:
-    """The iteration and the phase that this rank is in. The heartbeat's thread reads it."""
+    """Iteration and phase of this rank, read by the heartbeat's thread."""
 
     parts: Parts | None = None
 
@@ -31,8 +31,8 @@ class Position:
 
 @contextmanager
 def watched(run: Run, record: ExitRecord) -> Iterator[Position]:
-    """Wraps the work of a rank: SIGTERM ends it with a line and a record, and so does the loss of another rank if there
-    is a --heartbeat-timeout-seconds."""
+    """Wraps a rank's work. SIGTERM ends it with a message and a record, as does the loss of another rank if
+    --heartbeat-timeout-seconds is set."""
     position, patience = Position(), run.config.runtime.heartbeat_timeout_seconds
 
     def end(error: MegatronError, speaks: bool) -> None:
@@ -45,7 +45,7 @@ def watched(run: Run, record: ExitRecord) -> Iterator[Position]:
         sys.stdout.flush()
         sys.stderr.flush()
 
-    # With --exit-signal-handler the loop takes the signal over, from its first step to its last.
+    # With --exit-signal-handler the loop handles the signal from its first step to its last.
     if run.launch.world_size == 1 or not patience:
         with on_sigterm(lambda: end(TerminatedError(by_sigterm(position())), True)):
             yield position

@@ -12,8 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron.commands import as_typed_here
 from megatron.errors import ConfigError, InterruptError, MegatronError
-from megatron.utils.help import Entry, Help, more
+from megatron.utils.help import Help, HelpEntry, more
 from megatron.utils.loading import before_torch
 from megatron.utils.log import escape_unprintable, print_line, print_lines
 from megatron.utils.nearest_flag import nearest_flag
@@ -33,11 +34,14 @@ class Parser(argparse.ArgumentParser):
     With a `first_screen`, --help prints that; --help WORD and --help-all print the flags.
     """
 
-    def __init__(self, first_screen: str = "", **options: Any) -> None:
-        super().__init__(allow_abbrev=False, add_help=not first_screen, **options)
-        self._first_screen = first_screen
+    def __init__(self, first_screen: str = "", *, prog: str | None = None, **options: Any) -> None:
+        super().__init__(prog=prog and as_typed_here(prog), allow_abbrev=False, add_help=not first_screen, **options)
+        self._first_screen = as_typed_here(first_screen)
         self.register("action", None, _Once)
         self.register("type", Path, _path)
+
+    def format_help(self) -> str:
+        return as_typed_here(super().format_help())
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message[:1].lower()}{message[1:]}; see --help".removeprefix("argument "))
@@ -67,12 +71,12 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{flag}: no such flag; {hint}" if flag.startswith("-") else f"{word}: not a flag; {hint}")
 
 
-def _entry(section: str, action: argparse.Action) -> Entry:
+def _entry(section: str, action: argparse.Action) -> HelpEntry:
     several = " ..." if action.nargs in ("+", "*") else ""
     named = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.metavar or action.dest.upper()
     marks = " [required]" if action.required else ""
     value = "" if action.nargs == 0 else f"{named}{several}"
-    return Entry(section, tuple(action.option_strings), value, f"{action.help or ''}{marks}".strip())
+    return HelpEntry(section, tuple(action.option_strings), value, f"{action.help or ''}{marks}".strip())
 
 
 class _Once(argparse.Action):
@@ -140,7 +144,7 @@ def run_tool(name: str, job: Callable[[], int | None]) -> int:
     escape_unprintable(sys.stdout)
     try:
         try:
-            return _exit_code(name, job)
+            return _exit_code(as_typed_here(name), job)
         finally:  # also after SystemExit of --help: a failing flush at interpreter exit would print a traceback
             sys.stdout.flush()
     except BrokenPipeError:
@@ -193,7 +197,7 @@ def run_tool_module(module: str) -> int:
 
 
 def explained(error: BaseException) -> MegatronError | None:
-    """Returns the error for a path that no file system accepts, or for a missing dependency; None for others."""
+    """Returns the one-line error for an invalid path or a missing dependency; None for any other exception."""
     if isinstance(error, OSError) and error.errno in _NO_PATH:
         return ConfigError(f"{error.filename}: {error.strerror}; name another path")
     module = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""

@@ -1,5 +1,5 @@
 """Process-wide CPU settings, made once at start: the allocator and the library of fp32 products. Results keep full
-precision. docs/design/018-cpu-settings.md says why these settings belong to the process and not to an object.
+precision. docs/design/018-cpu-settings.md explains why these settings belong to the process and not to an object.
 """
 
 import ctypes
@@ -47,7 +47,7 @@ def set_allocator(choice: str) -> str:
     kept = all(
         (libc.mallopt(_M_MMAP_MAX, 0), libc.mallopt(_M_TRIM_THRESHOLD, _NEVER), libc.mallopt(_M_TOP_PAD, _TOP_PAD))
     )
-    assert kept, "glibc refused a value that it documents"
+    assert kept, "glibc rejected a value that it documents"
     where = ", in large pages" if _ask_for_large_pages(libc) else ""
     return f"CPU memory: kept for the next tensor when freed{where}; --cpu-allocator system returns it, and is slower"
 
@@ -119,7 +119,7 @@ def processor_is_amd(cpuinfo: Path = _CPUINFO) -> bool:
 
 
 def has_bf16_products(cpuinfo: Path = _CPUINFO) -> bool:
-    """True if the processor has bf16 products, or if the system does not say."""
+    """True if the processor has bf16 products, or if the system does not report its features."""
     words = _words(cpuinfo)
     return not words or not words.isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))
 
@@ -182,8 +182,8 @@ def _products_marked(precision: str) -> Iterator[None]:
 
 
 def fp32_products_unmarked() -> AbstractContextManager[None]:
-    """Suspends the oneDNN setting of `set_fp32_products`. It speeds up large products, but those of a few rows take up
-    to twice as long with it."""
+    """Suspends the oneDNN setting of `set_fp32_products`. It speeds up large products, but small ones (a few rows) take
+    up to twice as long with it."""
     return _products_marked("ieee")
 
 

@@ -14,7 +14,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """True if a folder holds a model of `transformers`, or its configuration or weights alone. An adapter counts, too,
+    """True if a folder holds a model of `transformers`, or only its configuration or weights. An adapter counts, too,
     so that callers can report what it is or lacks."""
     if (folder / _TRACKER).exists():
         return False
@@ -43,7 +43,7 @@ def refuse_hugging_face(folder: Path) -> None:
 
 
 def is_hub_name(text: str) -> bool:
-    """True for OWNER/NAME, and for NAME alone."""
+    """True for OWNER/NAME, and for a bare NAME."""
     return _HUB_NAME.fullmatch(text) is not None
 
 

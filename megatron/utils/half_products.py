@@ -2,7 +2,7 @@
 
 On such a CPU torch multiplies fp16 number by number, 30 to 100 times slower than fp32, and bf16 at a quarter of fp32's
 speed. The kernels here widen the factors, multiply in fp32 and round the result once. Factors and results keep their
-dtype, so a loss scale has the same effect as on a GPU. docs/design/018-cpu-settings.md says why this belongs to the
+dtype, so a loss scale has the same effect as on a GPU. docs/design/018-cpu-settings.md explains why this belongs to the
 process.
 """
 

@@ -12,7 +12,7 @@ _INDENT = " " * 24
 
 
 @dataclass(frozen=True)
-class Entry:
+class HelpEntry:
     """One flag as help prints it."""
 
     section: str
@@ -25,7 +25,7 @@ class Entry:
 @dataclass(frozen=True)
 class Help:
     first_screen: str
-    entries: tuple[Entry, ...]
+    entries: tuple[HelpEntry, ...]
     last_line: str = ""
     """Printed after flags."""
 
@@ -59,7 +59,7 @@ class Help:
         names = [part for entry in self.entries for name in entry.spellings for part in name.strip("-").split("-")]
         return list(dict.fromkeys([*(entry.section for entry in self.entries), *filter(str.isalpha, names)]))
 
-    def _sections(self, entries: Iterable[Entry]) -> str:
+    def _sections(self, entries: Iterable[HelpEntry]) -> str:
         by_section: dict[str, list[str]] = {}
         for entry in entries:
             by_section.setdefault(entry.section, []).extend(_lines(entry))
@@ -67,7 +67,7 @@ class Help:
         return "\n\n".join([*parts, *([self.last_line] if self.last_line else [])])
 
 
-def _lines(entry: Entry) -> list[str]:
+def _lines(entry: HelpEntry) -> list[str]:
     head = ", ".join(entry.spellings) + (f" {entry.value}" if entry.value else "")
     heads = textwrap.wrap(head, WIDTH, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
     text = textwrap.wrap(entry.text, WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TextIO
 
+from megatron.commands import as_typed_here
 from megatron.errors import printable
 
 
@@ -54,4 +55,4 @@ class RankLog:
 
     def warn(self, text: str) -> None:
         """Prints one line of limited length on rank 0: it may quote what a user or a file gave."""
-        self.info(printable(f"warning: {text}"))
+        self.info(printable(as_typed_here(f"warning: {text}")))

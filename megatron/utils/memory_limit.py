@@ -43,7 +43,7 @@ def _group_limits(root: Path) -> list[int]:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None for "max", and for files that are not there."""
+    """The number in a file; None for "max" and for absent files."""
     try:
         text = path.read_text(encoding="ascii").strip()
     except (OSError, ValueError):

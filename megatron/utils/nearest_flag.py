@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 _TOO_COMMON = 8
-"""A word in more spellings than this says little about what was meant: "num", "size", "use"."""
+"""Largest number of spellings with a word, beyond which it is too common to suggest a flag: "num", "size", "use"."""
 
 
 def nearest_flag(typed: str, spellings: Sequence[str]) -> str | None:

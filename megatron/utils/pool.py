@@ -1,7 +1,7 @@
 """Runs tasks in a pool of worker processes, notices the death of a worker at once and knows the task it had.
 
 Each worker has its own pipe and one task at a time. Pools of the standard library hang when a worker is killed
-(`multiprocessing.Pool`), or cannot say which task it had (`concurrent.futures`). Workers end when the parent dies.
+(`multiprocessing.Pool`), or cannot tell which task it had (`concurrent.futures`). Workers end when the parent dies.
 
 On Linux the workers are forked before the parent opens an output or starts a thread, and share its loaded tokenizer. So
 32 of them start in a fraction of a second and use little memory. Elsewhere they are spawned.

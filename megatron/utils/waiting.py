@@ -134,7 +134,7 @@ def spinning_while_idle(threads: int) -> Iterator[None]:
 
 
 def loaded_gomps() -> list[ctypes.CDLL]:
-    """The libgomp of torch and those of other libraries; none if torch's threads are those of another library."""
+    """Lists the loaded libgomp libraries, torch's and others; empty if torch uses another OpenMP library."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return [ctypes.CDLL(path) for path in sorted({line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line})]
 

@@ -2,7 +2,7 @@
 
 Nothing is replayed. A point is a moment of a rank's host or device. All ranks end if the graph has no cycle and if
 every joint operation is done by all its ranks. No code is shared with `megatron/prove/order/waits.py` and
-`agreement.py`; docs/scale.md has the rules.
+`agreement.py`; docs/proofs.md has the rules.
 """
 
 from __future__ import annotations

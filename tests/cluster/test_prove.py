@@ -140,7 +140,7 @@ def test_an_error_and_a_death_in_a_worker(monkeypatch: pytest.MonkeyPatch, capsy
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--workers", "2"], "--workers 2: is for --cluster N; remove it"),
+        (["--workers", "2"], "--workers 2: has no effect without --cluster N; remove it"),
         (["--cluster", "64", "--steps", "2"], "--cluster 64: trains nothing, so --steps has no effect; remove it"),
         (["--cluster", "63"], "63 processes that were"),
         (["--cluster", "1"], "--cluster"),

@@ -89,7 +89,7 @@ def test_a_pickle_is_refused_and_executes_nothing(tmp_path: Path) -> None:
     said, _ = run_ranks(2, sends_a_pickle, proof)
     assert not proof.exists()
     for line in said.splitlines():
-        assert line.startswith("rank 1 sent something that is no message of this program (") and "same version" in line
+        assert line.startswith("rank 1 sent data that is not a message of this program (") and "same version" in line
     pickle.loads(pickle.dumps(Evil(proof)))
     assert proof.exists(), "the planted pickle does execute where somebody loads it"
 

@@ -97,7 +97,7 @@ def test_a_world_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]
     code, rows = planned([*flags(tensor_model_parallel_size=2), "--dry-run-ranks", "3"], capsys)
     assert code == 2 and "--tensor-model-parallel-size 2 does not divide" in rows["error"]
     assert pretrain_here([*flags(), "--dry-run-ranks", "3"]) == 2
-    assert "--dry-run-ranks 3: is for one process with --dry-run" in capsys.readouterr().err
+    assert "--dry-run-ranks 3: requires one process with --dry-run" in capsys.readouterr().err
 
 
 def test_a_model_of_ones_own_is_not_split() -> None:

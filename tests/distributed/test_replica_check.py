@@ -82,10 +82,10 @@ TIED, QKV = "embedding.word_embeddings.weight", "layers.1.self_attention.query_k
 
 # case: flags, poked rank, parameter, element, what the message names
 POKED = {
-    "norm over tp": (TINY, layout(tp=2), 3, "layers.1.input_layernorm.weight", 5, "rank 3 not as ranks 0, 1, 2"),
-    "split weight over dp": (TINY, layout(tp=2), 2, "layers.0.mlp.dense_h_to_4h.weight", 7, "rank 2 not as rank 0"),
-    "tied table over stages": (TINY, layout(tp=2, pp=2), 2, TIED, 0, "rank 2 not as rank 0"),
-    "shared key": (LLAMA, layout(tp=4), 1, QKV, -1, "rank 1 not as ranks 0, 2, 3"),
+    "norm over tp": (TINY, layout(tp=2), 3, "layers.1.input_layernorm.weight", 5, "rank 3 from ranks 0, 1, 2"),
+    "split weight over dp": (TINY, layout(tp=2), 2, "layers.0.mlp.dense_h_to_4h.weight", 7, "rank 2 from rank 0"),
+    "tied table over stages": (TINY, layout(tp=2, pp=2), 2, TIED, 0, "rank 2 from rank 0"),
+    "shared key": (LLAMA, layout(tp=4), 1, QKV, -1, "rank 1 from ranks 0, 2, 3"),
 }
 
 
@@ -93,7 +93,9 @@ POKED = {
 def test_one_bit_is_found_and_named(case: str) -> None:
     family, axes, rank, name, element, who = POKED[case]
     (message,) = ends(4, flags(**family, **axes), rank, name, element)
-    assert message.startswith("--check-replicas-every, iteration 4: ") and f"the copies of {name} " in message, message
+    assert message.startswith("--check-replicas-every, iteration 4: ") and f"the replicas of {name} " in message, (
+        message
+    )
     assert who in message
 
 

@@ -152,10 +152,10 @@ def test_a_folder_without_tokenizer_is_told(tmp_path: Path) -> None:
     make_model(folder)
     argv = command(folder, write_data(tmp_path / "data"), **PLAIN)
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=r"holds a Hugging Face model without tokenizer.json; copy the model's own"):
+    with pytest.raises(ConfigError, match=r"holds a Hugging Face model without tokenizer.json; copy the model's"):
         read_settings(argv)
     config = read_settings([*argv, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(ROWS)])
-    assert any(line.endswith("(qwen2): the model's shape and vocabulary are the folder's") for line in config.notices)
+    assert any(line.endswith("(qwen2): the model's shape and vocabulary are taken from it") for line in config.notices)
 
 
 def test_settings_come_from_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,7 +217,7 @@ def test_the_tokenizer_can_be_left_out_of_checkpoints(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"finetune": None}, "has weights and nothing to resume; add --finetune"),
+        ({"finetune": None}, "has only weights and cannot be resumed; add --finetune"),
         ({"num_layers": 3}, r"--num-layers 3 \(flag\) and 2 of the checkpoint disagree; remove it$"),
         ({"ckpt_step": 3}, "--ckpt-step 3: .*without steps and a manifest; remove it"),
         ({"skip_hash": True}, "--skip-hash: .*remove it"),

@@ -158,7 +158,7 @@ def arguments(tmp_path: Path, patience: int = 3, **more: object) -> list[str]:
 
 @pytest.mark.parametrize("whom", [0, 1])
 @pytest.mark.parametrize(
-    ("how", "words"), [("kill", "ended without a word"), ("stop", "is stopped (SIGSTOP, or a debugger)")]
+    ("how", "words"), [("kill", "ended without an error message"), ("stop", "is stopped (SIGSTOP, or a debugger)")]
 )
 def test_a_lost_rank_is_named(how: str, words: str, whom: int, tmp_path: Path, started: list[Ranks]) -> None:
     """Rank 0 keeps the store through which the ranks talk. Some ranks load torch themselves: what torch's C++ code
@@ -180,7 +180,8 @@ def test_a_lost_rank_is_named(how: str, words: str, whom: int, tmp_path: Path, s
 
 @pytest.mark.parametrize("whom", [0, 1])
 @pytest.mark.parametrize(
-    ("how", "words"), [("no connection", "Connect timeout [planted]"), ("kill connecting", "ended without a word")]
+    ("how", "words"),
+    [("no connection", "Connect timeout [planted]"), ("kill connecting", "ended without an error message")],
 )
 def test_ranks_do_not_wait_for_one_that_cannot_connect(
     how: str, words: str, whom: int, tmp_path: Path, started: list[Ranks]
@@ -199,7 +200,7 @@ def test_a_rank_in_another_collective_is_named(tmp_path: Path, started: list[Ran
     started.append(ranks)
     assert set(ranks.codes()) == {16}
     (said,) = ranks.said()
-    assert "left a collective out or made one too many" in said and "rank 1" in said and "step 4" in said, said
+    assert "skipped or added a collective" in said and "rank 1" in said and "step 4" in said, said
     assert "all_reduce" in said and "barrier" in said and " over world" in said
     assert json.loads((tmp_path / "ckpt" / "exit_reason.json").read_text())["exit_code"] == 16
 
@@ -211,7 +212,7 @@ def test_a_rank_that_skips_a_collective_does_not_stay_unnoticed(tmp_path: Path, 
     codes = ranks.codes()
     assert 0 not in codes and set(codes) <= {16, 17, -6}
     (said,) = ranks.said()
-    assert "left out" in said and "rank " in said and "step " in said and " over " in said, said
+    assert "missing collective" in said and "rank " in said and "step " in said and " over " in said, said
 
 
 def test_a_rank_that_is_alive_and_stuck_is_named_when_the_time_of_a_collective_is_up(
@@ -241,7 +242,7 @@ def test_an_error_of_a_ranks_own_stays_the_cause(whom: int, tmp_path: Path, star
     codes = ranks.codes()
     assert codes[whom] == 1 and codes[1 - whom] == 17
     assert "ValueError: planted" in ranks.errors[whom].read_text()
-    assert not any("without a word" in line for line in ranks.said())
+    assert not any("without an error message" in line for line in ranks.said())
     assert json.loads((tmp_path / "ckpt" / "exit_reason.json").read_text())["reason"] == "ValueError"
 
 
@@ -284,7 +285,7 @@ def test_under_torchrun_the_cause_is_said_before_the_launcher_ends_the_others(
     done = launch([how, str(whom), *argv], ranks=3, script=script, timeout=2 * BOUND)
     assert done.returncode != 0 and time.monotonic() - started < BOUND
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
-    assert "ended without a word" in said and " is at step " in said and "all_reduce" in said, done.stderr
+    assert "ended without an error message" in said and " is at step " in said and "all_reduce" in said, done.stderr
     assert how == "skip" or f": rank {whom} (process " in said, said
     assert not re.search(r"exitcode\W+-15", done.stderr), "nobody went without a look at the others"
     assert json.loads((tmp_path / "ckpt" / "exit_reason.json").read_text())["exit_code"] == 17

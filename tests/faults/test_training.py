@@ -179,7 +179,7 @@ def test_ctrl_c_is_one_line(ranks: int, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=BOUND)
     assert process.returncode == (130 if ranks == 1 else 1)
-    line = "error: interrupted (SIGINT); start again with --load to go on from the last checkpoint\n"
+    line = "error: interrupted (SIGINT); start again with --load to continue from the last checkpoint\n"
     assert err.count(line) == 1 and "KeyboardInterrupt" not in err and "[rank" not in err, err
     assert ranks > 1 or err == line
     record = json.loads((tmp_path / "exit_reason.json").read_text())

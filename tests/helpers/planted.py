@@ -151,8 +151,8 @@ def headers_ahead(command: tuple[str, ...]) -> tuple[str, ...]:
 
 @cache
 def standard_headers() -> str:
-    """A header that includes everything that the kernels use of the C++ library, and the vector instructions."""
-    texts = [path.read_text() for path in builder().sources() if path.stem not in ("torch", "binding")]
+    """A header that includes all that the kernels include of the C++ library, and the vector instructions."""
+    texts = [path.read_text() for path in builder().sources() if path.stem not in ("torch", "binding", "stable")]
     names = {name for text in texts for name in re.findall(r"^#include <([a-z]+)>$", text, re.M)}
     intrinsics = "#if defined(__x86_64__)\n#include <immintrin.h>\n#endif\n"
     return "".join(f"#include <{name}>\n" for name in sorted(names)) + intrinsics

@@ -15,6 +15,7 @@
 
 import argparse
 import ast
+import inspect
 import json
 import re
 from collections import Counter
@@ -81,6 +82,11 @@ def _joined(node: ast.expr) -> str | None:
     return None
 
 
+def _without_code(docstring: str) -> str:
+    """Leaves out indented lines, which are commands and code."""
+    return "\n".join(line for line in inspect.cleandoc(docstring).splitlines() if not line.startswith("    "))
+
+
 def _is_string(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
@@ -112,7 +118,8 @@ def python_texts(source: str, path: str, messages: bool) -> Iterator[Text]:
         inside.update(map(id, ast.walk(node)))
         kind = "docstring" if id(node) in documentation else "help" if id(node) in helps else "message"
         if kind == "docstring" or (messages and len(re.findall(r"[A-Za-z]{2,} ", text)) >= 3):
-            found.append(Text(path, node.lineno, kind, " ".join(text.split())))
+            prose = _without_code(text) if kind == "docstring" else text
+            found.append(Text(path, node.lineno, kind, " ".join(prose.split())))
     yield from sorted(found, key=lambda text: text.line)
 
 

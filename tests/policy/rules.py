@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # DESIGN: imports point down, never to a sibling of the same level. errors.py and version.py are below everything.
 LEVELS = {
+    "commands": -2,
     **dict.fromkeys(["errors", "version"], -1),
     **dict.fromkeys(["layout", "pipeline_schedules", "tokenizer_types", "utils"], 0),
     **dict.fromkeys(["config", "ops", "state", "torch_files"], 1),
@@ -29,8 +30,8 @@ LEVELS = {
     # Packages around the core: each imports the core, but the core imports none of them.
     **dict.fromkeys(["interop", "prove", "report"], 9),
     "compat": 10,
-    "cli": 11,
-    "pretrain": 12,
+    "pretrain": 11,
+    "cli": 12,
 }
 # Parts that other distributions have in the namespace `megatron`: NVIDIA's megatron-core, megatron-bridge and
 # megatron-energon, and the rest of a Megatron-LM checkout.

@@ -26,6 +26,7 @@ def test_no_measure_rises_and_what_fell_stays_accepted() -> None:
         ("Returns " + "a long tail of words " * 7 + "at last.", ["long"]),
         ("Returns `" + "code in backticks is left out as it stands " * 5 + "`.", []),
         ("Returns " + "one list. And " * 20 + "that is all.", []),
+        ("Returns a sum.\n\n            " + "python tool.py --flag # whoever " * 9 + "\n", []),
     ],
 )
 def test_a_docstring_is_measured(text: str, expected: list[str]) -> None:

@@ -45,7 +45,7 @@ def newest_first(saves: Iterable[tuple[int, str, int]]) -> list[tuple[int, str, 
 
 @dataclass(frozen=True)
 class Search:
-    """The search of one rank. All ranks make the same calls."""
+    """Finds the newest complete local step, with the shares that this rank sees. All ranks make the same calls."""
 
     store: ReplicaFolder
     world: Axis

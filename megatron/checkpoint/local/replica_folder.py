@@ -64,7 +64,7 @@ def place_of(directory: Path) -> str:
 
 @dataclass(frozen=True)
 class ReplicaFolder:
-    """The local steps of a run, as rank `rank` sees them."""
+    """Folder of a run's local checkpoints on the machine of rank `rank`."""
 
     root: Path
     rank: int
@@ -79,7 +79,7 @@ class ReplicaFolder:
 
     @property
     def duties(self) -> tuple[int, ...]:
-        """The ranks whose shares this one writes."""
+        """The ranks whose shares this rank writes: its own and its copies."""
         return self.copies.group(self.rank)
 
     @property
@@ -87,8 +87,8 @@ class ReplicaFolder:
         return tuple(sorted({rank for mate in self.mates for rank in self.copies.group(mate)}))
 
     def keep_only(self, step: int | None) -> list[str]:
-        """Removes all other steps: each rank those that it wrote, and the first rank of a place those of ranks that
-        only an earlier layout had. A leftover step only costs disk space, so a failure is a warning."""
+        """Removes all other steps. Each rank removes what it wrote; the first rank of a directory also removes shares
+        of ranks that only an earlier layout had. A leftover step only costs disk space, so a failure is a warning."""
         try:
             self._remove_all_but(step)
         except OSError as error:
@@ -105,7 +105,7 @@ class ReplicaFolder:
             retention.keep_only(share.rank_directory(self.root, rank), step)
 
     def shares(self) -> list[tuple[int, Path]]:
-        """(step, directory) of every share at this place, the newest first."""
+        """Lists (step, directory) of every share in this directory, the newest first."""
         found = [
             (step, paths.step_directory(directory, step))
             for _, directory in share.rank_directories(self.root)

@@ -68,7 +68,7 @@ class LocalSave(Save):
         return Committed(sum(all_gather_json(own.size, self.parallel.world, int)), tuple(messages))
 
     def _exchange(self, mine: bytes, to: int, source: int) -> None:
-        """Sends this rank's share to one rank, and receives that of another. All ranks call it."""
+        """Sends this rank's share to one rank and receives another rank's share. All ranks call it."""
         world = self.parallel.world
         received = swap(world, mine, to, source)
         theirs = run_on_all(lambda: share.decode(received, self._target), world)

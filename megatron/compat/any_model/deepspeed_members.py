@@ -17,7 +17,7 @@ class Instead:
 
 
 def _of_key(path: str) -> Instead:
-    """Returns what the table of configuration keys says about a key."""
+    """Returns the note on a key from the table of configuration keys."""
     key = keys_by_path()[path]
     return Instead(f"{path} has no effect here: {key.line}" if key.line else f"not supported; {key.way_out}")
 
@@ -124,7 +124,7 @@ METHODS: Mapping[str, Any] = MappingProxyType(
         "deepspeed_io": Instead(
             "give training_data= to megatron.compat.initialize(), or make a DataLoader with a DistributedSampler"
         ),
-        "dynamic_loss_scale_args": Instead("read engine.cur_scale; the settings are those of fp16 in your config"),
+        "dynamic_loss_scale_args": Instead("read engine.cur_scale; the settings are in the fp16 block of your config"),
         "get_sequence_parallel_group": _ONE_AXIS,
         "load_module_state_dict": Instead("use engine.module.load_state_dict(state), with whole tensors"),
         "load_moe_state_dict": Instead("use engine.load_checkpoint(directory)"),
@@ -164,7 +164,7 @@ ATTRIBUTES: Mapping[str, Any] = MappingProxyType(
         "dist_backend": Instead("use torch.distributed.get_backend()"),
         "losses": Instead("keep what engine.backward(loss) returns"),
         "monitor": Instead("nothing is sent by the engine; log what you need from your loop"),
-        "collate_fn": Instead("it is that of the loader: engine.training_dataloader"),
+        "collate_fn": Instead("read it from the loader: engine.training_dataloader"),
         "training_data": Instead("it is the dataset that you gave to megatron.compat.initialize()"),
         "param_names": Instead("use engine.module.named_parameters()"),
         "client_lr_scheduler": Instead("use engine.lr_scheduler"),

@@ -17,7 +17,7 @@ from megatron.utils.log import RankLog
 
 @dataclass
 class Calls:
-    """State of the calls so far. Not attributes of the engine, because those of an nn.Module are slow to set."""
+    """State of the calls so far. Not attributes of the engine, because attributes of an nn.Module are slow to set."""
 
     micro_steps: int = 0
     global_steps: int = 0

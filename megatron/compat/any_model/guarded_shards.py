@@ -25,7 +25,7 @@ def _guarded_shard() -> Any:
     from torch.distributed.tensor import DTensor  # which takes long to import
 
     class GuardedShard(DTensor):
-        """DTensor that names the fix where torch only says that it is not a plain tensor."""
+        """DTensor whose errors name the fix; torch's only report that it is not a plain tensor."""
 
         __slots__ = ()
 

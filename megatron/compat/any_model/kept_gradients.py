@@ -38,8 +38,8 @@ class KeptGradients(BucketStore):
 
     @property
     def counts_lacking(self) -> bool:
-        """True if `reduce` also reports to all ranks that one of them lacked a gradient. (The message of a divided
-        buffer has no element for the count.)"""
+        """True if `reduce` also reports to all ranks that one of them lacked a gradient. (False if buffers are divided,
+        because their messages do not carry the count.)"""
         return all(bucket.count is not None for bucket in self._buckets)
 
     def some_rank_lacked(self) -> bool:

@@ -24,7 +24,7 @@ def lines_at_start(precision: PrecisionConfig) -> Iterator[str]:
 
 
 def line_after_skips(scale: float, precision: PrecisionConfig) -> str:
-    """Returns the line after `SEVERAL` skipped updates in a row. `scale` is that of the next update."""
+    """Returns the line after `SEVERAL` skipped updates in a row. `scale`: the next update's."""
     said = f"{SEVERAL} updates in a row were skipped: the loss scale is {_shown(scale)}"
     more = _more_halvings(scale)
     if more:

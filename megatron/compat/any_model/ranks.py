@@ -86,7 +86,7 @@ def shutdown_at_exit() -> None:
 
 
 def _own_local_rank() -> int:
-    """Returns the local rank in a group that the user opened: the launcher's, or that of ranks on one machine."""
+    """Returns the local rank in a group that the user opened: the launcher's, else rank modulo devices."""
     with suppress(ConfigError):
         launch = LaunchInfo.detect()
         if launch.world_size == dist.get_world_size():

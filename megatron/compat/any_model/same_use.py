@@ -4,7 +4,7 @@ If ranks gather different layers of the same size, each gets halves of both, and
 by itself, so each parameter's number records the passes that used it, and ranks compare these once per step.
 
 If the layers have different sizes, gloo ends the process when the message arrives. Ranks that use different layers do
-so from the first step on, so they compare before every gather in that step. Later this would cost a message each.
+so from the first step on, so they compare before every gather, but only in that step, as each compare costs a message.
 """
 
 from collections.abc import Iterable

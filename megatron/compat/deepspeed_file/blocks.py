@@ -18,7 +18,7 @@ def decide_scheduler(reading: FileReading) -> None:
 
 
 def _rate_of_the_flag(reading: FileReading) -> None:
-    """Uses --lr as WarmupDecayLR's highest rate if the file leaves that to the flags, as WarmupLR does. DeepSpeed's
+    """Uses --lr as WarmupDecayLR's highest rate if the file leaves that to the flags, as for WarmupLR. DeepSpeed's
     default of 0.001 is for a missing key."""
     key, rate = "scheduler.params.warmup_max_lr", reading.stronger.get("lr", reading.given.get("optimizer.params.lr"))
     kind = reading.stronger.get("lr_schedule", reading.given.get("scheduler.type"))
@@ -92,6 +92,6 @@ DECISIONS = (decide_optimizer, decide_scheduler, decide_precision, decide_offloa
 
 
 def without_booleans(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Replaces `"zero_optimization": true` of older files by the block that it stands for."""
+    """Replaces `"zero_optimization": true` of older files by the equivalent block."""
     value = content.get("zero_optimization")
     return {**content, "zero_optimization": {"stage": int(value)}} if isinstance(value, bool) else content

@@ -21,7 +21,7 @@ def here(key: Key) -> str:
         asked = (
             "unless its `enabled` is `false`" if key.kind == "block" else f"unless {neutral}" if neutral else "always"
         )
-        return f"refused {asked}: {key.way_out}"
+        return f"rejected {asked}: {key.way_out}"
     if not key.field:
         return key.meaning
     setting = settings_by_name()[key.field]

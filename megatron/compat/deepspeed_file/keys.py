@@ -1,4 +1,4 @@
-"""Descriptions of keys of DeepSpeed's JSON: the type of a value, and the setting, notice or refusal it becomes."""
+"""Descriptions of keys of DeepSpeed's JSON: the type of a value, and the setting, notice or error it becomes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ KINDS: Mapping[Kind, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """Row of the table. A key sets a field, has no effect (with a notice), is refused, or is decided with its block.
+    """Row of the table. A key sets a field, has no effect (with a notice), is rejected, or is decided with its block.
 
     A block that has only one row (members.py lists its keys) has no effect while its `enabled` is false.
     """
@@ -44,7 +44,7 @@ def within(path: str, *keys: Key) -> tuple[Key, ...]:
 
 
 def block(path: str, *keys: Key) -> tuple[Key, ...]:
-    """Returns the row of a block, and those of its keys."""
+    """Returns the row of a block, and the rows of its keys."""
     return (Key(path=path, kind="block"), *within(path, *keys))
 
 

@@ -51,7 +51,7 @@ REST = (
         no_effect("tag_validation", "text", "ranks always agree on the step that they save"),
         no_effect("load_universal", "switch", "a checkpoint loads into any layout"),
         refused("use_node_local_storage", "switch", "all ranks use one folder; leave it out", False),
-        no_effect("parallel_write", "block", "each model-parallel rank writes its own file"),
+        no_effect("parallel_write", "block", "every rank writes its own share"),
     ),
     no_effect("vocabulary_size", "whole", "the tokenizer sets it, see --vocab-size"),
     no_effect("graph_harvesting", "switch", "see --cuda-graphs"),

@@ -42,7 +42,7 @@ def _complete_schedule(assignments: Assignments, stronger: Mapping[str, Any]) ->
 
 
 def _compare(assignments: Assignments, other: Assignments, refusals: Refusals) -> None:
-    """Lets flags replace values of the file, with a notice; refuses another file that disagrees."""
+    """Lets flags replace values of the file, with a notice; rejects another file that disagrees."""
     for name in assignments.values.keys() & other.values.keys():
         mine, theirs = assignments.values[name], other.values[name]
         if mine == theirs:

@@ -33,7 +33,7 @@ GROUPS: Mapping[str, tuple[Key, ...]] = MappingProxyType(
 def keys_by_path() -> Mapping[str, Key]:
     rows = [key for group in GROUPS.values() for key in group]
     table = {key.path: key for key in rows}
-    assert len(table) == len(rows), "a key stands twice in the table"
+    assert len(table) == len(rows), "a key is in the table twice"
     return MappingProxyType(table)
 
 

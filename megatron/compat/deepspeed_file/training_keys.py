@@ -49,7 +49,7 @@ OPTIMIZER = (
         decided(
             "type",
             "text",
-            "`--optimizer`: AdamW and Adam are adam; SGD, Lion and Muon keep their names; others are refused",
+            "`--optimizer`: AdamW and Adam are adam; SGD, Lion and Muon keep their names; others are rejected",
         ),
         no_effect("legacy_fusion", "switch", _ONE_OPTIMIZER),
         *block(

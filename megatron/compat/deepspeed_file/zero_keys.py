@@ -25,7 +25,7 @@ COMMUNICATION = (
     no_effect("sparse_gradients", "switch", "gradients of embeddings are dense, which changes no result"),
     no_effect("disable_allgather", "switch", "how weights are gathered changes no result"),
     no_effect("use_data_before_expert_parallelism", "switch", "the order of ranks changes no result"),
-    no_effect("comms_logger", "block", "see --profile and docs/scale.md for what is communicated"),
+    no_effect("comms_logger", "block", "see docs/scale.md for bytes between ranks, and --profile"),
 )
 
 ZERO = (
@@ -39,7 +39,7 @@ ZERO = (
             "how ranks communicate changes no result",
         ),
         no_effect("contiguous_gradients", "switch", "gradients always live in contiguous buffers"),
-        sets("reduce_bucket_size", "whole", "ddp_bucket_size", "default: our own bucket size"),
+        sets("reduce_bucket_size", "whole", "ddp_bucket_size", "default: 40 million"),
         no_effect("allgather_bucket_size sub_group_size", "whole", _BUCKETS),
         no_effect("round_robin_gradients", "switch", "each rank copies its own share of the gradients"),
         no_effect("parameter_alignment", "switch", "how buffers are laid out changes no result"),
@@ -63,17 +63,16 @@ ZERO = (
         refused(
             "zero_hpz_partition_size",
             "whole",
-            "no group of ranks keeps a second copy of the weights; leave it out, or use "
-            "--num-distributed-optimizer-instances of pretrain_gpt.py, which gives each group a full copy of what is "
-            "sharded",
+            "no group of ranks keeps a second copy of the weights; leave it out, or give pretrain_gpt.py "
+            "--num-distributed-optimizer-instances",
             0,
             1,
         ),
         refused(
             "mics_shard_size",
             "whole",
-            "leave it out, and give pretrain_gpt.py --num-distributed-optimizer-instances: data-parallel ranks / this "
-            "size",
+            "leave it out; give pretrain_gpt.py --num-distributed-optimizer-instances (data-parallel ranks / this "
+            "size)",
             -1,
         ),
         refused("zeropp_loco_param", "block", "it rounds communicated values; leave it out"),
@@ -121,8 +120,8 @@ OFFLOAD = (
             decided(
                 "device",
                 "text",
-                "`--remote-device`; no effect below stage 3, as in DeepSpeed (a notice says so); nvme is refused at "
-                "stage 3",
+                "`--remote-device`; no effect below stage 3, as in DeepSpeed, with a notice; nvme is rejected at stage "
+                "3",
             ),
             no_effect("pin_memory", "switch", _PINNED),
             no_effect("nvme_path", "text", "parameters are not kept in files"),

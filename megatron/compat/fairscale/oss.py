@@ -202,6 +202,6 @@ def _check_arguments(params: Any, optim: Any, default: Mapping[str, Any]) -> Non
     unknown = [name for name in default if name not in known and not open_ended]
     if unknown:
         raise ConfigError(
-            f"OSS: {unknown[0]}: neither {optim.__name__} nor OSS has this option (ranks are those of the process "
-            f"group); leave it out: {right}"
+            f"OSS: {unknown[0]}: neither {optim.__name__} nor OSS has this option (the process group decides "
+            f"the ranks); leave it out: {right}"
         )

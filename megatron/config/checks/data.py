@@ -74,7 +74,7 @@ def check_fill_in_the_middle(config: RunConfig) -> None:
     if config.tokenizer.tokenizer_type == "NullTokenizer" or (
         data.mock_data and config.tokenizer.tokenizer_type is None and config.tokenizer.vocab_file is None
     ):
-        raise ConfigError("--fim-data: cuts text, but this run has no text tokenizer; give one, or leave it out")
+        raise ConfigError("--fim-data: needs a text tokenizer, and this run has none; give one, or leave it out")
 
 
 def check_sources(config: RunConfig) -> None:

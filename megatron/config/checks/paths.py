@@ -45,11 +45,6 @@ def _wrong_paths(config: RunConfig) -> Iterator[ConfigError]:
     if unusable:
         return  # the checks below would fail for the same reason
     told: set[tuple[Path, str]] = set()  # a prefix has two files; reporting one is enough
-    for blend in filter(None, dict.fromkeys(data_sources(config.data).blends)):
-        for prefix in () if config.data.sft else blend.prefixes:
-            if (fix := fix_of_prefix(config, blend.flag, prefix)) is not None and not Path(prefix + ".idx").exists():
-                told.add((Path(prefix + ".idx").parent, Path(prefix + ".idx").stem))
-                yield ConfigError(f"{blend.flag} {prefix}: {fix}")
     for flag, path, hint in _named_files(config):
         line = _wrong_file(f"{flag} {path}", path, hint)
         if line is not None and (path.parent, path.stem) not in told:
@@ -57,6 +52,10 @@ def _wrong_paths(config: RunConfig) -> Iterator[ConfigError]:
             yield ConfigError(line)
     for blend in filter(None, dict.fromkeys(data_sources(config.data).blends)):
         yield from (ConfigError(fetch_first(blend.flag, prefix)) for prefix in blend.prefixes if "://" in prefix)
+        fixes = (
+            {} if config.data.sft else {prefix: fix_of_prefix(config, blend.flag, prefix) for prefix in blend.prefixes}
+        )
+        yield from (ConfigError(f"{blend.flag} {prefix}: {fix}") for prefix, fix in fixes.items() if fix is not None)
     model = config.tokenizer.tokenizer_model
     if model is not None and not Path(model).exists():
         yield ConfigError(
@@ -122,6 +121,6 @@ def _named_files(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
             if data.sft:
                 yield blend.flag, Path(prefix), "give a JSONL file of conversations"
                 continue
-            for suffix in (".idx", ".bin"):
+            for suffix in () if fix_of_prefix(config, blend.flag, prefix) else (".idx", ".bin"):
                 file = Path(prefix + suffix)
                 yield blend.flag, file, "" if file.exists() else prefix_meant(prefix)

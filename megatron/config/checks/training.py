@@ -84,7 +84,7 @@ def check_warmup(config: RunConfig) -> None:
 def _check_wsd(config: RunConfig, unit: str, decay: int, warmup: float) -> None:
     wsd = getattr(config.schedule, f"lr_wsd_decay_{unit}")
     if wsd is None:
-        raise ConfigError(f"--lr-decay-style WSD: needs the length of its last part; add --lr-wsd-decay-{unit}")
+        raise ConfigError(f"--lr-decay-style WSD: needs the length of its final decay; add --lr-wsd-decay-{unit}")
     if wsd > decay:
         raise ConfigError(
             f"{spelled(config, f'lr_wsd_decay_{unit}')} is longer than the schedule of {decay} {unit}; shorten it"

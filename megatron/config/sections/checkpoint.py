@@ -54,7 +54,8 @@ class CheckpointConfig:
     )
     skip_hash: bool = _load_flag(
         False,
-        "Skip the checksum test before loading, which reads every file once more. File sizes are always compared.",
+        "Do not verify checksums. On a CPU most bytes are hashed as they are read; on an accelerator files are read "
+        "once more. File sizes are always compared.",
         cli_only=True,
     )
     perform_initialization: bool = _load_flag(

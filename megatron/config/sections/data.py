@@ -160,7 +160,7 @@ class DataConfig:
     fim_fragment_rate: float | None = flag(
         None, "Share of fragments that are rearranged, with --fim-split-sample.", at_least=0, at_most=1, needs=(_FIM,)
     )
-    fim_no_prefix: str | None = flag(None, "Prefix of texts that are not rearranged.", needs=(_FIM,))
+    fim_no_prefix: str | None = flag(None, "Documents that begin with this text are not rearranged.", needs=(_FIM,))
     fim_prefix_token: str = flag("<fim_prefix>", "Token before the prefix.", needs=(_FIM,))
     fim_middle_token: str = flag("<fim_middle>", "Token before the middle.", needs=(_FIM,))
     fim_suffix_token: str = flag("<fim_suffix>", "Token before the suffix.", needs=(_FIM,))
@@ -229,7 +229,7 @@ class TokenizerConfig:
     )
     vocab_size: int | None = flag(
         None,
-        "Vocabulary size of NullTokenizer and --mock-data. Otherwise the tokenizer's, or that of --load if larger.",
+        "Vocabulary size of NullTokenizer and --mock-data. Else the tokenizer's, or a larger one of the --load model.",
         at_least=1,
         at_most=INT32,
     )
@@ -241,7 +241,7 @@ class TokenizerConfig:
     )
     tiktoken_num_special_tokens: int = flag(
         1000,
-        "Number of special ids of TikTokenizer, before those of its ranks.",
+        "Number of special ids of TikTokenizer; they precede the ids of its ranks file.",
         at_least=3,
         at_most=INT32,
         needs=(_read_by_types("tiktoken_num_special_tokens"),),

@@ -68,9 +68,9 @@ class DeepSpeedSchedulerConfig:
         0.0, "Decay after the cycle: the rate is --cycle-min-lr / (1 + this x steps / --decay-step-size).", at_least=0.0
     )
     cycle_first_step_size: int = flag(2000, "Length of the cycle's rise.", at_least=1)
-    cycle_second_step_size: int | None = flag(None, "Length of the cycle's fall. Unset: that of the rise.", at_least=1)
+    cycle_second_step_size: int | None = flag(None, "Length of the cycle's fall. Unset: like the rise.", at_least=1)
     cycle_first_stair_count: int = flag(0, "Stairs of the rise. 0: continuous.", at_least=0)
-    cycle_second_stair_count: int | None = flag(None, "Stairs of the fall. Unset: those of the rise.", at_least=0)
+    cycle_second_stair_count: int | None = flag(None, "Stairs of the fall. Unset: as many as the rise.", at_least=0)
     decay_step_size: int = flag(0, "Unit of the decay after the cycle, in steps. 0: no decay.", at_least=0)
     cycle_momentum: bool = flag(
         False,

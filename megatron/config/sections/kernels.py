@@ -12,11 +12,11 @@ _LAYER_NORM = Need("--normalization LayerNorm", lambda run: run.model.normalizat
 
 @dataclass(frozen=True, kw_only=True)
 class KernelsConfig:
-    kernels: str = flag("auto", "Kernels: auto, native or ref, and operations to leave out, as in auto,-rope.")
+    kernels: str = flag("auto", "auto, native (csrc/) or ref (plain PyTorch). auto,-rope: without the rope kernel.")
     compile: bool = flag(
         False,
-        "Compile every transformer layer with torch.compile. This fuses elementwise operations; starting takes a "
-        "minute longer.",
+        "Compile every transformer layer with torch.compile. This fuses elementwise operations; the first step takes "
+        "longer.",
         excludes=excludes(
             "tensor_model_parallel_size",
             "pipeline_model_parallel_size",
@@ -30,22 +30,22 @@ class KernelsConfig:
             way_out="leave --compile out",
         ),
     )
-    masked_softmax_fusion: bool = flag(True, "Short for -softmax in --kernels.", off="--no-masked-softmax-fusion")
+    masked_softmax_fusion: bool = flag(True, "Unfuse softmax: -softmax in --kernels.", off="--no-masked-softmax-fusion")
     bias_swiglu_fusion: bool = flag(
-        True, "Short for -swiglu in --kernels.", off="--no-bias-swiglu-fusion", needs=(_SWIGLU,)
+        True, "Unfuse SwiGLU: -swiglu in --kernels.", off="--no-bias-swiglu-fusion", needs=(_SWIGLU,)
     )
-    bias_dropout_fusion: bool = flag(True, "Short for -bias_dropout_add in --kernels.", off="--no-bias-dropout-fusion")
-    rope_fusion: bool = flag(True, "Short for -rope in --kernels.", off="--no-rope-fusion", needs=(ROPE,))
+    bias_dropout_fusion: bool = flag(True, "Unfuse it: -bias_dropout_add in --kernels.", off="--no-bias-dropout-fusion")
+    rope_fusion: bool = flag(True, "Unfuse RoPE: -rope in --kernels.", off="--no-rope-fusion", needs=(ROPE,))
     gradient_accumulation_fusion: bool = flag(
-        True, "Short for -wgrad_accumulation in --kernels.", off="--no-gradient-accumulation-fusion"
+        True, "Unfuse it: -wgrad_accumulation in --kernels.", off="--no-gradient-accumulation-fusion"
     )
     persist_layer_norm: bool = flag(
-        True, "Short for -layer_norm in --kernels.", off="--no-persist-layer-norm", needs=(_LAYER_NORM,)
+        True, "Unfuse LayerNorm: -layer_norm in --kernels.", off="--no-persist-layer-norm", needs=(_LAYER_NORM,)
     )
     use_flash_attn: bool = flag(False, "Short for --attention-backend flash.")
     attention_backend: str = flag(
         "auto",
-        "Implementation of the core attention.",
+        "Core attention. flash, fused: PyTorch's SDPA, flash or cuDNN first; unfused, local: the plain formula.",
         choices=("auto", "flash", "fused", "unfused", "local"),
         excludes=excludes("use_flash_attn", own=lambda run: run.kernels.attention_backend not in ("auto", "flash")),
     )

@@ -51,9 +51,12 @@ class LoggingConfig:
     log_throughput: bool = flag(
         False, "Report TFLOP/s per device.", status="no-op", note="throughput is always reported"
     )
-    timing_log_level: int = flag(0, "Timers to log. 0: the iteration; 1: its parts; 2: all.", choices=(0, 1, 2))
+    timing_log_level: int = flag(0, "Timers to log. 0: iteration only; 1: also its parts; 2: all.", choices=(0, 1, 2))
     timing_log_option: str = flag(
-        "minmax", "Ranks whose timers are reported.", choices=("max", "minmax", "all"), needs=(_TIMERS,)
+        "minmax",
+        "Times of the slowest rank, both extremes, or all.",
+        choices=("max", "minmax", "all"),
+        needs=(_TIMERS,),
     )
     wandb_project: str | None = flag(None, "Weights & Biases project. Turns Weights & Biases on.")
     wandb_exp_name: str | None = flag(None, "Weights & Biases run name.", needs=(_WANDB,))

@@ -52,7 +52,7 @@ class ModelConfig:
     )
     max_position_embeddings: int = flag(
         0,
-        "Rows of the learned position table, at least --seq-length. RoPE only records it.",
+        "Rows of the learned position table, at least --seq-length. Only recorded with RoPE.",
         at_least=1,
         at_most=INT32,
     )
@@ -94,7 +94,7 @@ class ModelConfig:
     )
     yarn_factor: float = flag(
         1.0,
-        "YaRN: ratio of the context to that of the original training.",
+        "YaRN: context length divided by the original training's.",
         aliases=("--yarn-rotary-scaling-factor",),
         at_least=1.0,
         needs=(_YARN,),
@@ -145,8 +145,8 @@ class ModelConfig:
     )
     window_size: tuple[int, ...] | None = flag(
         None,
-        "Window of sliding-window attention: LEFT RIGHT, the tokens besides the query's own. Mistral's window w is "
-        "w-1 0.",
+        "Sliding-window attention: each query sees LEFT tokens before and RIGHT tokens after its own. Mistral's window "
+        "w is w-1 0.",
         nargs="+",
     )
     swiglu: bool = flag(False, "Use a gated SiLU MLP.", excludes=excludes("squared_relu", "openai_gelu", **_ACTIVATION))

@@ -57,7 +57,7 @@ class MoEConfig:
         at_least=1,
     )
     moe_router_topk_scaling_factor: float | None = _expert_flag(
-        None, "Factor on a token's weights. Needs sigmoid scores or --moe-router-pre-softmax.", above=0.0
+        None, "Factor on each token's expert weights. Needs sigmoid scores or --moe-router-pre-softmax.", above=0.0
     )
     moe_router_dtype: str | None = _expert_flag(
         None, "Data type of routers. Unset: logits in the model's type, scores in fp32.", choices=("fp32", "fp64")
@@ -78,7 +78,7 @@ class MoEConfig:
     moe_router_enable_expert_bias: bool = _expert_flag(
         False, "Balance experts by a bias on the scores that select them. Needs sigmoid scores."
     )
-    moe_router_bias_update_rate: float = flag(1e-3, "Step of the expert bias.", at_least=0.0, needs=(_EXPERT_BIAS,))
+    moe_router_bias_update_rate: float = flag(1e-3, "Bias change per step.", at_least=0.0, needs=(_EXPERT_BIAS,))
     moe_expert_capacity_factor: float | None = _expert_flag(
         None,
         "Capacity of an expert as a multiple of its even share of each sequence's tokens; it drops the rest. "

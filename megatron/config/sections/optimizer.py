@@ -109,7 +109,7 @@ class OptimizerConfig:
     )
     optimizer_offload_fraction: float = flag(
         1.0,
-        "Share of the optimizer's state that is offloaded, in whole gradient buckets. Above 0, at least one.",
+        "Share of the optimizer's state that is offloaded, rounded to whole gradient buckets, at least one if above 0.",
         at_least=0.0,
         at_most=1.0,
         needs=(_OFFLOAD,),
@@ -140,7 +140,7 @@ class OptimizerConfig:
     muon_num_ns_steps: int = _muon_flag(5, "Number of Newton-Schulz steps of Muon.", at_least=1, at_most=99)
     muon_coefficient_type: str = _muon_flag(
         "quintic",
-        "Coefficients of the Newton-Schulz steps. simple: those of torch.optim.Muon.",
+        "Coefficients of the Newton-Schulz steps. simple: as in torch.optim.Muon.",
         choices=("simple", "quintic", "polar_express", "aol"),
     )
     muon_scale_mode: str = _muon_flag(
@@ -158,8 +158,8 @@ class OptimizerConfig:
     )
     muon_tp_mode: str = flag(
         "distributed",
-        "Orthogonalisation of matrices that tensor parallelism splits. They are always orthogonalised whole, by one "
-        "rank.",
+        "Method for matrices that tensor parallelism splits. There is one: a single rank orthogonalises the whole "
+        "matrix.",
         choices=("distributed", "duplicated"),
         refused={"blockwise": "updates of each rank's part would depend on the layout; leave it out"},
         status="no-op",
@@ -273,12 +273,12 @@ class ScheduleConfig:
     lr_warmup_init: float = flag(0.0, "Learning rate at the start of the warm-up.", at_least=0.0, needs=(_WARMUP,))
     lr_wsd_decay_style: str = flag(
         "exponential",
-        "Shape of WSD's last part.",
+        "Shape of WSD's final decay.",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
         needs=(_WSD,),
     )
-    lr_wsd_decay_iters: int | None = flag(None, "Length of WSD's last part in steps.", at_least=1, needs=(_WSD,))
-    lr_wsd_decay_samples: int | None = flag(None, "Length of WSD's last part in samples.", at_least=1, needs=(_WSD,))
+    lr_wsd_decay_iters: int | None = flag(None, "Length of WSD's final decay in steps.", at_least=1, needs=(_WSD,))
+    lr_wsd_decay_samples: int | None = flag(None, "Length of WSD's final decay in samples.", at_least=1, needs=(_WSD,))
     override_opt_param_scheduler: bool = flag(
         False,
         "Use the command line's learning-rate schedule on resume.",

@@ -39,7 +39,7 @@ def _gathering(asking: str) -> Iterator[Exclude]:
         ("cuda_graphs", "a graph needs fixed addresses, and gathered weights have none"),
         ("compile", "the combination is untested"),
         ("store_param_remainders", "the sharded weights are the fp32 masters"),
-        ("optimizer_offload_fraction", "with sharded weights all of the optimizer's state is offloaded, or none"),
+        ("optimizer_offload_fraction", "with sharded weights all of the optimizer's state is offloaded or none"),
     ):
         yield Exclude(other=other, why=why, own=lambda run: run.parallel.zero_asked.get(asking, 0) >= 2)
 
@@ -47,7 +47,7 @@ def _gathering(asking: str) -> Iterator[Exclude]:
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     tensor_model_parallel_size: int = flag(
-        1, "Number of ranks per layer.", aliases=("--model-parallel-size",), at_least=1, at_most=LARGEST_WORLD
+        1, "Ranks that split each layer.", aliases=("--model-parallel-size",), at_least=1, at_most=LARGEST_WORLD
     )
     pipeline_model_parallel_size: int = flag(1, "Number of pipeline stages.", at_least=1, at_most=LARGEST_WORLD)
     pipeline_schedule: str | None = flag(
@@ -94,7 +94,7 @@ class ParallelConfig:
         "Split norms and dropout along the sequence over the tensor-parallel ranks.",
         needs=(_SEVERAL_TENSOR_RANKS,),
     )
-    context_parallel_size: int = flag(1, "Number of ranks per sequence.", at_least=1, at_most=LARGEST_WORLD)
+    context_parallel_size: int = flag(1, "Ranks that split each sequence.", at_least=1, at_most=LARGEST_WORLD)
     cp_comm_type: tuple[str, ...] = flag(
         ("p2p",),
         "Method of context-parallel attention. p2p, a2a+p2p: ring attention; a2a: each rank computes some of the "
@@ -180,8 +180,8 @@ class ParallelConfig:
     )
     remote_device: str = flag(
         "none",
-        "Place of each rank's parameter shard between passes, with --zero-stage 3. cpu: host memory, which then also "
-        "holds gradients, masters and moments, and computes the update.",
+        "Place of each rank's parameter shard between passes, with --zero-stage 3. cpu: host memory, also for "
+        "gradients, masters and moments; the CPU then computes the update.",
         choices=("none", "cpu", "nvme"),
         needs=(_ZERO_3,),
     )

@@ -20,14 +20,16 @@ class RuntimeConfig:
     distributed_timeout_minutes: float = flag(10, "Timeout of a collective.", above=0.0, at_most=525_600)
     heartbeat_timeout_seconds: float = flag(
         20,
-        "Longest time without a heartbeat of a rank. Then the run ends and names the rank. 0 turns heartbeats off.",
+        "Seconds without a heartbeat after which a rank is lost: the run ends and names it. 0 turns heartbeats off.",
         at_least=0.0,
         at_most=86_400,
     )
     local_rank: int | None = flag(
         None, "Local rank, set by torch.distributed.launch. Must agree with LOCAL_RANK.", at_least=0, cli_only=True
     )
-    config: str | None = flag(None, "YAML file of settings. Flags override it.", cli_only=True)
+    config: str | None = flag(
+        None, "YAML file of settings, or the name of one in configs/; flags override it.", cli_only=True
+    )
     deepspeed: bool = flag(
         False,
         "Read settings from --deepspeed_config.",
@@ -74,7 +76,7 @@ class RuntimeConfig:
     )
     device_memory: str | None = flag(
         None,
-        "Memory of one accelerator, such as 80GB or 80GiB: the plan is for accelerators and says whether the run fits.",
+        "Memory of one accelerator, such as 80GB or 80GiB. --dry-run then reports whether the run fits such devices.",
         cli_only=True,
     )
 

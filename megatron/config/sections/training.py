@@ -45,7 +45,7 @@ class TrainingConfig:
         excludes=excludes(*_GROWING_BATCH, why="the latter changes it during the run"),
     )
     rampup_batch_size: tuple[int, ...] | None = flag(
-        None, "Ramp-up START INCREMENT SAMPLES: from START to --global-batch-size over SAMPLES samples.", nargs=3
+        None, "START INCREMENT SAMPLES: grow from START to --global-batch-size over SAMPLES samples.", nargs=3
     )
     step_batch_size_schedule: tuple[str, ...] | None = flag(
         None,
@@ -56,7 +56,7 @@ class TrainingConfig:
     )
     train_iters: int | None = flag(
         None,
-        "Number of steps to train, or give --train-samples.",
+        "Steps to train, or give --train-samples.",
         at_least=1,
         excludes=(
             *excludes("train_samples"),
@@ -69,7 +69,7 @@ class TrainingConfig:
         ),
     )
     train_samples: int | None = flag(
-        None, "Number of samples, or give --train-iters.", at_least=1, excludes=(*_in_other_unit("iters"),)
+        None, "Samples to train, or give --train-iters.", at_least=1, excludes=(*_in_other_unit("iters"),)
     )
     exit_interval: int | None = flag(None, "Save and stop when the iteration is a multiple of this.", at_least=1)
     exit_duration_in_mins: float | None = flag(None, "Save and stop after this many minutes.", above=0.0)
@@ -93,7 +93,7 @@ class TrainingConfig:
         0, "Iterations between two collections under --manual-gc. 0: never.", at_least=0, needs=(_MANUAL_GC,)
     )
     manual_gc_eval: bool = flag(
-        True, "Do not collect around evaluations.", off="--no-manual-gc-eval", needs=(_MANUAL_GC,)
+        True, "Do not collect garbage around evaluations.", off="--no-manual-gc-eval", needs=(_MANUAL_GC,)
     )
     check_for_nan_in_loss_and_grad: bool = flag(
         True, "Do not stop on a NaN or infinity in loss or gradient.", off="--no-check-for-nan-in-loss-and-grad"

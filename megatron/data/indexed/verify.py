@@ -174,7 +174,7 @@ def _look_at_tokens(data: IndexedDataset, rules: _Rules, position: int, ids: np.
     seen.ends += int(np.count_nonzero(marked))
     if rules.must_end and not marked.all():
         at = int(places[np.argmin(marked)])
-        wanted = f"does not end with the end-of-document token {rules.eod_id}, as its record says, but with"
+        wanted = f"does not end with the end-of-document token {rules.eod_id} of its record, but with"
         seen.damage = _at(data, position, at, f"it {wanted} {int(ids[at])}")
 
 

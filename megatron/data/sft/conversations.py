@@ -19,7 +19,7 @@ Say = Callable[[str], None]
 
 
 class ConversationEncoder(Protocol):
-    """Encoder of conversations by a chat template, such as that of `megatron.tokenizer.chat`."""
+    """Encoder of conversations by a chat template, such as `megatron.tokenizer.chat`."""
 
     @property
     def fingerprint(self) -> str:

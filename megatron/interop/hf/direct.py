@@ -36,8 +36,8 @@ def load_hugging_face(
     moe_config: MoEConfig | None,
     log: Log,
 ) -> LoadedState:
-    """Fills `params` in place, cast to their dtypes. All ranks call it; only the first one calls `log`. `take` is that
-    of `in_memory`. A rank reads its slices; of tensors with checksums it also reads its share whole."""
+    """Fills `params` in place, cast to their dtypes. All ranks call it; only the first one calls `log`. `take`: see
+    `in_memory`. A rank reads its slices, and a share of the tensors that have checksums as a whole, to verify them."""
     number, count = share(lambda: identity_of((file.path for file in weights_files(folder, None)), ""), parallel.world)
 
     def load() -> list[str]:

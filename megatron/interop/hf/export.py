@@ -70,8 +70,8 @@ def plan_export(
     shard_bytes: int = SHARD_BYTES,
     as_bin: bool = False,
 ) -> Export:
-    """Chooses the family, and checks that the checkpoint holds exactly that model. Uses `token_ids`, those of the
-    tokenizer, unless the model was imported: then it keeps the ids that it came with."""
+    """Chooses the family, and checks that the checkpoint holds exactly that model. Uses the tokenizer's
+    `token_ids`, unless the model was imported: then it keeps the ids that it came with."""
     saved = found.manifest
     if "model" not in saved.config:
         raise CheckpointError(f"{found.directory} holds no configuration of a GPT; only GPTs can be exported")

@@ -44,7 +44,7 @@ class Family(ABC):
     buffers: ClassVar[tuple[str, ...]] = ()
     """Endings of buffers that old versions of transformers saved, which hold no weights."""
     always_biased: ClassVar[bool] = False
-    """True if its linear layers have biases whatever config.json says."""
+    """True if its linear layers have biases regardless of config.json."""
     tied_by_default: ClassVar[bool] = False
     """Meaning of a config.json without tie_word_embeddings."""
     rebuilds_tokenizer: ClassVar[bool] = False
@@ -182,7 +182,7 @@ def refuse_unless(values: Mapping[str, Any], **expected: Any) -> None:
 
 
 def other_wirings(config: ModelConfig, *, parallel: bool = False, norms: str = "before") -> Lacking:
-    """Lists settings of wirings that the family lacks. `norms`: where its norms stand; `parallel`: supported."""
+    """Lists layer wirings that the family lacks. `norms`: its --norm-placement; `parallel`: has parallel residuals."""
     return [
         ("--apply-residual-connection-post-layernorm", config.apply_residual_connection_post_layernorm),
         (f"--norm-placement {config.norm_placement}", config.norm_placement != norms),

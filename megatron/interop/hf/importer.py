@@ -124,7 +124,7 @@ def _check_tied(source: HuggingFaceFolder) -> None:
     words, head = source.family.table(WORD_TABLE), source.family.table(HEAD_TABLE)
     if source.config.tied and head in source.files and not torch.equal(source.tensor(head), source.tensor(words)):
         raise CheckpointError(
-            f"{source.folder}: tie_word_embeddings says that {head} is {words}, but the two differ; set it to false "
+            f"{source.folder}: tie_word_embeddings states that {head} is {words}, but the two differ; set it to false "
             "in config.json, or save the model without the wrong one"
         )
 

@@ -21,7 +21,7 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 class Origin:
     model_type: str
     token_ids: Mapping[str, Any]
-    """Ids as in config.json: an id, several, or null. Ids that it leaves out are left out."""
+    """Ids as in config.json: an id, several, or null. Ids that are absent there are absent here."""
     generation: Mapping[str, Any] | None
     """Whole content of generation_config.json, if there is one."""
 

@@ -74,8 +74,8 @@ def compare_tokenizer(expected: Expected, advice: str) -> str:
 
 
 def check_folder(folder: Path, run: TokenizerFiles | None) -> str:
-    """Raises unless `transformers` reads a folder's tokenizer as the run `run` does that exported it, or as its own
-    tokenizer.json says if that is None. Returns one line."""
+    """Raises unless `transformers` reads a folder's tokenizer as `run` does, the run that exported it; without `run`,
+    as the folder's own tokenizer.json defines. Returns one line."""
     if not folder.is_dir():
         raise ConfigError(f"--check {folder}: no such directory; give an exported folder")
     if importlib.util.find_spec("transformers") is None:

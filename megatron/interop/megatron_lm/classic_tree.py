@@ -45,7 +45,7 @@ class ModelChunk:
     key: str
     """Key in the file: `model`, or `model0` and so on."""
     tensors: Mapping[str, Any]
-    """Tensors by flat name, in the order of the file, which is that of the model's parameters there."""
+    """Tensors by flat name, in the order of the file, which is the order of Megatron-LM's parameters."""
 
     @cached_property
     def layers(self) -> int:
@@ -73,7 +73,7 @@ class ClassicTree:
     pp: int
     ep: int
     checks: MemberChecks | None
-    """Checks of the bytes of all its files."""
+    """Checksum tests of the files; None if they are skipped."""
 
     @property
     def first(self) -> TorchFile:
@@ -163,7 +163,7 @@ class ClassicTree:
             return ((min(tp * shape[0], size), min((tp + 1) * shape[0], size)),)
         if row.shape[row.split_dim] % self.tp:
             raise CheckpointError(
-                f"{self.directory}: {parameter.name} has {row.shape[row.split_dim]} parts to split over {self.tp} ranks"
+                f"{self.directory}: {parameter.name} does not divide: {row.shape[row.split_dim]} parts, {self.tp} ranks"
             )
         return even_ranges(size, self.tp, tp)
 
@@ -194,7 +194,7 @@ class ClassicTree:
                 rows = slice(None, None, max(len(words) // _ROWS_COMPARED, 1))
                 if copy.shape != words.shape or (copy[rows] - words[rows]).norm() > 0.5 * words[rows].norm():
                     raise CheckpointError(
-                        f"{self.directory}: its {name} differs from its token embedding, but its args say that they "
+                        f"{self.directory}: its {name} differs from its token embedding, but its args state that they "
                         "are tied (untie_embeddings_and_output_weights)"
                     )
 
@@ -242,7 +242,7 @@ def open_tree(directory: Path, checks: MemberChecks | None) -> ClassicTree:
     told = args.get("tensor_model_parallel_size"), args.get("pipeline_model_parallel_size")
     if any(type(size) is int and size != found for size, found in zip(told, sizes, strict=False)):
         raise MissingPartError(
-            f"{directory} is incomplete: its args say TP {told[0]}, PP {told[1]}, its folders are of "
+            f"{directory} is incomplete: its args have TP {told[0]}, PP {told[1]}, its folders are of "
             f"TP {sizes[0]}, PP {sizes[1]}"
         )
     tp, pp, ep = sizes

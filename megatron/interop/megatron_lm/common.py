@@ -54,7 +54,7 @@ def _put(content: dict[str, Any], names: list[str], value: Any) -> None:
 
 
 def _with_numbers(file: TorchFile, value: Any) -> Any:
-    """Replaces tensors of one element by numbers, because readers of the merged entries do not know their files."""
+    """Replaces one-element tensors by numbers, because callers cannot tell which file an entry came from."""
     if isinstance(value, dict):
         return {key: _with_numbers(file, each) for key, each in value.items()}
     if isinstance(value, list):

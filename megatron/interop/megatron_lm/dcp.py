@@ -90,7 +90,7 @@ class DistDirectory:
         found = file.tensor(file.content)
         if found.dtype != tensor.dtype or tuple(found.shape) != chunk.sizes:
             raise CheckpointError(
-                f"{file.path}: {key} is {found.dtype} {tuple(found.shape)}, but {METADATA} says {tensor.dtype} "
+                f"{file.path}: {key} is {found.dtype} {tuple(found.shape)}, but in {METADATA} {tensor.dtype} "
                 f"{chunk.sizes}"
             )
         return found
@@ -168,7 +168,7 @@ def _tensor(
             continue
         place = places.get((key, offsets))
         if place is None:
-            raise PickleRefused(f"it does not say where the chunk of {key[:60]} at {offsets} is")
+            raise PickleRefused(f"it does not state where the chunk of {key[:60]} at {offsets} is")
         if prod(sizes) * dtype.itemsize > place.length:
             raise PickleRefused(f"it has a chunk of {key[:60]} that is larger than its bytes")
         if chunks.setdefault(offsets, Chunk(offsets, sizes, place)).sizes != sizes:

@@ -128,7 +128,7 @@ def _positions(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def _yarn(args: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the YaRN settings. Megatron-LM's attention factor is the quotient of two factors of one form. It rotates
-    the whole head, whatever rotary_percent says."""
+    the whole head, regardless of rotary_percent."""
     factor, attention = float(args["yarn_rotary_scaling_factor"]), args.get("yarn_attention_factor")
     by_default = _attention_factor(factor, 1.0)
     whole, part = args.get("yarn_mscale"), args.get("yarn_mscale_all_dim")
@@ -183,7 +183,7 @@ def padded_rows(args: Mapping[str, Any]) -> int | None:
 
 
 def true_vocabulary(args: Mapping[str, Any], rows: int) -> int:
-    """Returns the true number of rows of a table with `rows` padded ones, or `rows` if the args do not say."""
+    """Returns the true number of rows of a table with `rows` padded ones, or `rows` if the args lack it."""
     value = args.get("vocab_size")
     if type(value) is not int:
         return rows

@@ -31,7 +31,7 @@ _SCALER = {"scale", "growth_tracker", "hysteresis_tracker"}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Tensor of the optimizer: an object that stands for it in a file, or a part of a vector there."""
+    """Optimizer tensor in a file: a whole stored tensor, or the part from `start` of a stored vector."""
 
     file: TorchFile
     stored: Any
@@ -139,7 +139,7 @@ def _numbered(tree: ClassicTree, at: ModelRank, state: Any, apart: bool) -> Iter
     halves = [[w for w in names if file.dtype(_stored(tree, at, w)) in _HALF] for names in in_groups]
     halves = [names for names in halves if names]
     if not isinstance(masters, list) or [len(m) for m in masters if m] != [len(names) for names in halves]:
-        raise _refused(tree, "its full-precision copies are not those of its parameters")
+        raise _refused(tree, "its full-precision copies do not match its parameters")
     for copies, names in zip([m for m in masters if m], halves, strict=True):
         yield from ((where, "master", copy) for copy, where in zip(copies, names, strict=True))
 
@@ -186,7 +186,7 @@ def _of_link(link: _Link, by_chunk: Any, file: TorchFile) -> Iterator[tuple[tupl
             file.is_tensor(vectors[0].get(kind)) and len(file.shape(vectors[0][kind])) == 1 for kind in _VECTORS
         )  # fmt: skip
         if not known:
-            raise _refused(tree, f"{DISTRIBUTED} is of a version whose order is unknown")
+            raise _refused(tree, f"{DISTRIBUTED} was written by a version whose order is unknown")
         sizes = [prod(_shape(tree, at, (chunk.key, name))) for name in names]
         starts = _starts(sizes, vectors[0].get(_UNPADDED))
         if starts is None:
@@ -217,7 +217,7 @@ def _starts(sizes: list[int], held: Any) -> list[int] | None:
 
 def extra_state(state: Any, iteration: int, file: TorchFile) -> dict[str, Any]:
     """Returns the counters of our optimizer: updates made, loss scale. Optimizers in a chain are updated together, so
-    the first one with a count has that of all."""
+    the first count found is the count of all."""
     chain = _in_chain(state)
     scalers = (plain_values(one.get("grad_scaler")) or {} for one in chain)
     scaler = next((each for each in scalers if isinstance(each, dict) and each.keys() >= _SCALER), {})

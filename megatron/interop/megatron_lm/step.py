@@ -1,5 +1,5 @@
-"""Describes a step that Megatron-LM wrote by a manifest made from its files. Loading, converting and generating then
-read it like a native step."""
+"""Makes a manifest for a checkpoint that Megatron-LM wrote, so that loading, converting and generating read it like a
+native step."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ _MOST_LAYERS = 100_000
 
 @dataclass(frozen=True)
 class MegatronStep:
-    """Step with a `manifest` that has no files and checksums; `reader` reads the slices that it names."""
+    """A step of Megatron-LM. Its `manifest` lists no files and checksums; `reader` reads the slices."""
 
     manifest: Manifest
     reader: StepReader
@@ -41,7 +41,7 @@ class MegatronStep:
     """Reason why the optimizer's state cannot be read; None if it can, or if there is none."""
 
     def with_vocabulary(self, rows: int) -> "MegatronStep":
-        """Cuts the tables to `rows`. They have padding rows, and the args may not say where these begin."""
+        """Cuts the padding rows of the tables; `rows` are kept. The checkpoint's args may lack this number."""
         tables = {name: self.manifest.model[name] for name in VOCABULARY_TABLES if name in self.manifest.model}
         if any(sum(piece.shape[0] for piece in record.slices) < rows for record in tables.values()):  # with padding
             return self
@@ -139,7 +139,7 @@ def described_model(
     config, moe = model_config(settings["model"]), moe_config(settings)
     experts = len(moe.expert_layers(min(config.num_layers, _MOST_LAYERS))) * (moe.num_experts or 0)
     if config.num_layers != layers or config.num_layers + experts > _MOST_LAYERS:  # before generating all names
-        raise CheckpointError(f"{directory}: its args say {config.num_layers} layers, but its files have {layers}")
+        raise CheckpointError(f"{directory}: its args have {config.num_layers} layers, but its files have {layers}")
     vocabulary = true_vocabulary(args, rows())
     settings["tokenizer"]["vocab_size"] = vocabulary
     return DescribedModel(settings, config, moe, parameters(config, vocabulary, moe))

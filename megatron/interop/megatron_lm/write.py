@@ -71,7 +71,7 @@ class TargetLayout:
     names: Generation = "classic"
 
     def name_of(self, parameter: Parameter, layer: int, config: ModelConfig, moe: MoEConfig) -> str:
-        """Returns the name of a layer's parameter, on a stage that numbers the layer `layer`."""
+        """Returns Megatron-LM's name of a layer's parameter. `layer`: the layer's number on its stage."""
         with_experts = parameter.layer in moe.expert_layers(config.num_layers)
         their, in_core = (
             their_name(parameter.name, names, layer, parameter.expert, with_experts=with_experts)

@@ -15,7 +15,7 @@ SMALL = 20_000  # elements of a call that compute-sanitizer, or a starting run, 
 
 @dataclass(frozen=True)
 class OperationReport:
-    """The result for one operation in one dtype: the largest error, that of its CPU twin, and all failures."""
+    """The result for one operation in one dtype: its largest error, its CPU twin's, and all failures."""
 
     op: str
     folder: str

@@ -1,3 +1,3 @@
-"""Update rules, one per file: each says what state a weight has and how a gradient changes both."""
+"""Update rules, one per file: each defines a weight's state and how a gradient changes both."""
 
 from megatron.optimizer.rules.base import Control, Slot, Slots, UpdateRule

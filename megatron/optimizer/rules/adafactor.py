@@ -1,8 +1,8 @@
-"""Adafactor: of the second moment of a matrix only the means of its rows and columns stay (Shazeer and Stern, 2018).
+"""Adafactor: keeps only row and column means of a matrix's second moment (Shazeer and Stern, 2018).
 
-Rows, columns, and the sizes of an update and of a weight are those of the whole parameter, however it is split or
-divided. A rank's piece is a range of the elements of what tensor parallelism left on it (`Extent`): it adds up its
-piece, and two small sums over the ranks make the same numbers on all of them.
+Row and column means, and the RMS of an update and of a weight, cover the whole parameter, however it is split or
+divided. A rank's piece is a range of the elements that tensor parallelism gave it (`Extent`). The rank sums its piece,
+and two small all-reduces give all ranks the same numbers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,23 +28,23 @@ Axes = tuple[Axis, ...]
 
 @dataclass(frozen=True)
 class Rectangle:
-    """Some columns of some rows that lie one after the other in a piece."""
+    """Block of adjacent columns and rows within a piece."""
 
     elements: slice
-    """Of the piece."""
+    """Slice of the piece's elements."""
     rows: slice
     columns: slice
-    """Of the matrix that is stored here."""
+    """Slice of the columns of the matrix stored here."""
 
     def of(self, piece: Tensor) -> Tensor:
-        """A view: [rows, columns]."""
+        """View of the rectangle: [rows, columns]."""
         if piece.dim() == 2:
             return piece[self.rows, self.columns]
         return piece[self.elements].view(self.rows.stop - self.rows.start, -1)
 
 
 def rectangles(held: Range, columns: int) -> Iterator[Rectangle]:
-    """A range of a matrix's elements: the end of a row, whole rows, the beginning of a row."""
+    """Splits a range of a matrix's elements into the end of a row, whole rows, and the beginning of a row."""
     position, stop = held
     while position < stop:
         row, first = divmod(position, columns)
@@ -57,18 +57,18 @@ def rectangles(held: Range, columns: int) -> Iterator[Rectangle]:
 
 @dataclass(frozen=True)
 class Extent:
-    """The part of one parameter that one rank updates."""
+    """Part of one parameter that one rank updates."""
 
     rows: Shard
     columns: Shard
-    """Which rows and columns of the whole matrix are here; of what is no matrix each element is a row."""
+    """Rows and columns of the whole matrix that are here. Each element of a non-matrix parameter is a row."""
     is_matrix: bool
     held: Range
-    """The range of the stored elements that this rank updates, without rows that pad a vocabulary."""
+    """Range of the stored elements that this rank updates, without rows that pad a vocabulary."""
     axes: Axes
-    """The axes to sum over: their ranks hold the other parts."""
+    """Axes to sum over: their ranks hold the other parts."""
     counted: Tensor | None
-    """[rows here]: 1, or 0 where another of these ranks holds the same row and counts it. None is 1 in all."""
+    """[rows here]: 1, or 0 if another of these ranks counts the same row. None means 1 everywhere."""
 
     @staticmethod
     def of(grads: TrainingStore, name: str, matrix: Matrix) -> "Extent":
@@ -89,7 +89,7 @@ class Extent:
 
     @property
     def elements(self) -> int:
-        """The number of elements of the whole parameter."""
+        """Number of elements of the whole parameter."""
         return prod(self.rows.logical_shape) * prod(self.columns.logical_shape)
 
     def rectangles(self) -> Iterator[Rectangle]:
@@ -122,8 +122,8 @@ class Extent:
 
 
 def rows_and_columns(spec: Shard, rows: int) -> tuple[Shard, Shard]:
-    """Splits the logical view of a parameter into a view of its rows and one of its columns. `rows`: the number of rows
-    of the whole stored matrix."""
+    """Splits the logical view of a parameter into a view of its rows and one of its columns. `rows`: number of rows of
+    the whole stored matrix."""
     shape, dims = spec.logical_shape, 0
     while prod(shape[:dims]) < rows:
         dims += 1
@@ -138,8 +138,8 @@ def rows_and_columns(spec: Shard, rows: int) -> tuple[Shard, Shard]:
 
 def sums_over(axes: Sequence[Axes], parts: Iterable[Tensor]) -> list[Tensor]:
     """Sums each part over its axes, in double precision; parts with the same axes share a message. A collective.
-
-    What is kept on two pipeline stages must be summed there in the same order: its message holds nothing else."""
+    Parameters held by two pipeline stages must be summed in the same order on both, so their message holds nothing
+    else."""
     wide = [part.to(widest(part.device)) for part in parts]
     numbers: dict[Axes, list[int]] = {}
     for number, over in enumerate(axes):
@@ -162,18 +162,18 @@ class _Job:
     grad: Tensor
     extent: Extent
     mixed: Tensor
-    """How much of this step is in the second moment."""
+    """Weight of this step's gradient in the second moment."""
     open: float | Tensor
 
     @property
     def sums(self) -> Iterator[Tensor]:
-        """The parts of sums over the whole parameter that the second moment is made of."""
+        """Yields this rank's parts of the whole parameter's sums that the second moment needs."""
         if self.extent.is_matrix:
             yield from self.extent.row_and_column_sums(self.grad)
 
     def mix(self, sums: Sequence[Tensor], eps: float) -> list[Tensor]:
-        """Updates the second moment. What it returns is the same, or what it would be in a step that is left out: there
-        it may still be all zeros, which nothing can be divided by."""
+        """Updates the second moment and returns it. For a skipped step it returns the moment that the step would have
+        given: the stored one may still be zero, and the caller divides by it."""
         if self.extent.is_matrix:
             counts = [prod(side.logical_shape) for side in (self.extent.columns, self.extent.rows)]
             kept = [self.slot.state[ROWS], self.slot.state[COLUMNS]]
@@ -186,13 +186,13 @@ class _Job:
         return mixed
 
     def direction(self, moments: Sequence[Tensor]) -> Tensor:
-        """The gradient over the root of its second moment."""
+        """Gradient divided by the root of its second moment."""
         if not self.extent.is_matrix:
             return self.grad * moments[0].rsqrt()
         rows, columns = moments
         sides = (self.extent.rows, (rows / rows.mean()).rsqrt()), (self.extent.columns, columns.rsqrt())
         row, column = (spec.take(side).reshape(-1) for spec, side in sides)
-        found = torch.zeros_like(self.grad)  # rows that pad a vocabulary stay as they are
+        found = torch.zeros_like(self.grad)  # rows that pad a vocabulary do not change
         for part in self.extent.rectangles():
             torch.mul(part.of(self.grad), row[part.rows, None], out=part.of(found)).mul_(column[part.columns])
         return found
@@ -202,7 +202,7 @@ class _Job:
 class Adafactor(LiveState):
     config: OptimizerConfig
     extents: Mapping[str, Extent]
-    """By name, of every parameter that it updates."""
+    """Extents by name, for every parameter that it updates."""
     fused: bool = True
 
     def slot(self, name: str, tensor: Tensor) -> Slot:
@@ -238,7 +238,7 @@ class Adafactor(LiveState):
             slot.tensor.sub_(move.mul_(gated.open))
 
     def _second_moments(self, jobs: Sequence[_Job]) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """For each job the sum of the weight's squares, and what `mix` returns."""
+        """Sum of the weight's squares and the result of `mix`, for each job."""
         axes, parts, ends = [], [], [0]
         for job in jobs:
             own = [job.extent.square_sum(job.slot.tensor), *job.sums]
@@ -251,14 +251,14 @@ class Adafactor(LiveState):
         return sizes, [job.mix(own[1:], self.config.adafactor_eps1) for job, own in zip(jobs, own_totals, strict=True)]
 
     def _lengths(self, jobs: Sequence[_Job], moments: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """For each job the sum of its direction's squares. Directions are recomputed when they are used: keeping them
-        would take as much memory as the gradients."""
+        """Sum of the direction's squares, for each job. Directions are recomputed when used: keeping them would take as
+        much memory as the gradients."""
         axes = [job.extent.axes for job in jobs]
         parts = (job.extent.square_sum(job.direction(own)) for job, own in zip(jobs, moments, strict=True))
         return sums_over(axes, parts)
 
     def _rate(self, lr: float, step: Tensor, size: Tensor) -> Tensor:
-        """`size`: the root mean square of the parameter."""
+        """Learning rate of a parameter; `size` is its root mean square."""
         config = self.config
         rate = torch.full_like(size, lr)
         if config.adafactor_relative_step:

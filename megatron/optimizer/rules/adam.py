@@ -1,8 +1,8 @@
-"""Adam and AdamW tensor by tensor: one rule, with a storage of its moments and an engine that computes.
+"""Adam and AdamW tensor by tensor: one rule, a storage for its moments, and an engine that computes.
 
 | storage | moments between updates | engines |
 |---|---|---|
-| `AsWeights` | in the weight's type | torch's functions, NVIDIA's apex |
+| `AsWeights` | in the weight's dtype | torch's functions, NVIDIA's apex |
 | `Narrow` | in bf16 | `by_formula` |
 | `EightBits` (`eight_bit_moments.py`) | in 8 bits | `by_formula` |
 """
@@ -23,13 +23,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 class AsWeights(LiveState):
     def made(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """The state of a parameter before the first update."""
+        """State of a parameter before the first update."""
         del name
         return {kind: torch.zeros_like(tensor, requires_grad=False) for kind in MOMENTS}
 
     def read(self, slot: Slot) -> dict[str, Tensor]:
-        """The moments in the weight's type and shape, to be changed and then given to `write`. Here they are the live
-        tensors, and there is nothing to write."""
+        """Moments in the weight's dtype and shape, to be changed and then passed to `write`. Here they are the live
+        tensors, and `write` does nothing."""
         return slot.state
 
     def write(self, slot: Slot, moments: Mapping[str, Tensor]) -> None: ...
@@ -68,7 +68,7 @@ class Adam:
     storage: AsWeights
     engine: Engine
     decoupled: bool = True
-    """AdamW: weight decay shrinks the weight. Else it is added to the gradient, and so to the moments (L2)."""
+    """True: AdamW, where weight decay shrinks the weight. False: decay is added to the gradient (L2)."""
     fused: bool = True
 
     @property
@@ -90,7 +90,7 @@ class Adam:
 
 
 def by_torch(rule: Adam, slots: Sequence[Slot], grads: list[Tensor], control: Control) -> None:
-    """Updates with torch's own functions, in one fused pass over memory where the device has it."""
+    """Updates with torch's own functions, fused if the device supports it."""
     function = adamw if rule.decoupled else adam
     function(
         [slot.tensor for slot in slots],
@@ -113,7 +113,7 @@ def by_torch(rule: Adam, slots: Sequence[Slot], grads: list[Tensor], control: Co
 
 
 _CHUNK = 2048 * 32
-"""Elements of a block of apex's kernels, as apex has it."""
+"""Elements per block of apex's kernels, a constant of apex."""
 
 
 def by_apex(rule: Adam, slots: Sequence[Slot], grads: list[Tensor], control: Control) -> None:
@@ -140,14 +140,14 @@ def by_apex(rule: Adam, slots: Sequence[Slot], grads: list[Tensor], control: Con
         rule.eps,
         slots[0].step.view(1).to(torch.int32),
         1 if rule.decoupled else 0,
-        1,  # the moments are corrected for their start at zero
+        1,  # bias correction of the moments
         weight_decay,
-        torch.ones(1, device=device),  # the gradients are the true ones
+        torch.ones(1, device=device),  # gradients are already unscaled
     )
 
 
 def by_formula(rule: Adam, slots: Sequence[Slot], grads: list[Tensor], control: Control) -> None:
-    """Updates one tensor after the other: the moments of one alone are in the weight's type."""
+    """Updates tensor by tensor: only one tensor's moments at a time are in the weight's dtype."""
     gated = Gated.by(control.skip, grads)
     for slot, grad in zip(slots, gated.grads, strict=True):
         moments = rule.storage.read(slot)

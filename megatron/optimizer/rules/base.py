@@ -1,4 +1,4 @@
-"""What every update rule offers, and how one leaves an update out without asking the host."""
+"""Interface of update rules, and a way to skip an update without a host sync."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 ROWS, COLUMNS = "exp_avg_sq_row", "exp_avg_sq_col"
 WHOLE_KINDS = (ROWS, COLUMNS)
-"""Kinds of state with a shape of their own: every rank has those of the whole parameter, whatever it holds of it."""
+"""Kinds of state with their own shape: every rank holds them for the whole parameter."""
 
 
 @dataclass
@@ -17,26 +17,25 @@ class Slot:
     """One tensor that is updated, and its optimizer state."""
 
     name: str
-    """The name of the parameter."""
+    """Name of the parameter."""
     tensor: Tensor
     state: dict[str, Tensor]
-    """Kind of state -> tensor. A checkpoint has the same kinds, unless the rule stores its state there in another
-    form."""
+    """Tensors by kind of state. A checkpoint has the same kinds, unless the rule stores another form there."""
     step: Tensor
-    """The number of updates, on the device where the rule needs it there."""
+    """Number of updates, on the device where the rule needs it."""
 
 
 class Control(NamedTuple):
-    """The numbers of one update."""
+    """Numbers of one update."""
 
     lr: float
     weight_decay: float
     skip: Tensor | None = None
-    """A number on the device; unless it is 0 the update is not made. For fused rules."""
+    """Number on the device; the update is skipped unless it is 0. For fused rules."""
 
 
 class Slots(NamedTuple):
-    """The tensors of a store as rules see them: a slot and a gradient by name."""
+    """Tensors of a store as rules see them: a slot and a gradient by name."""
 
     slots: Mapping[str, Slot]
     grad: Callable[[str], Tensor]
@@ -48,34 +47,34 @@ class Slots(NamedTuple):
 class UpdateRule(Protocol):
     @property
     def fused(self) -> bool:
-        """Whether the device can decide that an update is not made (`skip`)."""
+        """True if the device can skip an update (`skip`)."""
 
     @property
     def loads_in_place(self) -> bool:
-        """Whether `saved` gives the live tensors, so that a checkpoint may be read into them: what `restore` is given
-        may be the same ones."""
+        """True if `saved` returns the live tensors. A checkpoint may then be read into them, and `restore` may get the
+        same ones."""
 
     def slot(self, name: str, tensor: Tensor) -> Slot:
-        """The state before the first step. Allocated now, so that memory is known and a checkpoint can be loaded."""
+        """Allocates the state before the first step, so that memory is known and a checkpoint can be loaded."""
 
     def step(self, store: Slots, shards: Sequence[str], control: Control) -> None:
         """Updates the tensors with these names."""
 
     def saved(self, slot: Slot) -> dict[str, Tensor]:
-        """The state as a checkpoint holds it: tensors shaped like the weight, or of WHOLE_KINDS."""
+        """State as in a checkpoint: tensors shaped like the weight, or of WHOLE_KINDS."""
 
     def restore(self, slot: Slot, saved: Mapping[str, Tensor]) -> None:
-        """The reverse of `saved`."""
+        """Loads a state that `saved` returned."""
 
 
 @dataclass(frozen=True)
 class LiveState:
-    """`saved` and `restore` of rules whose state has the same form in a checkpoint as in memory."""
+    """Implements `saved` and `restore` for rules whose state has the same form in a checkpoint as in memory."""
 
     loads_in_place = True
 
     def saved(self, slot: Slot) -> dict[str, Tensor]:
-        """The live tensors, not copies."""
+        """Returns the live tensors, not copies."""
         return dict(slot.state)
 
     def restore(self, slot: Slot, saved: Mapping[str, Tensor]) -> None:
@@ -85,8 +84,8 @@ class LiveState:
 
 @dataclass(frozen=True)
 class Gated:
-    """The gradients of a step that may have to be left out. `open` is 1, or 0 where the step is left out: a rule that
-    multiplies its rates by it then changes no bit, because the gradients are 0 and not NaN."""
+    """Gradients of a possibly skipped step. `open` is 1, or 0 for a skipped step. A rule that multiplies its rates
+    by it changes no bit in a skipped step, because the gradients are then 0 and not NaN."""
 
     grads: list[Tensor]
     open: float | Tensor

@@ -1,4 +1,4 @@
-"""From settings to the rule of each parameter."""
+"""Chooses the update rule of each parameter from the settings."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,7 +22,7 @@ from megatron.optimizer.rules.sgd import Sgd
 from megatron.state.shard import Shard, splits_columns
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Of moments."""
+"""Dtypes of moments by the names that flags use."""
 
 
 def choose_rules(
@@ -34,7 +34,7 @@ def choose_rules(
     *,
     apex: bool = False,
 ) -> dict[str, UpdateRule]:
-    """The rule of each parameter, by name. A collective with Muon. `apex`: it does Adam where that is in fp32."""
+    """Returns the rule of each parameter by name. A collective with Muon. `apex`: use it for Adam with fp32 moments."""
     if config.uses_muon:
         return _with_muon(grads, config, groups, device)
     if apex and config.optimizer == "adam" and not config.has_narrow_moments:
@@ -51,18 +51,18 @@ def choose_rules(
 
 
 def build_rule(config: OptimizerConfig, device: torch.device) -> UpdateRule:
-    """The rule for tensors of which nothing is known but their values, as in a foreign model."""
+    """Builds an elementwise rule, for tensors with unknown roles, as in a user's own model."""
     if config.uses_muon or config.optimizer in ("adafactor", "adam8bit"):
         raise ConfigError(
-            "not supported for a model of your own, which does not say what its hidden matrices are; use AdamW, SGD or "
-            "Lion, or bring an optimizer of those that you choose, such as torch.optim.Muon"
+            "not supported for your own model, whose hidden matrices are unknown; use AdamW, SGD or Lion, or pass an "
+            "optimizer of your own, such as torch.optim.Muon"
         )
     return elementwise_rule(config.optimizer, config, device)
 
 
 def elementwise_rule(name: str, config: OptimizerConfig, device: torch.device) -> UpdateRule:
-    """The rule of an optimizer that updates each element by itself; for Adam and SGD torch's fused kernel if there is
-    one for the device."""
+    """Builds a rule that updates each element independently. Adam and SGD use torch's fused kernel if the device has
+    one."""
     if name == "lion":
         return Lion(config.lion_beta1, config.lion_beta2)
     if name == "adam" and config.has_narrow_moments:
@@ -82,7 +82,7 @@ def adam_rule(config: OptimizerConfig, storage: AsWeights, engine: Engine) -> Ad
 
 
 def runs_on(rule: Adam | Sgd, device: torch.device) -> bool:
-    """Whether this torch has the rule's kernel for the device; tried with an update of one element."""
+    """True if this torch has the rule's kernel for the device; tried with an update of one element."""
     probe = torch.zeros(1, device=device)
     try:
         rule.step(
@@ -125,6 +125,6 @@ def _in_blocks(grads: TrainingStore, name: str, specs: Mapping[str, Shard]) -> I
 
 
 def uncut_dim(spec: Shard | None, parameter: Tensor) -> int:
-    """The dimension of a parameter's matrix that no layout cuts."""
+    """Dimension of a parameter's matrix that no layout cuts."""
     cut = spec is not None and parameter.dim() > 1 and splits_columns(spec, parameter.shape[0])
     return 0 if cut else 1

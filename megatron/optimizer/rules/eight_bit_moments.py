@@ -1,8 +1,8 @@
-"""Moments of Adam that take 8 bits each, and 4 bytes more per block of 256.
+"""Moments of Adam in 8 bits each, plus 4 bytes per block of 256.
 
-The blocks run along the dimension of a matrix that tensor parallelism never cuts, so they are the same blocks in every
-layout; ZeRO's pieces may cut them, and then the ranks agree on the largest number of each. A checkpoint holds the
-moments in fp32, as AdamW's does; reading them back gives the same codes.
+Blocks run along the dimension of a matrix that tensor parallelism never cuts, so every layout has the same blocks.
+ZeRO's pieces may cut a block; its ranks then agree on the block's largest number. A checkpoint holds the moments in
+fp32, as AdamW's does; reading them back gives the same codes.
 """
 
 from collections.abc import Mapping
@@ -22,14 +22,14 @@ _SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 @dataclass(frozen=True)
 class InBlocks:
-    """What is quantised of one parameter: this rank's piece of a matrix."""
+    """Quantised part of one parameter: this rank's piece of a matrix."""
 
     section: Section
     axis: Axis
-    """The ranks that hold the other pieces."""
+    """Ranks that hold the other pieces."""
 
     def scales(self, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The largest of each block, over all pieces. A collective."""
+        """Largest magnitude of each block, over all pieces. A collective."""
         blocks = self.section.blocks
         own = {kind: blocks.largest(moment.float()) for kind, moment in moments.items()}
         if self.axis.size == 1:
@@ -45,7 +45,7 @@ class InBlocks:
 @dataclass(frozen=True, eq=False)
 class EightBits(AsWeights):
     in_blocks: Mapping[str, InBlocks]
-    """By name, of the matrices: parameters of one dimension are few, and their moments stay in the weight's type."""
+    """Matrices by name. One-dimensional parameters are few: their moments stay in the weight's dtype."""
     loads_in_place = False
 
     def made(self, name: str, tensor: Tensor) -> dict[str, Tensor]:

@@ -1,11 +1,11 @@
 """Blocks of numbers in 8 bits each: small floating-point numbers, relative to the largest of their block.
 
-A code is the top of an fp32 number: 3 bits of mantissa, below them the number is cut off. Unsigned codes have 5 bits of
-exponent, down to 2**-31.75 of the largest; signed ones 4, down to 2**-15.75. The largest itself is exact.
+A code is the top of an fp32 number, truncated after 3 bits of mantissa. Unsigned codes have 5 bits of exponent and
+reach down to 2**-31.75 of the largest. Signed codes have 4 bits and reach 2**-15.75. The largest number is exact.
 
-Before it is cut off, `dither` is added to what is cut: half a unit rounds to the nearest; another value at each step
-lets changes smaller than a unit count in the long run, which rounding to the nearest loses step after step. A number
-that is already one of the codes stays that code with any dither, so storing what was read changes nothing.
+Before truncation, `dither` is added to the bits that will be cut. Half a unit rounds to nearest. A different value at
+each step lets changes smaller than a unit accumulate; rounding to nearest would lose them at every step. A number that
+is already a code keeps its code with any dither, so storing what was read changes nothing.
 """
 
 from dataclasses import dataclass
@@ -17,24 +17,24 @@ from megatron.state.division import Range
 
 BLOCK = 256
 _CUT = 20
-"""Bits of an fp32 number that are cut off."""
+"""Number of low bits of an fp32 number that are cut off."""
 _ONE = (127 << 23) >> _CUT
-"""What is left of 1.0: the largest code stands for it."""
+"""1.0 without the cut bits: the largest code decodes to it."""
 NEAREST = 1 << (_CUT - 1)
 _MARGIN = 1 << 8
-"""Keeps dither off its ends, so that a code that was scaled back and forth with rounding errors is still that code."""
+"""Margin at both ends of the dither: a code that was rescaled with rounding errors keeps its value."""
 _GOLDEN = 0.6180339887498949
 
 
 def dither(step: Tensor) -> Tensor:
-    """A value between its ends for each step; those of consecutive steps are spread evenly."""
+    """Dither of a step. Values of consecutive steps are spread evenly."""
     share = torch.frac(step.double() * _GOLDEN)
     return (_MARGIN + share * ((1 << _CUT) - 2 * _MARGIN)).to(torch.int32)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a matrix is cut: into blocks of up to BLOCK numbers along `dim`."""
+    """Division of a matrix into blocks of up to BLOCK numbers along `dim`."""
 
     rows: int
     columns: int
@@ -46,31 +46,30 @@ class Blocks:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of a tensor with one number per block: [rows, count] if blocks run along the columns, else [count,
+        """Shape of a tensor with one number per block: [rows, count] if blocks run along the columns, else [count,
         columns]."""
         return (self.rows, self.count) if self.dim else (self.count, self.columns)
 
     def largest(self, values: Tensor) -> Tensor:
-        """The largest magnitude of each block."""
+        """Largest magnitude of each block."""
         if self.rows == 0:
             return values.new_zeros(self.shape)
         parts = [part.abs().amax(self.dim) for part in values.view(self.rows, self.columns).split(BLOCK, self.dim)]
         return torch.stack(parts, self.dim)
 
     def spread(self, scales: Tensor) -> Tensor:
-        """The scale of each number, as a matrix."""
+        """Scale of each number, as a matrix."""
         size = self.columns if self.dim else self.rows
         return scales.repeat_interleave(BLOCK, self.dim).narrow(self.dim, 0, size)
 
 
 @dataclass(frozen=True)
 class Section:
-    """The rows of a matrix that contain a piece of it: all blocks that the piece is part of, with zeros outside the
-    piece."""
+    """Rows of a matrix that contain a piece of it: all blocks that overlap the piece, with zeros outside the piece."""
 
     whole: Blocks
     held: Range
-    """Elements of the matrix."""
+    """Range of the matrix's elements."""
 
     @property
     def rows(self) -> Range:
@@ -86,7 +85,7 @@ class Section:
         return Blocks(last - first, self.whole.columns, self.whole.dim)
 
     def around(self, piece: Tensor) -> Tensor:
-        """The section [rows, columns] with the piece in its place and zeros elsewhere."""
+        """Section [rows, columns] with the piece in its place and zeros elsewhere."""
         blocks = self.blocks
         if piece.numel() == blocks.rows * blocks.columns:
             return piece.reshape(blocks.rows, blocks.columns)
@@ -95,11 +94,11 @@ class Section:
         return padded.view(blocks.rows, blocks.columns)
 
     def piece_of(self, matrix: Tensor, shape: torch.Size) -> Tensor:
-        """The reverse of `around`."""
+        """Returns the piece from a section made by `around`."""
         return self._piece(matrix.view(-1)).view(shape)
 
     def place(self, scales: Tensor) -> Tensor:
-        """The scales of this section, in `blocks.shape`, out of those of the whole matrix."""
+        """Selects this section's scales, in `blocks.shape`, from the scales of the whole matrix."""
         first, _ = self.rows
         return scales.narrow(0, first if self.whole.dim else first // BLOCK, self.blocks.shape[0])
 
@@ -111,10 +110,10 @@ class Section:
 def quantise(
     values: Tensor, blocks: Blocks, *, signed: bool, dither: Tensor | int, scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(codes, scales): int8 or uint8 in the shape of `values`, and the largest magnitude of each block in fp32: the
-    given ones, where other ranks have parts of the blocks.
+    """Returns (codes, scales): int8 or uint8 in the shape of `values`, and the fp32 largest magnitude of each block.
 
-    Unsigned numbers above 0 never become 0, since they are what others are divided by.
+    Pass `scales` if other ranks hold parts of the blocks. Unsigned numbers above 0 never become 0, because they are
+    divisors.
     """
     matrix = values.float().reshape(blocks.rows, blocks.columns)
     scales = blocks.largest(matrix) if scales is None else scales
@@ -131,7 +130,7 @@ def quantise(
 
 
 def dequantise(codes: Tensor, scales: Tensor, blocks: Blocks) -> Tensor:
-    """fp32."""
+    """Decodes to fp32."""
     signed = codes.dtype == torch.int8
     wide = codes.reshape(blocks.rows, blocks.columns).to(torch.int32)
     magnitude = wide.abs()

@@ -1,4 +1,4 @@
-"""Lion: every element moves by the learning rate, in the direction of a momentum (Chen et al., 2023)."""
+"""Lion: every element moves by the learning rate, in the sign of its momentum (Chen et al., 2023)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from megatron.optimizer.rules.base import Control, Gated, LiveState, Slot, Slots
 @dataclass(frozen=True)
 class Lion(LiveState):
     beta1: float
-    """Of the direction: how much of it is the momentum, and not this step's gradient."""
+    """Weight of the momentum in the direction; the rest is this step's gradient."""
     beta2: float
-    """Of the momentum."""
+    """Decay of the momentum."""
     fused: bool = True
 
     def slot(self, name: str, tensor: Tensor) -> Slot:

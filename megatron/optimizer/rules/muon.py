@@ -1,8 +1,8 @@
-"""Muon: a matrix moves along its momentum, orthogonalised (Jordan et al., 2024).
+"""Muon: a matrix moves along its orthogonalised momentum (Jordan et al., 2024).
 
-The momentum is elementwise, so it lives where the weights do, in whatever pieces. Its orthogonalisation needs whole
-matrices, and `Directions` brings them together. Each step of it applies an odd polynomial a x + b x^3 + c x^5 to all
-singular values, with products of matrices alone: they become about 1, and the singular vectors stay.
+The momentum is elementwise, so it is stored in the same pieces as the weights. Orthogonalisation needs whole matrices,
+which `Directions` gathers. Each of its steps applies an odd polynomial a x + b x^3 + c x^5 to all singular values, with
+matrix products only. The singular values approach 1, and the singular vectors do not change.
 """
 
 import math
@@ -47,8 +47,8 @@ COEFFICIENTS: Mapping[str, tuple[Coefficients, ...]] = MappingProxyType(
         ),
     }
 )
-"""Published sets, by Megatron's names: (a, b, c) of each step. All but polar_express begin anew at their end;
-polar_express goes on with its last."""
+"""Published coefficients by Megatron's names: (a, b, c) of each step. Longer iterations repeat the set from its start;
+polar_express repeats its last row."""
 
 
 def steps_of(kind: str, number: int) -> list[Coefficients]:
@@ -59,12 +59,12 @@ def steps_of(kind: str, number: int) -> list[Coefficients]:
 
 
 def orthogonalised(matrix: Tensor, steps: list[Coefficients], dtype: torch.dtype) -> Tensor:
-    """The orthogonalised matrix, computed and returned in `dtype`, by the same operations as torch.optim.Muon."""
+    """Orthogonalises a matrix, in `dtype`, with the same operations as torch.optim.Muon."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.to(dtype, copy=True)
     if tall:
         x = x.T
-    x.div_(x.norm().clamp(min=_EPS))  # no singular value is above the norm
+    x.div_(x.norm().clamp(min=_EPS))  # no singular value exceeds the norm
     for a, b, c in steps:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -73,7 +73,7 @@ def orthogonalised(matrix: Tensor, steps: list[Coefficients], dtype: torch.dtype
 
 class Directions(Protocol):
     def __call__(self, momenta: Mapping[str, Tensor], /) -> dict[str, Tensor]:
-        """The updates that follow from the momenta of all matrices, in the same pieces. A collective."""
+        """Computes updates from the momenta of all matrices, in the same pieces. A collective."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Muon(LiveState):
 
 
 def scale_factor(mode: str, rows: int, columns: int) -> float:
-    """Makes updates of matrices of all shapes equally large in some norm; the modes are Megatron's."""
+    """Factor that makes updates of all matrix shapes equally large in some norm; the modes are Megatron's."""
     if mode == "spectral":
         return math.sqrt(max(rows, columns))
     if mode == "shape_scaling":

@@ -144,7 +144,7 @@ class SourceStream:
 
 
 class _ZstdError(Exception):
-    """Stands for ZstdError, a class that exists only if its package is installed."""
+    """Placeholder for ZstdError, which exists only if its package is installed."""
 
 
 def _without_mark(chunks: Iterator[bytes]) -> Iterator[bytes]:

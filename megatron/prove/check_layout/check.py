@@ -1,4 +1,4 @@
-"""Implements tools/check_layout.py: trains a script at its layout and by one process, and prints the comparison."""
+"""Implements tools/check_layout.py: trains a script in its layout and in one process, and prints the comparison."""
 
 import argparse
 import importlib.util
@@ -37,7 +37,7 @@ from megatron.training.initialize import build_run, tokenizer_of
 from megatron.training.settings import read_settings
 from megatron.utils.log import RankLog
 
-PRETRAIN_GPT = Path(__file__).resolve().parents[3] / "pretrain_gpt.py"
+PRETRAIN_GPT = Path(__file__).resolve().parents[2] / "cli" / "train.py"
 _PROVIDERS = ("datasets_provider", "model_provider", "forward_step")
 _FORM = (
     'give a script with the three providers of pretrain_gpt.py that calls pretrain() under `if __name__ == "__main__"`'

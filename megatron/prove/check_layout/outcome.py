@@ -52,7 +52,7 @@ def outcome_to_bytes(outcome: RankOutcome) -> bytes:
 
 
 def outcome_from_bytes(content: bytes) -> RankOutcome:
-    """Unpickles an outcome; the only code that runs is that of the two constructors."""
+    """Unpickles an outcome; no code runs except the two constructors."""
     with torch.serialization.safe_globals([RankOutcome, Shard]):
         return torch.load(io.BytesIO(content), weights_only=True)
 
@@ -156,7 +156,7 @@ def relative_differences(got: RunOutcome, expected: RunOutcome) -> list[Differen
     """Returns the relative difference of every number and tensor, in the order of the steps and of the model.
 
     Tensors are compared by their norms, relative to the expected tensor. The scale has a lower bound, below which a
-    tensor is negligible beside the others. Some gradients, such as that of the key's bias, are zero in exact
+    tensor is negligible beside the others. Some gradients, such as the key bias's, are zero in exact
     arithmetic, and an optimizer such as Adam turns the rounding that is there into full steps.
     """
     _check_same_names("number", got.numbers, expected.numbers)

@@ -98,7 +98,7 @@ def plain_run(config: RunConfig, ranks: int, steps: int) -> RunConfig:
 
 
 def reproducible(config: RunConfig, ranks: int, steps: int, cache: Path) -> RunConfig:
-    """Prepares a comparison to rounding: no randomness, no files, a learning rate that moves weights at once."""
+    """Makes the run deterministic up to rounding: no dropout, half precision, checkpoints, logs or evaluation."""
     plain, optimizer = plain_run(config, ranks, steps), config.optimizer
     if optimizer.weight_decay_incr_style != "constant":
         decay = optimizer.end_weight_decay or 0.0
@@ -133,7 +133,7 @@ def _without_table_of_load(config: RunConfig) -> TokenizerConfig:
 
 
 def alone(config: RunConfig) -> RunConfig:
-    """Returns the settings of the same training by one process."""
+    """Returns the settings of the same training in one process."""
     return replace(config, parallel=ParallelConfig())
 
 

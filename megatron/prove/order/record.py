@@ -93,7 +93,7 @@ def record_ranks(
 
 def waves(layout: Layout, ranks: Iterable[int]) -> list[dict[tuple[int, ...], int | None]]:
     """Groups `ranks` by tensor-parallel group, in the order of recording: the first group, the first of every other
-    stage, and the rest. Each group comes with the first rank of a group recorded before it, whose broadcasts, sent and
+    stage, and the rest. Each group is paired with the first rank of an earlier group, whose broadcasts, sent and
     received, are then known."""
     groups: dict[int, list[int]] = {}
     for rank in sorted(ranks):

@@ -5,7 +5,7 @@ stream, and so does the computation. A stream's entries run one after the other,
 computation issued before it. Streams pass entries through hardware queues, whose head blocks the entries behind it
 until it can start. Each side of an operation starts on its own, and the operation ends when all have started.
 
-A run that completes under the strictest rules also completes under weaker ones. docs/scale.md cites the rules.
+A run that completes under the strictest rules also completes under weaker ones. docs/proofs.md cites the rules.
 """
 
 from collections import defaultdict

@@ -192,7 +192,7 @@ class ChatEncoder:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yields all texts in a JSON value and the names of fields, because templates also write those of tool calls."""
+    """Yields all texts in a JSON value and the names of fields, because templates also write names of tool calls."""
     left = [value]  # no recursion, because a value may be nested as deeply as the JSON reader allows
     while left:
         each = left.pop()

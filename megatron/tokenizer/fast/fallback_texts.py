@@ -21,7 +21,7 @@ class FallbackTexts:
 
     A character is unsafe if Python's Unicode table lacks it: it is new, so the encoders may disagree about it being a
     letter. If text is composed (normal form C) before encoding, characters that composition reorders or joins are also
-    unsafe. Those of Unicode 3.2 are exempt, because every table has them.
+    unsafe. Characters of Unicode 3.2 are exempt, because every table has them.
     """
 
     def __init__(self, *, composes: bool = False, cased: bool = False, plain_tokens: Sequence[str] = ()) -> None:

@@ -126,7 +126,7 @@ class GuardedEncoder:
             return self._exact(text)
 
     def _sample(self, text: str) -> Sequence[int]:
-        """Returns the starts of the pieces to compare. Content selects them, so workers do not matter."""
+        """Returns the starts of the pieces to compare. Positions come from the text, so all workers choose the same."""
         size = len(text)
         self._unsampled += size
         chance = zlib.crc32(f"{size}{text[:32]}{text[-32:]}".encode()) / (1 << 32)

@@ -1,1 +1,1 @@
-"""`--profile`: a window of iterations traced with the profiler of PyTorch, and tables of where their time went."""
+"""Implements `--profile`: traces a window of iterations with PyTorch's profiler, and prints where their time went."""

@@ -1,4 +1,4 @@
-"""`--profile`: a window of iterations traced with PyTorch's profiler, and a table of where their time went."""
+"""Traces a window of iterations with PyTorch's profiler and prints where their time went (`--profile`)."""
 
 import sys
 from contextlib import ExitStack
@@ -19,14 +19,14 @@ from megatron.utils.log import RankLog, print_line, print_lines
 def build_profiler(
     config: ProfileConfig, rank: int, device: torch.device, done: int, log: RankLog
 ) -> "list[StepProfiler]":
-    """At most one. `done` iterations lie behind, in an earlier run."""
+    """Builds at most one profiler. `done`: number of iterations completed by earlier runs."""
     past = config.profile and done >= config.profile_step_end
     if past:
         log.warn(f"--profile: iterations up to {config.profile_step_end} are past ({done} are done); nothing is traced")
     elif config.profile and config.memory_snapshot_path is not None and not kind_of(device.type).memory_history:
         log.warn(
-            f"--memory-snapshot-path {config.memory_snapshot_path}: a snapshot is of a GPU's memory, and there is none "
-            "here; the allocations are in the trace"
+            f"--memory-snapshot-path {config.memory_snapshot_path}: requires a GPU, and there is none here; see the "
+            "allocations in the trace instead"
         )
     wanted = config.profile and not past and rank in config.profile_ranks
     return [StepProfiler(config, rank, device)] if wanted else []
@@ -38,8 +38,8 @@ class StepProfiler(Hook):
     def __init__(self, config: ProfileConfig, rank: int, device: torch.device) -> None:
         self.config, self.rank, self.device = config, rank, device
         self._profile: profile | None = None
-        self._iteration = ExitStack()  # open while one is traced
-        self._first, self._last = 0, 0  # iterations that were traced
+        self._iteration = ExitStack()  # open while an iteration is traced
+        self._first, self._last = 0, 0  # first and last traced iteration
 
     def before_iteration(self, iteration: int) -> None:
         if iteration not in self.config.iterations:
@@ -56,7 +56,7 @@ class StepProfiler(Hook):
             self._end()
 
     def on_end(self) -> None:
-        """Writes a window that was cut off; one that was never reached is said, by one rank."""
+        """Writes a window that was cut short. If the window was never reached, one rank logs that."""
         self._iteration.close()
         if self._profile is not None:
             self._end()

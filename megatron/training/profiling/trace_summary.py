@@ -1,8 +1,8 @@
-"""Where a traced step went, from PyTorch's trace of it: shares of products, attention, optimizer, communication, ...
+"""Splits a traced step's time into GEMM, attention, optimizer, communication and other categories.
 
-On a CPU every moment of the training thread belongs to the innermost operation that runs then; moments in which nothing
-is computed are communication where a collective is under way, else idle. On an accelerator the moments are those of its
-kernels: communication counts where nothing is computed beside it, and what is hidden is told apart.
+On a CPU, every moment of the training thread belongs to the innermost operation. A moment without computation counts as
+communication while a collective is in flight, else as idle. On an accelerator, the kernels' times are counted.
+Communication counts if nothing is computed meanwhile; hidden communication is reported separately.
 """
 
 import gzip
@@ -24,10 +24,10 @@ _LATEST = 1e18  # microseconds
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 _COMMUNICATION = re.compile(r"^c10d::|^gloo:|^nccl|ncclDev|^mpi:|reduce_scatter|all_?gather|all_?reduce", re.I)
-# From its start to its end, on whichever thread that is recorded: other operations begin and end meanwhile.
+# Spans a collective from start to end, whichever thread records it: other operations begin and end meanwhile.
 _UNDER_WAY = re.compile(r"^(gloo|nccl):")
-# A compiled layer shows products and kernels, not whose they are: batches of products are attention's (and, few, those
-# that weigh the rows of experts).
+# A compiled layer's trace does not show which module a kernel belongs to. Batched products count as attention's; a few
+# of them weigh the rows of experts.
 _ATTENTION = re.compile(r"attention|flash|fmha|sdpa|^megatron_native::(softmax|block)_|^aten::(bmm|baddbmm)_?$", re.I)
 _PRODUCT = re.compile(
     r"^aten::(mm|addmm|matmul|linear|_grouped_mm|mv|addmv)_?$|^mkldnn::|gemm|cutlass|nvjet|xmma", re.I
@@ -46,7 +46,7 @@ class OperationTime:
 
 @dataclass(frozen=True)
 class Summary:
-    """Seconds per step: `seconds` adds up to `wall`; `hidden` is communication beside computation."""
+    """Seconds per step. `seconds` adds up to `wall`; `hidden` is communication during computation."""
 
     steps: int
     wall: float
@@ -63,7 +63,7 @@ class Summary:
             lines.append(f"  {category:<14}{1e3 * seconds:>10.1f} ms {share:>6.1%}  {bar}".rstrip())
         if self.hidden:
             lines.append(f"  {'(hidden communication':<14}{1e3 * self.hidden:>10.1f} ms, beside computation)")
-        lines.append("  the slowest operations, in themselves:")
+        lines.append("  the slowest operations, without nested ones:")
         lines += [
             f"  {1e3 * op.seconds:>10.1f} ms {op.calls:>7} calls  {op.category:<14}{op.name[:70]}"
             for op in self.slowest
@@ -81,7 +81,7 @@ class Event:
 
 
 def read_trace(path: Path) -> list[Event]:
-    """The timed events of a trace as PyTorch writes it (.json or .json.gz)."""
+    """Reads the timed events of a trace written by PyTorch (.json or .json.gz)."""
     if path.exists() and not path.is_file():
         raise DataError(f"{path}: not a regular file; name a trace that --profile wrote")
     try:
@@ -90,20 +90,20 @@ def read_trace(path: Path) -> list[Event]:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); name a trace that --profile wrote") from None
     except (ValueError, KeyError, TypeError, EOFError, OverflowError, RecursionError, zlib.error) as error:
-        raise DataError(f"{path}: is no trace of PyTorch's profiler ({type(error).__name__}); name one") from None
+        raise DataError(f"{path}: not a trace of --profile ({type(error).__name__}); name another file") from None
 
 
 def _event(entry: dict[str, Any]) -> Event:
     name, kind, start, length = entry["name"], entry.get("cat", ""), float(entry["ts"]), float(entry["dur"])
     if not (isinstance(name, str) and isinstance(kind, str) and abs(start) + abs(length) < _LATEST and length >= 0):
-        raise ValueError("a name that is not text, or a time that is none")
+        raise ValueError("a name that is not text, or an invalid time")
     return Event(name, kind, start, start + length, (entry["pid"], entry["tid"]))
 
 
 def summarise(events: Sequence[Event], slowest: int = 10) -> Summary:
     steps = [e for e in events if e.kind == "user_annotation" and re.fullmatch(rf"{STEP}\d+", e.name)]
     if not steps:
-        raise DataError("the trace holds no whole step; trace one with --profile")
+        raise DataError("the trace does not contain a whole step; trace one with --profile")
     on_device = any(event.kind in KERNELS for event in events)
     pieces = list(_device_pieces(events) if on_device else _thread_pieces(events, steps[0].thread))
     end = max([step.end for step in steps] + ([e.end for e in events if e.kind in KERNELS] if on_device else []))
@@ -135,7 +135,7 @@ def summarise(events: Sequence[Event], slowest: int = 10) -> Summary:
 
 @dataclass(frozen=True)
 class TimeSlice:
-    """A moment that belongs to one operation, which began at `began`."""
+    """Time slice that belongs to one operation, which began at `began`."""
 
     category: str
     name: str
@@ -169,14 +169,14 @@ def _thread_pieces(events: Sequence[Event], thread: tuple[Any, Any]) -> Iterator
 
 
 def _computes(event: Event) -> bool:
-    """Not a mark, nor a function of autograd: those are Python, which may wait, around what they call."""
+    """True for events that compute. Marks and autograd functions wrap computation in Python, which may wait."""
     if event.kind != "cpu_op" or event.name.startswith("autograd::"):
         return False
     return "::" in event.name or _COMPILED.search(event.name) is not None
 
 
 def _moments(events: Iterable[Event]) -> Iterator[tuple[float, float, list[Event]]]:
-    """The time line of one thread, cut wherever an operation begins or ends, with the operations open then."""
+    """Yields slices of one thread's time between begins and ends of operations, with the open operations."""
     stack: list[Event] = []
     now = 0.0
     for event in sorted(events, key=lambda e: (e.start, -e.end)):
@@ -195,8 +195,8 @@ def _moments(events: Iterable[Event]) -> Iterator[tuple[float, float, list[Event
 
 
 def _category(stack: Sequence[Event]) -> str:
-    """The category of a moment, given the open operations. Enclosing operations decide before the innermost: a product
-    in attention counts as attention."""
+    """Category of a slice, given the open operations. Enclosing operations decide before the innermost: a product in
+    attention counts as attention."""
     names = [event.name for event in stack]
     operations = [event.name for event in stack if event.kind == "cpu_op"]
     if any(_COMMUNICATION.search(name) for name in operations):
@@ -230,7 +230,7 @@ def _device_pieces(events: Sequence[Event]) -> Iterator[TimeSlice]:
 
 
 def _unshared(kernels: Sequence[Event], category: Any) -> Iterator[TimeSlice]:
-    """Where kernels of several streams run at once, the moment belongs to the one that began first."""
+    """Yields slices without overlap: of kernels that run at once, the one that began first gets the time."""
     until = 0.0
     for event in kernels:
         start = max(event.start, until)

@@ -109,7 +109,7 @@ def test_a_case_that_the_whole_time_cuts_off_is_no_hang(tool: ModuleType, monkey
 
     monkeypatch.setattr(tool, "train", train)
     arguments = argparse.Namespace(device="cpu", seconds=600.0, case_seconds=90.0, json=None)
-    for whole, verdict in ((600.0, "HUNG: not done within 90 s"), (30.0, "NOT RUN to its end: the time")):
+    for whole, verdict in ((600.0, "HUNG: not done within 90 s"), (30.0, "NOT RUN to its end: --seconds")):
         arguments.seconds = whole
         report = tool.Report(arguments, {})
         report.case(tool.NAMED["TP2"], {})

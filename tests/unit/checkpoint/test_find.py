@@ -82,7 +82,7 @@ def test_damaged_step_falls_back_loudly_or_is_refused(three_steps: Path) -> None
         with pytest.raises(CheckpointError, match=r"model_optim_rng\.pt differs from what was written") as refused:
             load(three_steps, **options)
         assert f"{asked} was asked for" in str(refused.value)
-        assert "has are 20, 10: name one with --ckpt-step" in str(refused.value)
+        assert "the other steps are 20, 10: name one with --ckpt-step" in str(refused.value)
     history = RunHistory("second")
     params = make_params(3)
     messages: list[str] = []

@@ -223,17 +223,17 @@ FOUND_DEEP: dict[str, tuple[Change, str]] = {
         lambda body: starts_of(body).update(
             {kind: start + 4 for kind, start in starts_of(body).items() if kind == SQUARE}
         ),
-        "by the manifest from byte",
+        "; in the manifest: byte",
     ),
     "a weight shifted by one element": (
         lambda body: weight_of(body, LAST).update(start=weight_of(body, LAST)["start"] + 4),
-        "by the manifest from byte",
+        "; in the manifest: byte",
     ),
     "starts of two weights of one shape exchanged": (
         lambda body: exchange(weight_of(body, SCALE), weight_of(body, LAST), "start"),
-        "by the manifest from byte",
+        "; in the manifest: byte",
     ),
-    "a tensor in another row": (lambda body: piece_of(body, QKV).update(row=5), "by the manifest from byte"),
+    "a tensor in another row": (lambda body: piece_of(body, QKV).update(row=5), "; in the manifest: byte"),
     "offsets of two tensors of one shape exchanged": (
         lambda body: (
             exchange(piece_of(body, SCALE), piece_of(body, LAST), "offset"),
@@ -273,7 +273,7 @@ def test_deep_verification_compares_plain_values(saved: Path) -> None:
     (saved / "manifest.json").write_bytes(manifest.encode(replace(record, files=files)))
     assert inspect_step(saved)[1] == []
     (problem,) = inspect_step(saved, deep=True)[1]
-    assert f"its plain values are not those of {name}" in problem.text
+    assert f"its plain values differ from those in {name}" in problem.text
 
 
 # ---------------------------------------------------------------- planted in the writer and in the reader

@@ -156,10 +156,10 @@ def test_from_hf_and_back_is_bit_equal(run: Path) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--to", "megatron", "--save", "x", "--dtype", "float32"], "--dtype float32: applies to --to hf alone"),
+        (["--to", "megatron", "--save", "x", "--dtype", "float32"], "--dtype float32: has no effect without --to hf"),
         (
             ["--to", "megatron", "--save", "x", "--no-safe-serialization"],
-            "--no-safe-serialization: applies to --to hf alone",
+            "--no-safe-serialization: has no effect without --to hf",
         ),
         (["--to", "native", "--save", "x"], "--to native: --load is in that format already"),
         (["--to", "hf", "--save", "x", "--ckpt-step", "99"], "--ckpt-step 99"),
@@ -194,7 +194,10 @@ def test_generate_needs_the_checkpoint_alone(run: Path, capsys: pytest.CaptureFi
     [
         (["--prompt", "abc" * 20], "60 tokens, but the model has 32 positions"),
         (["--prompt", "abc", "--temperature", "0"], "use --greedy"),
-        (["--prompt", "abc", "--greedy", "--top-k", "3"], "--greedy: nothing is drawn"),
+        (
+            ["--prompt", "abc", "--greedy", "--top-k", "3"],
+            "--greedy: --temperature, --top-k and --top-p have no effect",
+        ),
         (["--prompt", ""], "empty prompt"),
         (["--prompt", "abc", "--dtype", "int8"], "--dtype int8"),
         (["--prompt", "abc", "--device", "abacus"], "--device abacus"),

@@ -116,7 +116,7 @@ def test_histogram(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     said = run(capsys, "--histogram", prefix, prefix, code=ConfigError.exit_code)
     assert "a picture is a .svg or a .png; put prefixes before" in said
     said = run(capsys, prefix, prefix, "--histogram", "h.svg", code=ConfigError.exit_code)
-    assert "is of one dataset" in said
+    assert "draws only one dataset" in said
 
 
 def test_png_without_matplotlib(

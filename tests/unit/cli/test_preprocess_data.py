@@ -232,7 +232,7 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
         [sys.executable, "-X", "importtime", str(TOOL), "--help"], capture_output=True, text=True, check=True
     )
     assert not [name for name in ("torch", "numpy", "tokenizers") if f"| {name}\n" in done.stderr]
-    for flag in ("--vocab", "--chunk-size", "--dataset-impl", "--on-error", "--overwrite"):
+    for flag in ("--vocab-file", "--json-keys", "--overwrite", "--help-all"):
         assert flag in done.stdout
 
 
@@ -261,7 +261,7 @@ def test_the_job_loads_no_torch(workshop: Workshop) -> None:
         ("--input in.jsonl --output-prefix no/o", "no: no such directory"),
         ("--input in.jsonl --output-prefix o --wokers 3", "--wokers: no such flag; did you mean --workers?"),
         ("--inptu in.jsonl --output-prefix o", "--inptu: no such flag; did you mean --input?"),
-        ("--input in.jsonl --output-prefix o --work 3", "--work: no such flag; did you mean --workers?"),
+        ("--input in.jsonl --output-prefix o --work 3", "--work: no such flag; see --help"),
         ("--input in.jsonl --output-prefix o --append-eod yes", "yes: not a flag"),
         ("--input in.jsonl --output-prefix o --workers 0", "--workers: 0 is less than 1"),
         ("--input in.jsonl --output-prefix o --workers two", "--workers: 'two' is not a whole number"),
@@ -270,7 +270,7 @@ def test_the_job_loads_no_torch(workshop: Workshop) -> None:
         ("--input in.jsonl --output-prefix o --rank 0", "--rank 0: --world is missing"),
         ("--input in.jsonl --output-prefix o --world 2", "--world 2: --rank is missing"),
         ("--input in.jsonl --output-prefix o --rank 2 --world 2", "--rank 2: there are 2 partitions, 0 to 1"),
-        ("--input in.jsonl --output-prefix o --rank 0 --world 2 --partitions 3", "--partitions 3: --world says 2"),
+        ("--input in.jsonl --output-prefix o --rank 0 --world 2 --partitions 3", "--partitions 3: --world is 2"),
         ("--input in.jsonl --output-prefix o --resume --overwrite", "give one of the two"),
         ("--input in.jsonl --output-prefix o --keep-newlines", "--keep-newlines: only used with --split-sentences"),
         ("--input in.jsonl --output-prefix o --lang english", "--lang: only used with --split-sentences"),
@@ -323,7 +323,7 @@ def test_an_existing_output_is_kept_without_overwrite(workshop: Workshop, there:
 def test_keep_sequential_samples_is_a_named_no_op(workshop: Workshop) -> None:
     workshop.corpus("in.jsonl", sample_documents(3))
     done = workshop.run("--input", "in.jsonl", "--output-prefix", "o", "--keep-sequential-samples")
-    assert done.returncode == 0 and "--keep-sequential-samples: nothing to do" in done.stderr
+    assert done.returncode == 0 and "--keep-sequential-samples: no-op" in done.stderr
 
 
 # ---------------------------------------------------------------- other ways to give the input, and to share it
@@ -343,7 +343,7 @@ def test_partitions_alone_change_nothing_and_say_so(workshop: Workshop) -> None:
     workshop.corpus("in.jsonl", sample_documents(20))
     assert workshop.run("--input", "in.jsonl", "--output-prefix", "one").returncode == 0
     done = workshop.run("--input", "in.jsonl", "--output-prefix", "many", "--partitions", "4", "--workers", "4")
-    assert done.returncode == 0 and "--partitions 4: nothing to do" in done.stderr
+    assert done.returncode == 0 and "--partitions 4: no-op" in done.stderr
     assert workshop.output("many") == workshop.output("one")
 
 

@@ -125,7 +125,7 @@ def test_a_slice_that_holds_less_than_it_claims_is_found(native: Path, capsys: p
 @pytest.mark.parametrize(
     "key, value, told",
     [
-        (("iteration",), 501, "is of iteration 501, the manifest of 500"),
+        (("iteration",), 501, "is of iteration 501, but the manifest of 500"),
         (("optimizer", "extra"), None, "has no optimizer state"),
         (("opt_param_scheduler",), [1], "has no scheduler state"),
         (("rng_state",), [], "has no rng state"),

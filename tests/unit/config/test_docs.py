@@ -1,4 +1,4 @@
-"""docs/flags.md and golden lists match the declarations: no flag appears, disappears or changes status unnoticed."""
+"""Pages of flags and golden lists match the declarations: no flag appears, disappears or changes status unnoticed."""
 
 from __future__ import annotations
 
@@ -8,26 +8,39 @@ import pytest
 
 from megatron.config import docs
 from megatron.config.megatron_lm_flags import compat_flags, refused_family
+from megatron.config.presets import PRESETS
 from megatron.config.run import all_settings, settings_by_name
 from megatron.config.sources import canonical_spellings, spelling_table
+from megatron.config.values import show
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden"
 
 
-def test_the_page_is_what_the_declarations_generate() -> None:
-    written = (ROOT / "docs" / "flags.md").read_text()
-    assert written == docs.flags_page(), "run: python -m megatron.config.docs > docs/flags.md"
-
-
-def test_new_flags_show_in_the_golden_list() -> None:
-    written = (GOLDEN / "flags.txt").read_text()
-    assert written == docs.names(), "run: python -m megatron.config.docs --names > tests/golden/flags.txt"
+@pytest.mark.parametrize("argument", docs.PAGES)
+def test_a_file_is_what_the_declarations_generate(argument: str) -> None:
+    """The list of names shows new flags."""
+    path, generate = docs.PAGES[argument]
+    assert (ROOT / path).read_text() == generate(), f"run: python -m megatron.config.docs {argument} > {path}"
 
 
 def test_every_spelling_is_documented() -> None:
-    page = docs.flags_page()
-    assert [spelling for spelling in spelling_table() if f"`{spelling}`" not in page] == []
+    pages = docs.flags_page() + docs.others_page()
+    assert [spelling for spelling in spelling_table() if f"`{spelling}`" not in pages] == []
+
+
+def test_every_preset_is_documented_with_all_its_values() -> None:
+    """A setting of a preset is in its row, or in the list of the section."""
+    sections = docs.presets_page().split("\n## ")[1:]
+    for name, values in PRESETS.items():
+        (section,) = (one for one in sections if f"| `{name}` |" in one)
+        (row,) = (line for line in section.splitlines() if line.startswith(f"| `{name}` |"))
+        common = section.partition("\n| preset")[0]
+        cells = [cell.strip() for cell in row.split("|")]
+        for key, value in values.items():
+            given = f"`{key}` {show(value)}"
+            shaped = f"{value:.0f}" if isinstance(value, float) else show(value)
+            assert given in row or given in common or shaped in cells, (name, key)
 
 
 @pytest.mark.parametrize(("trainer", "count"), [("megatron", 230), ("megatron_deepspeed", 90)])

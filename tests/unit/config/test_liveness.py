@@ -19,6 +19,7 @@ ACTS_IN_CONFIG = {
     "deepspeed": "says that the file of --deepspeed_config is meant (deepspeed_file/source.py)",
     "deepspeed_config": "names the file that fills the other fields (deepspeed_file/source.py)",
     "ckpt_format": "torch, its only value, is what is written (checks on the choices)",
+    "print_config_changed": "chooses the rows of --print-config (serialize.py)",
     "full_validation": "makes the plan of what each evaluation reads (validation.py)",
     "group_query_attention": "needs --num-query-groups, which is what acts (checks/model.py)",
     "validation_set_names": "names the sets of the plan, for data and records (validation.py)",

@@ -85,7 +85,7 @@ def test_a_switch_of_a_file_is_turned_off_by_a_flag(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("num-layer: 2", "--num-layer: unknown setting (did you mean --num-layers?)"),
-        ("modell: {num-layers: 2}", "'modell' is no section (did you mean model?)"),
+        ("modell: {num-layers: 2}", "'modell' is not a section (did you mean model?)"),
         ("num-layers: [1, 2]", "--num-layers 1 2: takes one value"),
         ("num-layers: true", "--num-layers true: not a whole number"),
         ("num-layers: 2.5", "--num-layers 2.5: not a whole number"),
@@ -168,7 +168,7 @@ BOMB = "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]"
         ("a: &a {lr: 1}\noptimizer: {<<: *a}", r"\*a repeats a list or a section"),
         ("a: &a [*a]", r"\*a repeats a list or a section"),
         ("seed: " + "[" * 100_000, "line 1: nested too deeply; write settings as 'name: value'"),
-        ("seed: !!int abc", "line 1: the tag tag:yaml.org,2002:int is not supported; write the value alone"),
+        ("seed: !!int abc", "line 1: the tag tag:yaml.org,2002:int is not supported; write only the value"),
         ("seed: !!python/object/apply:os.system [ls]", "the tag .*os.system is not supported"),
         ("seed: 2024-01-01", "--seed 2024-01-01: not a whole number"),
         ("lr: 2024-13-45", "--lr 2024-13-45: not a number"),

@@ -73,7 +73,7 @@ def test_ranks_are_pinned_to_cores_of_their_own(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_more_ranks_than_cores_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="--cpu-pinning: 3 ranks cannot have one of 2 cores each"):
+    with pytest.raises(ConfigError, match="--cpu-pinning: 3 ranks need a core each, and 2 are usable"):
         cores.pin(info_of(3), [frozenset({0}), frozenset({1})])
     monkeypatch.delattr(os, "sched_setaffinity")
     with pytest.raises(ConfigError, match="--cpu-pinning: this system does not let"):
@@ -160,7 +160,7 @@ def test_a_system_without_batch_scheduling(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(os, "sched_getscheduler", lambda pid: 0, raising=False)
     monkeypatch.setattr(os, "sched_setscheduler", refuse, raising=False)
     assert cores.set_scheduling("auto", info_of(2)) == (
-        "CPU scheduling: ordinary; the system refuses another (Operation not permitted)"
+        "CPU scheduling: ordinary; the system rejects batch scheduling (Operation not permitted)"
     )
     monkeypatch.delattr(os, "SCHED_BATCH")
     with pytest.raises(ConfigError, match="--cpu-scheduling batch: this system has no batch scheduling"):

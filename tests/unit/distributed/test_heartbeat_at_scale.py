@@ -56,7 +56,7 @@ def test_a_rank_that_is_silent_is_named_by_the_one_before_it_and_replaced_if_it_
     cluster.ranks[0]._host = "gone"
     error, printed = run_until_the_end(cluster, 60.0)
     assert (
-        isinstance(error, PeerLostError) and "rank 0 (process" in str(error) and "has not been heard of" in str(error)
+        isinstance(error, PeerLostError) and "rank 0 (process" in str(error) and "has sent no heartbeat" in str(error)
     )
     assert len(printed) == 1 and len(cluster.ended) == 63
 

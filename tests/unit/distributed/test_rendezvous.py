@@ -142,7 +142,7 @@ def test_a_store_that_is_not_opened_is_named(capsys: pytest.CaptureFixture[str])
     ("rank", "host", "reason"),
     [
         (0, "198.51.100.7", "not even here, on its own machine: MASTER_ADDR must be an address"),
-        (1, "no-such-host.invalid", "this machine knows no address of that name, so correct MASTER_ADDR"),
+        (1, "no-such-host.invalid", "this machine cannot resolve that name: correct MASTER_ADDR"),
     ],
 )
 def test_an_address_that_is_not_that_of_rank_0_is_told_as_such(rank: int, host: str, reason: str) -> None:

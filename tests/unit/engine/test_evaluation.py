@@ -180,10 +180,10 @@ def test_each_validation_set_has_a_loss_of_its_own(full: bool | None, tmp_path: 
     [
         ({"valid_data_path": [0.3, "a", 0.7, "b"]}, "--multiple-validation-sets: --valid-data-path has weights"),
         ({"valid_data_path": None}, "--multiple-validation-sets: needs --valid-data-path"),
-        ({"validation_set_names": ["one"]}, "--validation-set-names one: 1 names, and --valid-data-path has 2 sets"),
-        ({"validation_set_names": ["a=", "b"]}, "--validation-set-names a= b: a= has an = in it"),
+        ({"validation_set_names": ["one"]}, "--validation-set-names one: 1 names, but --valid-data-path has 2 sets"),
+        ({"validation_set_names": ["a=", "b"]}, "--validation-set-names a= b: a= contains ="),
         ({"validation_samples": ["wiki=3"]}, "--validation-samples wiki=3: no validation set is called 'wiki'"),
-        ({"validation_samples": ["0=3"]}, "--validation-samples 0=3: says nothing of 1; add 1=N, or --full-validation"),
+        ({"validation_samples": ["0=3"]}, "--validation-samples 0=3: no number for 1; add 1=N, or --full-validation"),
         ({"validation_samples": ["0=3", "0=4"]}, "--validation-samples 0=3 0=4: names '0' twice"),
         ({"validation_samples": ["0=3", "4"]}, "--validation-samples 0=3 4: '4' is not NAME=N"),
         ({"validation_samples": ["0"]}, "--validation-samples 0: '0' is not a number of samples"),
@@ -227,7 +227,7 @@ def test_samples_that_cannot_be_are_refused(changes: dict[str, Any], message: st
         ),
         (
             {"valid_data_path": ["wiki", "short"]},
-            r"short: the validation set code is empty \(9 tokens, and one .* 17\)",
+            r"short: the validation set code is empty \(9 tokens, but one .* 17\)",
         ),
         (
             {"valid_data_path": ["empty"], "multiple_validation_sets": None, "validation_set_names": None},

@@ -141,9 +141,9 @@ def test_a_new_shape_is_recorded_too_and_a_fifth_is_refused() -> None:
         ({"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size 2 exclude each other: ranks comm"),
         ({"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size 2 exclude each other: ranks comm"),
         ({"context_parallel_size": 2}, "--context-parallel-size 2 exclude each other: ranks comm"),
-        ({"num_experts": 4, "disable_bias_linear": True}, "--num-experts 4 exclude each other: the host cuts"),
-        ({"overlap_grad_reduce": True}, "--overlap-grad-reduce exclude each other: reductions are started"),
-        ({"compile": True}, "--compile exclude each other: the two have not"),
+        ({"num_experts": 4, "disable_bias_linear": True}, "--num-experts 4 exclude each other: the host splits"),
+        ({"overlap_grad_reduce": True}, "--overlap-grad-reduce exclude each other: reductions start"),
+        ({"compile": True}, "--compile exclude each other: the combination is untested"),
         ({"recompute_activations": True}, "recomputation exclude each other: it reads the random state"),
     ],
 )
@@ -159,7 +159,7 @@ def test_it_needs_a_cuda_device() -> None:
 
 def test_other_models_are_refused() -> None:
     engine = make_parts(flags())[1].trainer.engine
-    with pytest.raises(ConfigError, match="--cuda-graphs: records our GPT alone, and the model provider gave a Linear"):
+    with pytest.raises(ConfigError, match="--cuda-graphs: supports only the package's GPT, not a model of type Linear"):
         build_module._graphed(engine.passes, torch.nn.Linear(1, 1), engine.store, torch.device("cuda"))
 
 

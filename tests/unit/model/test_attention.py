@@ -87,5 +87,5 @@ def test_cached_generation_equals_the_full_pass(family: dict[str, Any], kernels:
 
 def test_a_full_cache_is_refused() -> None:
     cache = KVCache([0], batch=1, groups=1, max_length=4, head_dim=2, dtype=torch.float32)
-    with pytest.raises(AssertionError, match="KV cache of 4 tokens asked to hold 5"):
+    with pytest.raises(AssertionError, match="a KV cache of 4 tokens cannot hold 5"):
         cache.begin(5)

@@ -168,7 +168,7 @@ def test_auto_takes_it_and_leaves_generation_and_fp64_to_others(monkeypatch: pyt
     kernels, others = resolve("auto", "cpu", warn=lambda text: None), []
     assert torch.equal(kernels.attention(*three(70), **CAUSAL), expected)
     choice = next(choice for choice in kernels.choices if choice.op == "attention")
-    assert choice.backend == "native" and "generation by PyTorch's own" in choice.reason
+    assert choice.backend == "native" and "PyTorch's attention for generation" in choice.reason
 
     def spy(query: Tensor, *args: Any, **named: Any) -> Tensor:
         others.append(tuple(query.shape))

@@ -1,4 +1,5 @@
-"""csrc/build.py and setup.py with fake compilers: what they build, print, lock, keep and clean up."""
+"""csrc/build.py and setup.py with compilers that only pretend: what is built, said, locked, kept and cleaned up. None
+of it has torch."""
 
 from __future__ import annotations
 
@@ -37,6 +38,22 @@ pathlib.Path(arguments[arguments.index("-o") + 1]).write_text(" ".join(arguments
 """
 
 
+# Runs `-c CODE ...` or `SCRIPT ...` as Python does, and fails where torch is looked for.
+WITHOUT_TORCH = """
+import runpy, sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        assert name.split('.')[0] != 'torch', 'torch was looked for'
+sys.meta_path.insert(0, Refuse())
+del sys.argv[0]
+if sys.argv[0] == "-c":
+    exec(sys.argv.pop(1))
+else:
+    sys.path.insert(0, ".")
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 class Sandbox:
     """A checkout with the files that building needs, a fake C++ compiler and a fake nvcc."""
 
@@ -60,7 +77,7 @@ class Sandbox:
     def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
         settings = {"CXX": str(self.tools / "cxx"), "CUDA_HOME": str(self.tools / "cuda"), **environment}
         return subprocess.Popen(
-            [sys.executable, *command], cwd=self.folder, text=True, env=os.environ | settings,
+            [sys.executable, "-c", WITHOUT_TORCH, *command], cwd=self.folder, text=True, env=os.environ | settings,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
@@ -69,8 +86,9 @@ class Sandbox:
         return process.communicate(timeout=120)[0]
 
     def outcome(self, *command: str, **environment: str) -> str:
-        """Last line of the output."""
-        return self.run(*command, **environment).splitlines()[-1]
+        """The last line that was said of the kernels."""
+        lines = self.run(*command, **environment).splitlines()
+        return [line for line in lines if line.startswith("kernels:")][-1]
 
     def compiled(self) -> list[str]:
         """Files compiled since the last call."""
@@ -79,6 +97,10 @@ class Sandbox:
         for log in logs:
             log.unlink(missing_ok=True)
         return sorted(set(names))
+
+    @property
+    def helpers(self) -> Path:
+        return self.folder / "megatron" / "data" / "_helpers.so"
 
     @property
     def library(self) -> Path:
@@ -96,8 +118,8 @@ def sandbox(tmp_path: Path) -> Sandbox:
 def test_only_what_changed_is_compiled_again(sandbox: Sandbox) -> None:
     assert sandbox.outcome().startswith("kernels: built, with CUDA: ")
     found = (path for path in (sandbox.folder / "csrc").glob("*/*") if path.suffix in (".cpp", ".cu"))
-    everything = {f"{path.parent.name}/{path.name}" for path in found} - {"data/helpers.cpp"}
-    assert set(sandbox.compiled()) == everything | {"link"}
+    everything = {f"{path.parent.name}/{path.name}" for path in found}
+    assert set(sandbox.compiled()) == everything | {"link"} and sandbox.helpers.is_file()
     sandbox.run()
     assert sandbox.compiled() == ["link"]
     header = sandbox.folder / "csrc" / "activation" / "math.h"
@@ -106,26 +128,19 @@ def test_only_what_changed_is_compiled_again(sandbox: Sandbox) -> None:
     assert sandbox.compiled() == ["activation/cpu.cpp", "activation/cuda.cu", "activation/torch.cpp", "link"]
 
 
-def test_kernels_are_compiled_before_torch_is_there(sandbox: Sandbox) -> None:
-    assert sandbox.run("-S", "csrc/build.py", "--ahead").startswith("kernels: compiling ")
-    ahead = sandbox.compiled()
-    kernels = [path for path in (sandbox.folder / "csrc").glob("*/c*") if path.suffix in (".cpp", ".cu")]
-    assert {f"{path.parent.name}/{path.name}" for path in kernels} <= set(ahead) and not sandbox.library.exists()
-    assert sandbox.outcome().startswith("kernels: built, with CUDA")
-    assert not set(ahead) & set(sandbox.compiled()), "the build takes what is there"
-
-
 def test_a_build_says_what_it_is_doing(sandbox: Sandbox) -> None:
     (sandbox.tools / "slow").write_text("0.05")
     slowly = "import sys; sys.path.insert(0, 'csrc'); import build; build.SAY_SECONDS = 0.05; build.main()"
-    first, *progress, last = sandbox.run("-c", slowly).splitlines()
+    first, *progress = sandbox.run("-c", slowly).splitlines()
+    progress = [line for line in progress if re.search(r"of \d\d+ objects are", line)]  # the index builders are one
     found = re.fullmatch(r"kernels: compiling (\d+) of \1 objects, \d+ at once", first)
-    assert found and last.startswith("kernels: built")
-    counts = [int(re.fullmatch(rf"kernels: (\d+) of {found[1]} objects are ready", line)[1]) for line in progress]
+    assert found
+    counts = [int(re.fullmatch(rf"kernels: (\d+) of {found[1]} objects are there", line)[1]) for line in progress]
     assert counts == sorted(counts) and len(counts) > 2
     (sandbox.folder / "csrc" / "rope" / "cpu.cpp").open("a").write("// changed\n")
     assert re.match(r"kernels: compiling [1-3] of \d+ objects", sandbox.run())
-    assert len(sandbox.run().splitlines()) == 1  # nothing to do
+    nothing_to_do = sandbox.run().splitlines()
+    assert [line.split(": ")[1] for line in nothing_to_do] == ["built, with CUDA", "built"]
 
 
 @pytest.mark.parametrize(
@@ -187,17 +202,16 @@ def test_cuda_home_is_honoured(sandbox: Sandbox) -> None:
     ],
 )
 def test_a_compiler_that_does_not_work(sandbox: Sandbox, cxx: str, reason: str) -> None:
-    assert sandbox.outcome(CXX=cxx) == f"kernels: not built ({reason})"
-    assert not sandbox.library.exists()
+    said = [line for line in sandbox.run(CXX=cxx).splitlines() if "compiling" not in line]
+    assert said == [
+        f"kernels: not built ({reason}); PyTorch's own operations are used, which are slower",
+        f"index builders: not built ({reason}); numpy is used, which is slower",
+    ]
+    assert not sandbox.library.exists() and not sandbox.helpers.exists()
 
 
 def test_without_any_compiler(sandbox: Sandbox) -> None:
-    assert sandbox.run(CXX="", PATH="/nowhere") == "kernels: not built (no C++ compiler (g++) on the PATH)\n"
-
-
-def test_without_torch(sandbox: Sandbox) -> None:
-    said = sandbox.run("-S", "csrc/build.py")
-    assert said == "kernels: not built (torch is not installed where this is built (pip needs --no-build-isolation))\n"
+    assert sandbox.outcome(CXX="", PATH="/nowhere").startswith("kernels: not built (no C++ compiler (g++) on the PATH)")
 
 
 def test_cxx_may_be_a_command_with_arguments(sandbox: Sandbox) -> None:
@@ -258,19 +272,18 @@ def test_objects_that_nobody_uses_are_deleted(sandbox: Sandbox) -> None:
 
 def test_in_place(sandbox: Sandbox) -> None:
     said = sandbox.run("setup.py", "-q", "build_ext", "--inplace")
-    assert "kernels: built, with CUDA\n" in said
+    assert "kernels: built, with CUDA: " in said and sandbox.helpers.is_file()
     assert sandbox.library.is_file() and sandbox.record()["without_cuda"] is None
     assert sandbox.record()["needs_of_cuda"] == {"capability": [8, 0], "cuda": [13, 1]}
 
 
 def test_in_place_without_a_compiler(sandbox: Sandbox) -> None:
-    said = sandbox.run("setup.py", "-q", "build_ext", "--inplace", CC="no-such-compiler", CXX="no-such-compiler")
-    lines = [line for line in said.splitlines() if "not built" in line]
-    assert [line.split(":")[0] for line in lines] == ["megatron.data._helpers", "kernels"]
-    assert lines[1].endswith("PyTorch's own operations are used, which are slower")
+    said = sandbox.run("setup.py", "-q", "build_ext", "--inplace", CXX="no-such-compiler")
+    lines = [line.split(" (")[0] for line in said.splitlines() if "not built" in line]
+    assert lines == ["kernels: not built", "index builders: not built"]
 
 
-BUILT = {"megatron/ops/_kernels.so", "megatron/ops/_kernels.json"}
+BUILT = {"megatron/ops/_kernels.so", "megatron/ops/_kernels.json", "megatron/data/_helpers.so"}
 
 
 @pytest.mark.parametrize("hook", ["build_wheel", "build_editable"])
@@ -278,12 +291,13 @@ def test_what_pip_installs(sandbox: Sandbox, hook: str) -> None:
     """Calls pip's hooks; an editable installation finds the files where they were built."""
     said = sandbox.run("-c", f"from setuptools import build_meta; build_meta.{hook}('out')")
     (wheel,) = (sandbox.folder / "out").glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
     if hook == "build_editable":
-        assert sandbox.library.is_file() and sandbox.library.with_suffix(".json").is_file(), said
+        assert sandbox.library.is_file() and sandbox.helpers.is_file() and not names & BUILT, said
     else:
-        names = set(zipfile.ZipFile(wheel).namelist())
         assert names >= {*BUILT, "megatron_anywhere.py"} and "megatron/__init__.py" not in names, said
         assert not sandbox.library.exists()
+        assert re.fullmatch(r"megatron_anywhere-[\d.]+-py3-none-linux_\w+\.whl", wheel.name)
 
 
 def test_the_source_distribution_holds_the_sources(sandbox: Sandbox) -> None:

@@ -35,20 +35,20 @@ struct Stand { int device; } on[] = {{0}, {1}, {7}};
 struct Guard { int before; };
 
 extern "C" {
-int32_t aoti_torch_get_device_index(AtenTensorHandle x, int32_t* index) {
+int32_t aoti_torch_get_device_index(TorchTensor* x, int32_t* index) {
   *index = reinterpret_cast<Stand*>(x)->device;
   return 0;
 }
-int32_t aoti_torch_create_device_guard(int32_t index, DeviceGuardHandle* guard) {
-  *guard = reinterpret_cast<DeviceGuardHandle>(new Guard{torch_device});
+int32_t aoti_torch_create_device_guard(int32_t index, TorchDeviceGuard** guard) {
+  *guard = reinterpret_cast<TorchDeviceGuard*>(new Guard{torch_device});
   torch_device = index;
   return 0;
 }
-int32_t aoti_torch_delete_device_guard(DeviceGuardHandle guard) {
+int32_t aoti_torch_delete_device_guard(TorchDeviceGuard* guard) {
   torch_device = reinterpret_cast<Guard*>(guard)->before;
   return 0;
 }
-int32_t aoti_torch_delete_tensor_object(AtenTensorHandle) { return 0; }
+int32_t aoti_torch_delete_tensor_object(TorchTensor*) { return 0; }
 }
 
 struct Args {};
@@ -62,12 +62,12 @@ int main(int, char** words) {
   for (int current : {0, 1})
     for (int device : {1, 0}) {
       torch_device = current;
-      torch::stable::Tensor x(reinterpret_cast<AtenTensorHandle>(&on[device]));
+      mk::stable::Tensor x(reinterpret_cast<TorchTensor*>(&on[device]));
       mk::binding::on_gpu(launch, Args{}, x, "op");
       std::printf("back on %d\\n", torch_device);
     }
   try {
-    torch::stable::Tensor x(reinterpret_cast<AtenTensorHandle>(&on[2]));
+    mk::stable::Tensor x(reinterpret_cast<TorchTensor*>(&on[2]));
     mk::binding::on_gpu(launch, Args{}, x, "op");
   } catch (const std::exception& error) {
     std::printf("%s\\n", error.what());
@@ -84,7 +84,7 @@ EXPECTED = [
 
 def where_kernels_run(folder: Path, checkout: Path) -> list[str]:
     try:
-        cxx, headers = builder().compiler(), builder().torch_headers()
+        cxx = builder().compiler()
     except builder().BuildError as error:
         pytest.skip(f"nothing can be compiled here: {error}")
     (folder / "cuda_runtime.h").write_text(CUDA_RUNTIME)
@@ -95,8 +95,8 @@ def where_kernels_run(folder: Path, checkout: Path) -> list[str]:
     builder().run(
         [*cxx, "-shared", "-fPIC", str(folder / "torch_cuda.cpp"), "-Wl,-soname,libtorch_cuda.so", "-o", str(library)]
     )
-    command = [*cxx, "-std=c++20", "-O0", f"-DTORCH_TARGET_VERSION={builder().TORCH_TARGET}", "-isystem", str(headers)]
-    command += ["-I", str(folder), "-I", str(common.parent), "-x", "c++", str(folder / "program.cpp")]
+    command = [*cxx, "-std=c++20", "-O0", "-I", str(folder), "-I", str(common.parent)]
+    command += ["-x", "c++", str(folder / "program.cpp")]
     command += [str(common / "device.cu"), str(common / "stream.cpp"), "-o", str(folder / "program"), "-ldl"]
     builder().run([*command, "-Wl,--unresolved-symbols=ignore-all"])  # functions of torch that are never called
     return subprocess.run([str(folder / "program"), str(library)], capture_output=True, text=True).stdout.splitlines()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.commands import build_command
 from megatron.errors import ConfigError
 from megatron.ops import activation, resolve
 from megatron.ops import library as module
@@ -80,7 +81,7 @@ def replace_library(path: Path) -> None:
         (Path.unlink, "not built"),
         (truncate, r"_kernels.so is not what was built \(truncated or replaced\)"),
         (replace_library, r"_kernels.so is not what was built \(truncated or replaced\)"),
-        (another_machine, r"_kernels.so was built for riscv64, and this machine is \w+; build again"),
+        (another_machine, r"_kernels.so was built for riscv64, but this machine is \w+; build again"),
         (garble, r"torch .* cannot load them \("),
         (empty, r"torch .* cannot load them \("),
         (drop_record, "_kernels.json is missing or damaged"),
@@ -92,7 +93,7 @@ def test_damage_is_one_line(copy: Path, damage: Callable[[Path], None], reason: 
     damage(copy)
     missing = load(copy, NOWHERE).missing
     assert missing is not None and re.search(reason, missing) and "\n" not in missing
-    assert missing.endswith(module.BUILD)
+    assert missing.endswith(build_command())
 
 
 @pytest.mark.parametrize("unreadable", ["_kernels.so", "cpu.cpp"])
@@ -139,7 +140,7 @@ def test_older_than_its_sources(copy: Path, tmp_path: Path) -> None:
     sources = tmp_path / "csrc"
     shutil.copytree(SOURCES, sources)
     (sources / "activation" / "cpu.cpp").open("a").write("// edited\n")
-    assert load(copy, sources).missing == f"older than csrc/; build again: {module.BUILD}"
+    assert load(copy, sources).missing == f"older than csrc/; build again: {build_command()}"
 
 
 def test_a_good_copy_loads(copy: Path) -> None:

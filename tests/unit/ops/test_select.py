@@ -6,11 +6,11 @@ import dataclasses
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.ops import OPS, activation, norm, resolve, rope
+from megatron.ops import OPS, activation, norm, resolve, rope, select
 from megatron.ops.library import Library
 from megatron.ops.operation import Operation
 from megatron.ops.registry import OPERATIONS
-from megatron.ops.select import left_to_compiler
+from megatron.ops.select import left_to_compiler, slower_without_kernels
 
 BUILT = Library()
 NOT_BUILT = Library("not built: python setup.py build_ext --inplace")
@@ -27,7 +27,7 @@ def test_auto_without_kernels_takes_torch_functions_and_says_so() -> None:
 
 
 def test_a_kernel_that_is_not_the_faster_one_says_what_it_is_taken_for() -> None:
-    """docs/performance.md: the sum of squares takes 2 to 6 % longer than PyTorch's."""
+    """benchmarks/RESULTS.md: the sum of squares takes 2 to 6 % longer than PyTorch's."""
     reasons = {choice.op: choice.reason for choice in resolve("auto", "cpu", native=BUILT).choices}
     assert "sums in double precision" in reasons["grad_norm"] and reasons["adamw"] == "csrc"
 
@@ -37,7 +37,14 @@ def test_the_start_of_a_run_names_in_one_line_what_is_not_native() -> None:
     assert line.startswith("kernels: native, but ") and "rope (ref)" in line and "adamw" not in line
     assert "--log-kernels" in line and "\n" not in line
     without = resolve("auto", "cpu", native=NOT_BUILT).summary()
-    assert without.startswith("kernels: none is native; the native kernels are not built: python setup.py build_ext")
+    assert without == "kernels: none is native; --log-kernels shows all, and why"
+
+
+def test_the_first_line_of_a_run_without_kernels_has_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "library", lambda: Library("not built; build them: python csrc/build.py"))
+    (line,) = slower_without_kernels("auto,-rope")
+    assert line.startswith("native kernels are not built; build them: python csrc/build.py (")
+    assert slower_without_kernels("ref") == []
 
 
 def test_what_a_compiled_layer_does_by_formulas_is_known() -> None:

@@ -299,4 +299,4 @@ def test_on_a_cpu_host_memory_is_said_to_change_nothing(capsys: pytest.CaptureFi
     assert result["reason"].kind == "done"
     config = read_settings(flags(optimizer="adam", optimizer_cpu_offload=True))
     devices.prepare_accelerator(config, torch.device("cpu"), RankLog(0))
-    assert "--optimizer-cpu-offload: has no effect, the memory of this device is the host's" in capsys.readouterr().out
+    assert "--optimizer-cpu-offload: has no effect, because this device uses host memory" in capsys.readouterr().out

@@ -28,7 +28,7 @@ def test_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_larger_groups_wait_longer_for_their_first_backward_pass(tmp_path: Path, capsys: Any) -> None:
     flags = ["--schedule", "interleaved", "--chunks", "2", "--micro-batches", "9", "--group", "5"]
     assert main([*flags, "--output", str(tmp_path / "pipeline.png")]) == 0
-    assert "9 micro-batches, 2 chunks a rank; bubble 16.7%" in capsys.readouterr().out
+    assert "9 micro-batches, 2 chunks per rank; bubble 16.7%" in capsys.readouterr().out
 
 
 def test_zero_bubble_stands_beside_its_own_theory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,10 +109,10 @@ def test_a_real_step(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         (["--schedule", "interleaved", "--chunks", "2", "--micro-batches", "6"], "no group of fewer than --stages 4"),
         (["--schedule", "interleaved", "--chunks", "2", "--micro-batches", "8", "--group", "6"], "a multiple of 6"),
         (["--schedule", "interleaved", "--chunks", "2", "--group", "3"], "no group of fewer than --stages 4"),
-        (["--schedule", "1f1b", "--group", "4"], "--group 4: --schedule interleaved alone"),
+        (["--schedule", "1f1b", "--group", "4"], "--group 4: only --schedule interleaved"),
         (
             ["--schedule", "1f1b", "--stages", "1024", "--micro-batches", "49"],
-            "no picture shows more than 100000 passes",
+            "a picture shows at most 100000 passes",
         ),
     ],
 )

@@ -9,8 +9,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -19,7 +21,7 @@ import pytest
 from tests.helpers.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[3]
-SCRIPTS = ("tools/setup_environment.py", "tools/lock_requirements.py", "examples/setup.sh")
+SCRIPTS = ("tools/setup_environment.py", "examples/setup.sh")
 VENDOR = "2.10.0a0+b558c986e8.nv25.11"
 
 
@@ -32,7 +34,7 @@ def setup_module() -> ModuleType:
 def checkout(tmp_path: Path) -> Path:
     """Files that the set-up reads of a checkout; without csrc it has nothing to build."""
     root = tmp_path / "checkout"
-    for name in (*SCRIPTS, "requirements.txt", "constraints.txt", "constraints.lock"):
+    for name in (*SCRIPTS, "requirements.txt", "constraints.lock"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     shutil.copy(ROOT / "pyproject.toml", root / "pyproject.toml")
@@ -78,39 +80,14 @@ def test_torch_is_found_without_importing_it(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     found = setup_module.outside_torch()
-    assert (found.version, found.path) == (VENDOR, str(tmp_path / "torch"))
+    assert found == f"{VENDOR} in {tmp_path / 'torch'}"
 
 
 @pytest.mark.parametrize("version", ["2.9.1", "1.13.0", "2.4.0a0+gitabc", "unknown"])
 def test_a_torch_that_is_too_old_is_refused(setup_module: ModuleType, version: str) -> None:
     with pytest.raises(setup_module.SetupError) as error:
-        setup_module.check_torch(setup_module.Torch(version, "/usr/lib/torch"))
+        setup_module.check_torch(f"{version} in /usr/lib/torch")
     assert version in str(error.value) and "2.10" in str(error.value) and "PYTHON=" in str(error.value)
-
-
-def test_beside_a_found_torch_nothing_that_is_there_is_pinned(setup_module: ModuleType) -> None:
-    requirements, constraints = setup_module.pip_inputs(["test"], setup_module.Torch(VENDOR, "/usr/lib/torch"))
-    assert not any(setup_module.project_name(line) == "torch" for line in requirements)
-    assert f"torch=={VENDOR}" in constraints
-    assert not any(line.startswith("numpy==") for line in constraints), "numpy is installed here: it stays as it is"
-
-
-def test_pip_is_told_the_version_that_it_knows(setup_module: ModuleType, tmp_path: Path) -> None:
-    """The public index's wheels lack the CUDA build that `torch.__version__` names. Without metadata (a build on
-    PYTHONPATH) the imported torch counts, not another one further along the path."""
-    torch = setup_module.Torch("2.14.1+cu130", str(fake_torch(tmp_path, "2.14.1+cu130") / "torch"))
-    assert "torch==2.14.1+cu130" in setup_module.pip_inputs([], torch)[1]
-    metadata = tmp_path / "torch-2.14.1.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.14.1\n")
-    assert "torch==2.14.1" in setup_module.pip_inputs([], torch)[1]
-
-
-def test_without_torch_everything_is_pinned(setup_module: ModuleType) -> None:
-    requirements, constraints = setup_module.pip_inputs(["test"], None)
-    pinned = {setup_module.project_name(line) for line in constraints if "==" in line}
-    assert "torch==2.13.0" in constraints
-    assert {setup_module.project_name(line) for line in requirements} <= pinned
 
 
 def test_requirements_say_what_pyproject_says(setup_module: ModuleType) -> None:
@@ -118,135 +95,253 @@ def test_requirements_say_what_pyproject_says(setup_module: ModuleType) -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     expected = [*project["dependencies"], *project["optional-dependencies"]["hf"]]
-    assert setup_module.requirement_lines(ROOT / "requirements.txt") == expected
+    assert setup_module.wanted(())[: len(expected)] == expected
 
 
 def test_pip_leaves_a_vendors_torch_where_it_is(setup_module: ModuleType) -> None:
     """`pip install -r requirements.txt` in a container replaces what does not satisfy the requirement."""
     from packaging.requirements import Requirement
 
-    (line,) = [line for line in setup_module.requirement_lines(ROOT / "requirements.txt") if line.startswith("torch")]
+    (line,) = [line for line in setup_module.wanted(()) if line.startswith("torch")]
     wanted = Requirement(line).specifier
     assert wanted.contains(VENDOR) and wanted.contains("2.13.0+cpu") and not wanted.contains("2.9.1")
 
 
+def pinned() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
 class TestLock:
-    """constraints.lock, and the requirements that pip installs from it."""
+    """constraints.lock, and what is installed from it."""
 
     def test_it_agrees_with_the_constraints(self, setup_module: ModuleType) -> None:
         lock = setup_module.read_lock((ROOT / "constraints.lock").read_text())
-        pins = setup_module.requirement_lines(ROOT / "constraints.txt")
-        pinned = {setup_module.project_name(line): line.partition("==")[2] for line in pins}
-        way_out = "python tools/lock_requirements.py"
-        assert {name: locked.version for name, locked in lock.items()} == pinned, way_out
-        assert all(locked.hashes for locked in lock.values()), way_out
+        fix = "run the command in the first lines of constraints.lock"
+        pins = {setup_module.project_name(name): version for name, version in pinned().items()}
+        versions = {name: locked.pin.split()[0].partition("==")[2] for name, locked in lock.items()}
+        assert pins.items() <= versions.items(), fix
+        assert all(locked.hashes for locked in lock.values()), fix
         assert len(lock["numpy"].hashes) > 20, "the files of every platform and Python"
 
+    def test_it_has_all_that_the_project_asks_for(self, setup_module: ModuleType) -> None:
+        lock = setup_module.read_lock((ROOT / "constraints.lock").read_text())
+        roots = {setup_module.project_name(line) for line in setup_module.wanted(["test", "data", "plot", "wandb"])}
+        needed = setup_module.closure(lock, roots)
+        assert needed == set(lock), "nothing is missing, and nothing is left over"
+        plain = setup_module.closure(lock, {setup_module.project_name(line) for line in setup_module.wanted(())})
+        assert {"huggingface-hub", "triton"} <= plain and not plain & {"pytest", "moto", "wandb"}
+
     LOCK = f"""# a comment
-A_b==1.0 \\
+A_b==1.0 ; sys_platform == 'linux' \\
     --hash=sha256:{"a" * 64} \\
     --hash=sha256:{"b" * 64}
+    # via torch, -c constraints.txt
+c==2 --hash=sha256:{"d" * 64}
+    # via a-b
 torch==2.13.0 --hash=sha256:{"c" * 64}
 """
 
-    @staticmethod
-    def report(*chosen: tuple[str, str]) -> dict:
-        archive = {"archive_info": {"hashes": {"sha256": "d" * 64}}}
-        return {"install": [{"metadata": {"name": n, "version": v}, "download_info": archive} for n, v in chosen]}
-
-    def test_every_line_has_the_checksums_of_the_lock(self, setup_module: ModuleType) -> None:
+    def test_its_lines(self, setup_module: ModuleType) -> None:
         lock = setup_module.read_lock(self.LOCK)
-        report = self.report(("a.b", "1.0"), ("torch", "2.13.0"))
-        assert setup_module.hashed_lines(report, lock) == [
-            f"a.b==1.0 --hash=sha256:{'a' * 64} --hash=sha256:{'b' * 64}",
-            f"torch==2.13.0 --hash=sha256:{'c' * 64}",
-        ]
+        hashes = (f"--hash=sha256:{'a' * 64}", f"--hash=sha256:{'b' * 64}")
+        assert lock["a-b"] == ("A_b==1.0 ; sys_platform == 'linux'", hashes, {"torch", "-c constraints.txt"})
+        assert (lock["c"].pin, lock["torch"].pin) == ("c==2", "torch==2.13.0")
+        assert setup_module.closure(lock, ["torch"]) == {"torch", "a-b", "c"}
+
+    @staticmethod
+    def chosen(version: str, archive: dict) -> dict:
+        return {"metadata": {"version": version}, "download_info": {"archive_info": archive}}
 
     def test_a_build_of_torch_has_the_checksum_of_its_own_index(self, setup_module: ModuleType) -> None:
-        lock, report = setup_module.read_lock(self.LOCK), self.report(("torch", "2.13.0+cpu"))
-        assert setup_module.hashed_lines(report, lock) == [f"torch==2.13.0+cpu --hash=sha256:{'d' * 64}"]
-        assert setup_module.of_other_versions(report, lock) == []
-        report["install"][0]["download_info"] = {"archive_info": {"hash": f"sha256={'e' * 64}"}}  # pip 23.0
-        assert setup_module.hashed_lines(report, lock) == [f"torch==2.13.0+cpu --hash=sha256:{'e' * 64}"]
-        report["install"][0]["download_info"] = {"archive_info": {}}
-        with pytest.raises(setup_module.NoChecksumError):
-            setup_module.hashed_lines(report, lock)
-
-    @pytest.mark.parametrize("name", [("a-b", "1.1"), ("a-b", "1.0+evil"), ("unknown", "1"), ("torch", "2.13.1+cpu")])
-    def test_what_the_lock_does_not_have_is_refused(self, setup_module: ModuleType, name: tuple[str, str]) -> None:
-        with pytest.raises(setup_module.NoChecksumError) as error:
-            setup_module.hashed_lines(self.report(name), setup_module.read_lock(self.LOCK))
-        assert " ".join(name) in str(error.value) and "into that Python yourself" in str(error.value)
-
-    def test_another_version_is_asked_for_again(self, setup_module: ModuleType) -> None:
-        report = self.report(("a.b", "1.1"), ("unknown", "1"), ("torch", "2.13.0"))
-        assert setup_module.of_other_versions(report, setup_module.read_lock(self.LOCK)) == ["a-b==1.0"]
+        torch = setup_module.read_lock(self.LOCK)["torch"]
+        assert setup_module.with_build(torch, self.chosen("2.13.0", {"hash": "sha256=0"})) == torch
+        built = setup_module.with_build(torch, self.chosen("2.13.0+cpu", {"hashes": {"sha256": "d" * 64}}))
+        assert (built.pin, built.hashes) == ("torch==2.13.0+cpu", (f"--hash=sha256:{'d' * 64}",))
+        old_pip = self.chosen("2.13.0+cpu", {"hash": f"sha256={'e' * 64}"})  # pip 23.0
+        assert setup_module.with_build(torch, old_pip).hashes == (f"--hash=sha256:{'e' * 64}",)
+        for version, archive in {"2.13.0+cpu": {}, "2.13.1+cpu": {"hash": "sha256=0"}, "2.14.0": {}}.items():
+            with pytest.raises(setup_module.SetupError, match=re.escape(version)):
+                setup_module.with_build(torch, self.chosen(version, archive))
 
 
-def wheel(folder: Path, body: str) -> str:
-    """Writes a wheel of a package with one module, and returns its checksum."""
-    folder.mkdir(exist_ok=True)
-    path, info = folder / "megatron_anywhere_tiny-1.0-py3-none-any.whl", "megatron_anywhere_tiny-1.0.dist-info"
+# ---------------------------------------------------------------- an index of small wheels, and a Python without torch
+
+
+def wheel(folder: Path, name: str, version: str, body: str = "", requires: tuple[str, ...] = ()) -> str:
+    """Writes a wheel of a package of one module; returns its line of a lock."""
+    path, info = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
+    metadata = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}", *(f"Requires-Dist: {r}" for r in requires)]
+    wheel_file = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files = {f"{name}.py": body, f"{info}/METADATA": "\n".join(metadata) + "\n", f"{info}/WHEEL": wheel_file}
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(zipfile.ZipInfo("megatron_anywhere_tiny.py"), body)
-        archive.writestr(
-            zipfile.ZipInfo(f"{info}/METADATA"), "Metadata-Version: 2.1\nName: megatron-anywhere-tiny\nVersion: 1.0\n"
-        )
-        archive.writestr(
-            zipfile.ZipInfo(f"{info}/WHEEL"), "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        archive.writestr(zipfile.ZipInfo(f"{info}/RECORD"), "")
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+        for file, text in {**files, f"{info}/RECORD": ""}.items():
+            archive.writestr(zipfile.ZipInfo(file), text)
+    return f"{name}=={version.partition('+')[0]} --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
 
 
-def test_a_file_that_is_not_the_locked_one_is_not_installed(
-    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    vendor, index = fake_torch(tmp_path / "vendor", VENDOR), tmp_path / "index"
-    right = wheel(index, "value = 1")
-    for name, line in {
-        "requirements.txt": "megatron-anywhere-tiny",
-        "constraints.txt": "megatron-anywhere-tiny==1.0",
-        "constraints.lock": f"megatron-anywhere-tiny==1.0 --hash=sha256:{right}",
-    }.items():
-        (checkout / name).write_text((checkout / name).read_text() + line + "\n")
-    monkeypatch.setenv("PIP_FIND_LINKS", f"{os.environ.get('PIP_FIND_LINKS', '')} {index}")
-    wheel(index, "value = 'of a stranger'")
-    done = set_up(checkout, python_path=vendor)
+@pytest.fixture
+def index(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of wheels, the only place where pip looks, with all that the checkout wants; its torch is for CPUs."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    names = ("numpy", "tokenizers", "transformers", "yaml", "needed_by_torch", "needed")
+    lock = {name: wheel(folder, name, "1.0") for name in names}
+    lock |= {name: wheel(folder, name, "100.0") for name in ("setuptools", "pybind11")}
+    wheel(folder, "torch", "2.13.0+cpu", "__version__ = '2.13.0+cpu'", ("needed_by_torch", "other; extra == 'more'"))
+    lock |= {"torch": f"torch==2.13.0 --hash=sha256:{'0' * 64}\n", "cuda": f"cuda==13 --hash=sha256:{'0' * 64}\n"}
+    via = {"needed_by_torch": "torch", "needed": "transformers", "cuda": "torch"}
+    lines = [line + (f"    # via {via[name]}\n" if name in via else "") for name, line in lock.items()]
+    (checkout / "constraints.lock").write_text("".join(lines))
+    (checkout / "requirements.txt").write_text("torch>=2.10.0a0\nnumpy\ntokenizers\ntransformers\nyaml\n")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+@pytest.fixture
+def plain_python(tmp_path: Path) -> str:
+    """A Python that has neither torch nor pip."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "plain")], check=True)
+    return str(tmp_path / "plain" / "bin" / "python")
+
+
+def pip_calls(checkout: Path) -> list[str]:
+    return re.findall(r"^\$ (.* install .*)", (checkout / ".venv" / "setup.log").read_text(), re.MULTILINE)
+
+
+def installed(checkout: Path) -> set[str]:
+    return {path.name.split("-")[0] for path in checkout.glob(".venv/lib/python3*/site-packages/*.dist-info")}
+
+
+def test_without_torch_all_is_installed_from_the_lock(checkout: Path, index: Path, plain_python: str) -> None:
+    """pip chooses the build of torch, and resolves nothing; what only the locked build needs is not installed."""
+    done = set_up(checkout, python=plain_python)
+    assert done.returncode == 0, done.stdout + done.stderr
+    choose, install = pip_calls(checkout)
+    assert "--dry-run" in choose and choose.endswith("--no-deps torch==2.13.0")
+    assert all(f" {word} " in install for word in ("--only-binary :all:", "--no-deps", "--require-hashes"))
+    assert {"torch", "transformers", "needed_by_torch", "needed"} <= installed(checkout) and "cuda" not in installed(
+        checkout
+    )
+    assert list(checkout.glob(".venv/lib/python3*/site-packages/__pycache__/torch.*.pyc")), (
+        "what is imported is compiled"
+    )
+    assert (marker(checkout)["found"], marker(checkout)["torch_version"]) == ("", "2.13.0+cpu")
+    assert "is up to date" in set_up(checkout, python=plain_python).stdout
+
+
+def test_a_file_that_is_not_the_locked_one_is_not_installed(checkout: Path, index: Path, plain_python: str) -> None:
+    right = (checkout / "constraints.lock").read_text()
+    wheel(index, "needed", "1.0", "value = 'of a stranger'")
+    done = set_up(checkout, python=plain_python)
     assert done.returncode == 2 and "DO NOT MATCH THE HASHES" in done.stdout, done.stdout + done.stderr
-    assert not list((checkout / ".venv").glob("lib/python3*/site-packages/megatron_anywhere_tiny.py"))
-    assert wheel(index, "value = 1") == right
-    assert set_up(checkout, python_path=vendor).returncode == 0
-    commands = re.findall(r"^\$ (.*--require-hashes.*)", (checkout / ".venv" / "setup.log").read_text(), re.MULTILINE)
-    assert len(commands) == 1 and "--no-index" in commands[0], "the index is not searched twice"
-    (installed,) = (checkout / ".venv").glob("lib/python3*/site-packages/megatron_anywhere_tiny.py")
-    assert list(installed.parent.glob("__pycache__/megatron_anywhere_tiny.*.pyc")), "what is installed is compiled"
+    assert not {"needed", "torch"} & installed(checkout), "nothing is installed before all is checked"
+    assert marker(checkout)["state"] == "building"
+    assert wheel(index, "needed", "1.0") in right
+    assert set_up(checkout, python=plain_python).returncode == 0 and "needed" in installed(checkout)
 
 
-@pytest.mark.parametrize(("answers", "searched"), [([True], [False]), ([False, True], [False, True])])
-def test_the_index_is_searched_again_only_where_its_links_fail(
-    setup_module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: list[bool], searched: list[bool]
+def test_an_archive_of_sources_is_not_installed(checkout: Path, index: Path, plain_python: str) -> None:
+    """Its setup.py would run."""
+    (index / "needed-1.0-py3-none-any.whl").unlink()
+    source = index / "needed-1.0.tar.gz"
+    with tarfile.open(source, "w:gz") as archive:
+        (index.parent / "setup.py").write_text("raise SystemExit('it ran')\n")
+        archive.add(index.parent / "setup.py", "needed-1.0/setup.py")
+    lock, checksum = checkout / "constraints.lock", hashlib.sha256(source.read_bytes()).hexdigest()
+    lock.write_text(
+        re.sub(r"^needed==.*", f"needed==1.0 --hash=sha256:{checksum}", lock.read_text(), flags=re.MULTILINE)
+    )
+    done = set_up(checkout, python=plain_python)
+    assert done.returncode == 2 and "No matching distribution found for needed" in done.stdout, done.stdout
+
+
+def test_what_the_lock_does_not_have_is_refused(checkout: Path, index: Path, plain_python: str) -> None:
+    (checkout / "requirements.txt").write_text((checkout / "requirements.txt").read_text() + "stranger\n")
+    wheel(index, "stranger", "1.0")
+    refused(set_up(checkout, python=plain_python), "stranger", "no checksum", "into that Python yourself")
+    vendor = fake_torch(checkout.parent / "vendor", VENDOR)
+    shutil.rmtree(checkout / ".venv")
+    refused(set_up(checkout, python=plain_python, python_path=vendor), "stranger", "no checksum")
+
+
+def test_beside_a_vendors_torch_only_what_is_missing_is_installed(
+    checkout: Path, index: Path, plain_python: str
 ) -> None:
-    calls, left = [], list(answers)
-    monkeypatch.setattr(setup_module, "pip_succeeds", lambda venv, options: calls.append(list(options)) or left.pop(0))
-    url = "https://index/a-1.0%2Bcpu.whl?x=1&y=2"
-    (tmp_path / "report.json").write_text(json.dumps({"install": [{"download_info": {"url": url}}]}))
-    setup_module.install_locked(tmp_path, ["a==1.0 --hash=sha256:b"])
-    assert ["--no-index" not in options for options in calls] == searched
-    assert all({"--require-hashes", "--no-deps", str(tmp_path / "locked.txt")} <= set(options) for options in calls)
-    assert (tmp_path / "chosen.html").read_text() == f'<a href="{url.replace("&", "&amp;")}"></a>\n'
+    """The numpy that was chosen with that torch stays, and a package that is too old is replaced."""
+    vendor = fake_torch(checkout.parent / "vendor", VENDOR)
+    for name, version in {"numpy": "0.9", "tokenizers": "0.1"}.items():
+        with zipfile.ZipFile(index / f"{name}-1.0-py3-none-any.whl") as archive:
+            archive.extractall(vendor)
+        metadata = vendor / f"{name}-1.0.dist-info" / "METADATA"
+        metadata.write_text(metadata.read_text().replace("1.0", version))
+        metadata.parent.rename(vendor / f"{name}-{version}.dist-info")
+    requirements = checkout / "requirements.txt"
+    requirements.write_text(requirements.read_text().replace("tokenizers", "tokenizers>=0.5"))
+    done = set_up(checkout, python=plain_python, python_path=vendor)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {"tokenizers", "transformers"} <= installed(checkout) and not {"numpy", "torch"} & installed(checkout)
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_uv_installs_the_same_lines_and_pip_where_it_fails(
+    checkout: Path, index: Path, plain_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    (tmp_path / "bin").mkdir()
+    uv = tmp_path / "bin" / "uv"
+    uv.write_text(
+        f"#!{sys.executable}\nimport subprocess, sys\nif {code}: sys.exit(1)\n"
+        'python = sys.argv[sys.argv.index("--python") + 1]\n'
+        'sys.exit(subprocess.call([python, "-m", "pip", "install", *sys.argv[-4:]]))\n'
+    )
+    uv.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{uv.parent}:{os.environ['PATH']}")
+    done = set_up(checkout, python=plain_python)
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, by_uv, *by_pip = pip_calls(checkout)
+    assert by_uv.startswith(f"{uv} pip install") and f"--find-links={index}" in by_uv
+    assert all(f" {word} " in by_uv for word in ("--only-binary :all:", "--no-deps", "--require-hashes"))
+    assert len(by_pip) == code and "torch" in installed(checkout)
+
+
+@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed")
+def test_the_real_uv_keeps_the_same_promises(
+    checkout: Path, index: Path, plain_python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UV_NO_CACHE", "1")  # which has the right file after a first installation
+    right = wheel(index, "needed", "1.0", "value = 'of a stranger'")
+    refused(set_up(checkout, python=plain_python), "pip could not install")
+    assert "Hash mismatch for `needed==1.0`" in (checkout / ".venv" / "setup.log").read_text()
+    assert not {"needed", "torch"} & installed(checkout)
+    assert right != wheel(index, "needed", "1.0")
+    done = set_up(checkout, python=plain_python)
+    assert done.returncode == 0 and len(pip_calls(checkout)) == 2, done.stdout + done.stderr
+
+
+def test_two_set_ups_at_once_make_one_environment(checkout: Path, index: Path, plain_python: str) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: set_up(checkout, python=plain_python), range(2)))
+    assert [done.returncode for done in both] == [0, 0], both
+    assert sum("installing" in done.stdout for done in both) == 1, both
+    assert sum("is up to date" in done.stdout for done in both) == 1, both
 
 
 def test_the_tests_also_have_the_oldest_supported_transformers(
-    setup_module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    setup_module: ModuleType, checkout: Path, index: Path, plain_python: str
 ) -> None:
-    calls: list[list[str]] = []
-    monkeypatch.setattr(setup_module, "pip_succeeds", lambda venv, options: calls.append(list(options)) or True)
-    setup_module.install_old_transformers(tmp_path)
-    (options,) = calls
-    assert {"--no-deps", "--require-hashes", "--target", str(tmp_path / "transformers-4.57")} <= set(options)
-    lock, extras = setup_module.read_lock(Path(options[-1]).read_text()), (ROOT / "pyproject.toml").read_text()
-    assert 'hf = ["transformers>=4.57"]' in extras and lock["transformers"].version.startswith("4.57.")
+    old = checkout / setup_module.OLD_LOCK.relative_to(ROOT)
+    old.parent.mkdir()
+    old.write_text(wheel(index, "transformers", "0.9"))
+    pyproject = re.sub(r"(?ms)^test = \[.*?^\]", "test = []", (checkout / "pyproject.toml").read_text())
+    (checkout / "pyproject.toml").write_text(pyproject)
+    done = set_up(checkout, python=plain_python, extra="--extra test")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (checkout / ".venv" / "transformers-4.57" / "transformers.py").is_file()
+    assert marker(checkout)["extras"] == ["test"]
+
+    lock, extras = setup_module.read_lock(setup_module.OLD_LOCK.read_text()), (ROOT / "pyproject.toml").read_text()
+    assert 'hf = ["transformers>=4.57"]' in extras and lock["transformers"].pin.startswith("transformers==4.57.")
     assert all(locked.hashes for locked in lock.values())
 
 
@@ -258,7 +353,7 @@ def test_a_vendor_torch_is_used_and_the_second_run_does_nothing(checkout: Path, 
     vendor = fake_torch(tmp_path / "vendor", VENDOR)
     first = set_up(checkout, python_path=vendor)
     assert first.returncode == 0, first.stdout + first.stderr
-    assert f"torch {VENDOR} is already here and is used" in first.stdout
+    assert f"torch {VENDOR} in {vendor}/torch is already here and is used" in first.stdout
     assert not list((checkout / ".venv").glob("lib/python3*/site-packages/torch")), "torch was installed over it"
     log = (checkout / ".venv" / "setup.log").read_text()
     assert "Downloading torch" not in log and "torch-2" not in log
@@ -294,27 +389,21 @@ BUILD = """
 import pathlib, signal, sys, time
 here = pathlib.Path(__file__).parent
 signal.signal(signal.SIGTERM, lambda *_: sys.exit((here / "stopped").touch()))
-(here / "started").write_text(" ".join(sys.argv[1:]))
+(here / "started").write_text("yes")
 time.sleep(60)
 """
 
 
-def test_kernels_are_compiled_beside_the_installation(
-    setup_module: ModuleType, checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A build runs while pip does; a failing installation ends it."""
+def test_kernels_are_compiled_beside_the_installation(checkout: Path, index: Path, plain_python: str) -> None:
+    """While pip is at work, a build runs; it ends with an installation that fails."""
     (checkout / "csrc").mkdir()
     (checkout / "csrc" / "build.py").write_text(BUILD)
     started, stopped = checkout / "csrc" / "started", checkout / "csrc" / "stopped"
-    monkeypatch.setattr(setup_module, "ROOT", checkout)
-    monkeypatch.setattr(setup_module, "compiler", lambda: "c++")
-
-    with pytest.raises(setup_module.SetupError, match="no index"), setup_module.kernels_ahead():
-        while not started.exists() or not started.read_text():
-            time.sleep(0.01)
-        assert started.read_text() == "--ahead"
-        raise setup_module.SetupError("no index")
-    assert stopped.exists()
+    (index / "needed-1.0-py3-none-any.whl").unlink()
+    refused(set_up(checkout, python=plain_python), "pip could not install")
+    assert started.read_text() == "--ahead"
+    while not stopped.exists():  # a build that goes on is a test that hangs, which pytest ends with its name
+        time.sleep(0.01)
 
 
 def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:

@@ -66,7 +66,7 @@ def test_products_are_rounded_to_tf32_only_when_asked(monkeypatch: pytest.Monkey
         assert prepared(monkeypatch, CUDA, grows=True, tf32=asked)[0] == ""
         assert products.allow_tf32 is asked
     said, _ = prepared(monkeypatch, torch.device("cpu"), grows=True, tf32=True)
-    assert said.strip() == "--allow-tf32: has no effect, the device cpu has no such products"
+    assert said.strip() == "--allow-tf32: has no effect, because the device cpu has no TF32 products"
     assert products.allow_tf32 is False
 
 

@@ -47,7 +47,7 @@ def test_changed_data_may_be_accepted_and_it_is_said(
         make_parts(flags(**changed, load=saved))
     capsys.readouterr()
     _, parts = make_parts(flags(**changed, load=saved, accept_changed_data=True))
-    assert "warning: --accept-changed-data: the data is not that of" in capsys.readouterr().out
+    assert "warning: --accept-changed-data: the data differs from" in capsys.readouterr().out
     assert (parts.progress.iteration, parts.progress.consumed_train_samples) == (3, 24)  # all else goes on
     with parts:
         parts.trainer.fit()
@@ -248,7 +248,7 @@ def test_fill_in_the_middle_in_a_run_and_its_resume(tmp_path: Path, text_corpus:
 def test_fill_in_the_middle_without_its_tokens(text_corpus: dict[str, Any], corpus: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="--fim-prefix-token <PRE>: not in the tokenizer's vocabulary"):
         make_parts(flags(**text_corpus, fim_data=True, fim_prefix_token="<PRE>"))
-    with pytest.raises(ConfigError, match="--fim-data: cuts text"):
+    with pytest.raises(ConfigError, match="--fim-data: needs a text tokenizer"):
         make_parts(flags(**corpus, fim_data=True))
     with pytest.raises(ConfigError, match="--fim-split-sample TOKEN and --fim-fragment-rate RATE need each other"):
         make_parts(flags(**text_corpus, fim_data=True, fim_split_sample="<file>"))

@@ -60,7 +60,7 @@ LATER: dict[str, str] = {
     "--device nonsense": "--device nonsense: not a device",
     "--distributed-backend nccl": "--distributed-backend nccl: needs an accelerator",
     "--kernels auto,-nothing": "no operation 'nothing'",
-    "--bf16 --store-param-remainders --kernels ref": "--store-param-remainders: only the native AdamW",
+    "--bf16 --store-param-remainders --kernels ref": "--store-param-remainders: requires the native AdamW",
     "--cpu-offloading-num-layers 9": "--cpu-offloading-num-layers 9: the model has 2 layers",
     "--cpu-offloading-num-layers 1 --recompute-granularity full --recompute-method block": "exclude each other: a",
     "--zero-stage 3 --remote-device cpu --num-distributed-optimizer-instances 2": "not summed between instances",
@@ -69,7 +69,7 @@ LATER: dict[str, str] = {
     "--optimizer-cpu-offload --optimizer-offload-directory out/d": "is in memory or in a file; keep one",
     "--optimizer-cpu-offload --optimizer sgd": "--optimizer-cpu-offload: only the state of AdamW",
     "--optimizer-offload-directory out/d --bf16 --store-param-remainders": "exclude each other: masters on the host",
-    "--bf16 --store-param-remainders --optimizer sgd": "--store-param-remainders: only the native AdamW",
+    "--bf16 --store-param-remainders --optimizer sgd": "--store-param-remainders: requires the native AdamW",
     "--save out/s --non-persistent-ckpt-type local --non-persistent-local-ckpt-dir A-FILE": "A-FILE: is a file",
     "--save out/s --non-persistent-ckpt-type global --non-persistent-global-ckpt-dir A-FILE": "A-FILE: is a file",
     "--save out/s --non-persistent-ckpt-type local --non-persistent-local-ckpt-dir d --replication": "not a multiple",
@@ -101,7 +101,7 @@ LATER: dict[str, str] = {
     "--vocab-file A-FILE --merge-file A-FILE": "--vocab-file",
     "--tokenizer-type HuggingFaceTokenizer --tokenizer-model TOKENIZER --vocab-size 9": "--vocab-size 9: the tokenizer",
     "--tokenizer-type HuggingFaceTokenizer --tokenizer-model TOKENIZER --fim-data": "--fim-prefix-token",
-    "--fim-data": "--fim-data: cuts text",
+    "--fim-data": "--fim-data: needs a text tokenizer",
     "--tiktoken-special-tokens <unk> --tokenizer-type TikTokenizer --tokenizer-model A-FILE": "--ti",
 }
 

@@ -30,7 +30,9 @@ def test_the_environment_is_read_with_the_launch(value: str | None, blocks: bool
 
 def test_a_pipeline_whose_launches_block() -> None:
     blocking = LaunchInfo(blocking_launches=True)
-    with pytest.raises(ConfigError, match=r"--pipeline-model-parallel-size 2: would hang.*unset CUDA_LAUNCH_BLOCKING"):
+    with pytest.raises(
+        ConfigError, match=r"--pipeline-model-parallel-size 2: would deadlock.*unset CUDA_LAUNCH_BLOCKING"
+    ):
         check(2, "cuda", blocking)
     check(2, "cuda", LaunchInfo())
     check(1, "cuda", blocking)

@@ -130,7 +130,7 @@ def test_a_restart_with_the_same_command_goes_on(tmp_path: Path, capsys: pytest.
     said = capsys.readouterr().out
     assert [r["iteration"] for r in first["records"]] == [5]
     assert [r["iteration"] for r in second["records"]] == [6, 7, 8]
-    assert "iter_0000005 was saved by a run with it, so this one goes on from there" in said
+    assert "iter_0000005 was saved by a run with it, so this run continues from there" in said
     elsewhere = train_here(flags(**{**command, "save": tmp_path / "other", "exit_interval": 5}))
     assert [r["iteration"] for r in elsewhere["records"]] == [5]  # 8 is put at 4 again
 
@@ -138,7 +138,7 @@ def test_a_restart_with_the_same_command_goes_on(tmp_path: Path, capsys: pytest.
 def test_a_fresh_start_says_that_nothing_was_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = train_here(flags(save=tmp_path, load=tmp_path, override_ckpt_iteration=4))
     assert len(result["records"]) == 6
-    assert "--override-ckpt-iteration 4: has no effect, as nothing was loaded" in capsys.readouterr().out
+    assert "--override-ckpt-iteration 4: has no effect, because nothing was loaded" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_an_accelerator_is_judged_by_its_kernels() -> None:
 def test_what_is_no_trace_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
     for name, data in (("t.json", content), ("t.json.gz", gzip.compress(content)), ("u.json.gz", content)):
         (tmp_path / name).write_bytes(data)
-        with pytest.raises(DataError, match=rf"{name}: (is no trace|cannot be read)"):
+        with pytest.raises(DataError, match=rf"{name}: (not a trace|cannot be read)"):
             read_trace(tmp_path / name)
 
 
@@ -157,7 +157,7 @@ def test_traces_of_a_stranger(tmp_path: Path) -> None:
 
 
 def test_a_trace_without_a_step_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no whole step.*--profile"):
+    with pytest.raises(DataError, match=r"not contain a whole step.*--profile"):
         summarise([op("aten::mm", 0, 1)])
 
 
@@ -201,7 +201,7 @@ def test_ranks_that_are_not_named_and_windows_that_are_past(capsys: pytest.Captu
 def test_a_snapshot_that_there_will_not_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = ProfileConfig(profile=True, record_memory_history=True, memory_snapshot_path="m.pickle")
     build_profiler(config, 0, CPU, 0, RankLog(0))
-    said = "--memory-snapshot-path m.pickle: a snapshot is of a GPU's memory, and there is none"
+    said = "--memory-snapshot-path m.pickle: requires a GPU, and there is none"
     assert said in "".join(capsys.readouterr())
     build_profiler(replace(config, memory_snapshot_path=None), 0, CPU, 0, RankLog(0))
     build_profiler(config, 0, torch.device("cuda"), 0, RankLog(0))

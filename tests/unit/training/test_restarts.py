@@ -30,7 +30,7 @@ def test_the_fourth_start_without_a_new_step_is_refused_with_the_reason_of_the_l
         start(tmp_path, 3)
     text = str(refused.value)
     assert refused.value.exit_code == 19 and "no checkpoint after iteration 100" in text
-    assert "The last of them: ValueError: the cause." in text and "by hand" in text
+    assert "The last start: ValueError: the cause." in text and "manually" in text
     record.failed(refused.value)  # the launcher does not know, and goes on
     with pytest.raises(NoProgressError) as again:
         start(tmp_path, 4)
@@ -60,7 +60,7 @@ def test_a_non_persistent_step_is_progress(tmp_path: Path) -> None:
 def test_nothing_was_saved_or_said(tmp_path: Path) -> None:
     for attempt in range(3):
         start(tmp_path, attempt)
-    with pytest.raises(NoProgressError, match=r"no checkpoint at all, .* ended without a word"):
+    with pytest.raises(NoProgressError, match=r"no checkpoint at all, .* ended without an error message"):
         start(tmp_path, 3)
 
 

@@ -13,9 +13,7 @@ from megatron.errors import ConfigError
 from megatron.utils.command_line import Parser, integer, number, run_tool
 
 ROOT = Path(__file__).resolve().parents[3]
-SETUP = [
-    ROOT / "tools" / name for name in ("setup_environment.py", "lock_requirements.py")
-]  # before there is anything to import
+SETUP = [ROOT / "tools" / "setup_environment.py"]  # before there is anything to import
 TOOLS = (
     "preprocess_data",
     "train_tokenizer",

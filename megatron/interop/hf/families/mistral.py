@@ -11,7 +11,7 @@ class Mistral(LlamaLike):
     architecture = "MistralForCausalLM"
     model_type = "mistral"
     default_window: ClassVar[int | None] = 4096
-    """Window if config.json names none; it says null for a model without a window."""
+    """Window if config.json has no key for it; null there means no window."""
 
     def window_to_json(self, config: ModelConfig) -> dict[str, Any]:
         return {"sliding_window": window_width(config)}

@@ -46,7 +46,7 @@ _NEAREST: dict[str, tuple[str, str]] = {
     "qwen3_next": ("qwen3_moe", "linear attention in most layers and the shared expert"),
     "qwen3_vl": ("qwen3", "images"),
     "qwen3_vl_moe": ("qwen3_moe", "images"),
-    "seed_oss": ("llama", "biases of queries, keys and values alone"),
+    "seed_oss": ("llama", "biases of only queries, keys and values"),
     "smollm3": ("llama", "layers without rotation"),
     "stablelm": ("llama", "LayerNorm and partial rotation with a gated MLP"),
     "starcoder2": ("llama", "LayerNorm, GELU and biases"),

@@ -161,7 +161,7 @@ def test_another_table_than_the_first_stage_has_is_no_copy(tmp_path: Path) -> No
     """A last stage's own head would be dropped if the args tie it."""
     write(tmp_path, with_args(make(LLAMA), {"untie_embeddings_and_output_weights": False}), Layout(pp=2, names="core"))
     with pytest.raises(
-        CheckpointError, match=f"its {HEAD_TABLE} differs from its token embedding, but its args say that they are"
+        CheckpointError, match=f"its {HEAD_TABLE} differs from its token embedding, but its args state that they are"
     ):
         open_foreign(tmp_path / "iter_0000500")
 

@@ -278,15 +278,15 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], m
 @pytest.mark.parametrize(
     "args, message",
     [
-        ({"num_layers": 5}, "its args say 5 layers, but its files have 4"),
-        ({"num_layers": 1000}, "its args say 1000 layers"),
+        ({"num_layers": 5}, "its args have 5 layers, but its files have 4"),
+        ({"num_layers": 1000}, "its args have 1000 layers"),
         ({"num_layers": 10**9}, "--num-layers 1000000000: out of range"),
         ({"hidden_size": 48}, "has shape .* on a rank, but its args describe"),
         ({"multi_latent_attention": True}, "multi_latent_attention = True, which is not supported"),
         ({"swiglu": True}, "mlp.dense_h_to_4h.weight has shape"),
         ({"add_bias_linear": False}, "tensors that the model of its args does not have"),
         ({"qk_layernorm": True}, "has no layers.0.self_attention.q_layernorm.weight"),
-        ({"tensor_model_parallel_size": 2}, "is incomplete: its args say TP 2"),
+        ({"tensor_model_parallel_size": 2}, "is incomplete: its args have TP 2"),
     ],
 )
 def test_args_that_contradict_the_tensors_are_refused(tmp_path: Path, args: dict[str, Any], message: str) -> None:

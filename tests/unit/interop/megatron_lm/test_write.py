@@ -303,8 +303,8 @@ def test_a_wrong_entry_of_the_map_is_seen(tmp_path: Path, ours: str, monkeypatch
             "3: does not divide the model's 4 layers; give 2 or 4",
         ),
         (["--to", "megatron", "--target-pipeline-parallel-size=0"], "0 is less than 1"),
-        (["--to", "hf", "--target-tensor-parallel-size=2"], "applies to --to megatron alone"),
-        (["--to", "hf", "--true-vocab-size=2"], "applies to --from megatron alone"),
+        (["--to", "hf", "--target-tensor-parallel-size=2"], "has no effect without --to megatron"),
+        (["--to", "hf", "--true-vocab-size=2"], "has no effect without --from megatron"),
         (["--to", "megatron", "--target-expert-parallel-size", "2"], "writes all experts for expert-parallel size 1"),
         (
             ["--model-type=GPT", "--loader", "mcore", "--saver", "core"],
