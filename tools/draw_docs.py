@@ -216,6 +216,34 @@ def _panel(svg: Svg, top: float, height: float, curves: Curves, kinds: dict[str,
         svg.path(points, kinds[name], dashes if kinds[name].endswith(" d") else "")
 
 
+def first_run_points() -> dict[str, list[tuple[int, float]]]:
+    """Iterations and losses of the run on docs/first_run.md: means of ten training steps, and evaluations."""
+    run = recorded("first_run")
+    return {kind: [(int(iteration), loss) for iteration, loss in run[kind].items()] for kind in ("train", "valid")}
+
+
+def draw_first_run() -> str:
+    svg, points, left, top, low, high = Svg("Loss of the first run"), first_run_points(), 40, 40, 3.5, 7.0
+    across, down = (WIDTH - left - 14) / points["train"][-1][0], 60
+    place = {
+        kind: [(left + i * across, top + (high - loss) * down) for i, loss in found] for kind, found in points.items()
+    }
+    bottom = top + (high - low) * down
+    svg.text(0, 18, "loss per token", "b")
+    for number in range(4, 8):
+        y = top + (high - number) * down
+        svg.path([(left, y), (WIDTH, y)], "a")
+        svg.text(left - 8, y + 4, number, "s", "end")
+    for iteration, _ in points["valid"]:
+        svg.text(left + iteration * across, bottom + 16, iteration, "s", "middle")
+    svg.text(0, bottom + 16, "iteration", "s")
+    svg.path(place["train"], "l c0")
+    for x, y in place["valid"]:
+        svg.rect(x - 4, y - 4, 8, 8, "c1 x")
+    svg.legend(bottom + 44, [("c0 x", "training, mean of ten steps"), ("c1 x", "validation")], left)
+    return svg.whole()
+
+
 _DOCUMENTS = ([12, 7, 301, 9, 511], [44, 3, 511], [8, 8, 270, 19, 2, 65, 511])
 
 
@@ -318,6 +346,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "pipeline_schedules": draw_pipeline_schedules,
     "zero_memory": draw_zero_memory,
     "losses": draw_losses,
+    "first_run": draw_first_run,
     "dataset_files": draw_dataset_files,
     "checkpoint_files": draw_checkpoint_files,
     "throughput": draw_throughput,

@@ -74,6 +74,15 @@ def test_losses_of_the_layouts_are_one_curve() -> None:
     )
 
 
+def test_losses_of_the_first_run_are_those_of_its_page() -> None:
+    points, page = draw_docs.first_run_points(), (ROOT / "docs" / "first_run.md").read_text(encoding="utf-8")
+    assert [iteration for iteration, _ in points["train"]] == [*range(10, 301, 10)]
+    assert f"iteration 300 | lm loss value: {points['valid'][-1][1]:.6E}" in page
+    (line,) = re.findall(r'<path class="l c0" d="M(.*?)"', draw_docs.draw_first_run())
+    heights, losses = [float(point.split()[1]) for point in line.split("L")], [loss for _, loss in points["train"]]
+    assert sorted(range(30), key=heights.__getitem__) == sorted(range(30), key=losses.__getitem__, reverse=True)
+
+
 def test_bytes_of_the_dataset(tmp_path: Path) -> None:
     """The numbers of the picture are those in the files, read without our reader."""
     shown = draw_docs.dataset_files()
