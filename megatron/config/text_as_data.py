@@ -28,7 +28,7 @@ def fix_of_prefix(config: RunConfig, flag: str, prefix: str) -> str | None:
 
 
 def _key_of_text(path: Path) -> str | None:
-    """Returns the key of the text in the first JSON line, "text" without JSON, or None if the file is not text."""
+    """Returns the key of the longest text in the first JSON line, "text" without JSON, None if the file is not text."""
     with path.open("rb") as file:
         beginning = file.read(_PEEK)
     try:
@@ -38,8 +38,8 @@ def _key_of_text(path: Path) -> str | None:
         return None
     except (ValueError, RecursionError):
         return None if "\0" in text else "text"
-    texts = [name for name, value in first.items() if isinstance(value, str)] if isinstance(first, dict) else []
-    return "text" if "text" in texts or not texts else texts[0]
+    texts = {name: value for name, value in first.items() if isinstance(value, str)} if isinstance(first, dict) else {}
+    return "text" if "text" in texts or not texts else max(texts, key=lambda name: len(texts[name]))
 
 
 def _preprocess(config: RunConfig, flag: str, path: Path, key: str) -> str:

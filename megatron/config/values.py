@@ -27,8 +27,10 @@ def show(value: Any) -> str:
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str:
-    """ " (did you mean X?)" or nothing."""
-    close = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
+    """Returns " (did you mean X?)" for a candidate that begins with the word or resembles it, or ""."""
+    listed = list(candidates)
+    longer = [candidate for candidate in listed if word and candidate.startswith(word)]
+    close = longer[:1] or difflib.get_close_matches(word, listed, n=1, cutoff=0.6)
     return f" (did you mean {close[0]}?)" if close else ""
 
 

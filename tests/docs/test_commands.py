@@ -124,22 +124,9 @@ def test_files_named_in_the_docs_exist() -> None:
 # Flags of the launchers, of pip and of the interpreters that the pages call.
 FOREIGN = {"--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--master_port", "--ntasks-per-node"}
 FOREIGN |= {"--inplace", "--system-site-packages", "--standalone", "--array", "--wrap", "--rdzv_endpoint"}
-<<<<<<< HEAD
-FOREIGN |= {"--nodes", "--time", "--signal", "--open-mode", "--tag", "--local-dir"}
-FOREIGN |= {"--per_device_train_batch_size"}  # typed by mistake, with its error
-=======
-FOREIGN |= {
-    "--nodes",
-    "--time",
-    "--signal",
-    "--open-mode",
-    "--tag",
-    "--extra-index-url",
-    "--torch-backend",
-    "--shm-size",
-}
-TYPED_WRONG = {"--num-layer"}  # an example of a flag that does not exist
->>>>>>> d1
+FOREIGN |= {"--nodes", "--time", "--signal", "--open-mode", "--tag", "--local-dir", "--extra-index-url"}
+FOREIGN |= {"--torch-backend", "--shm-size"}
+TYPED_WRONG = {"--num-layer", "--per_device_train_batch_size"}  # examples of flags that do not exist
 FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
 
 
@@ -147,15 +134,8 @@ def known_flags() -> set[str]:
     """Flags of training, and those in the sources of tools, benchmarks and example scripts."""
     sources = [*(ROOT / "docs").glob("flags*.md"), *(ROOT / "tools").glob("*.py"), *(ROOT / "examples").glob("*.*")]
     sources += [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "csrc").glob("*.py")]
-<<<<<<< HEAD
-    sources += [ROOT / "megatron" / "config" / "docs.py", ROOT / "tests" / "run.sh", ROOT / "tests/policy/prose.py"]
-=======
-    sources += [
-        ROOT / "megatron" / "config" / "docs.py",
-        ROOT / "megatron" / "utils" / "help.py",
-        ROOT / "tests" / "run.sh",
-    ]
->>>>>>> d1
+    sources += [ROOT / "megatron" / "config" / "docs.py", ROOT / "megatron" / "utils" / "help.py"]
+    sources += [ROOT / "tests" / "run.sh", ROOT / "tests" / "policy" / "prose.py"]
     for package in ("cli", "preprocess", "inference", "evaluation", "training"):
         sources += (ROOT / "megatron" / package).rglob("*.py")
     return {flag for path in sources for flag in FLAG.findall(path.read_text(encoding="utf-8"))}

@@ -67,7 +67,8 @@ def test_the_table_tells_what_a_dry_run_computes(name: str, capfd: pytest.Captur
 
 def row_of(name: str, devices: str, capfd: pytest.CaptureFixture[str]) -> list[str]:
     """Model, devices, layout, memory and tokens, as the table has them."""
-    assert pretrain_here(["--config", name, *MOCK, "--dry-run", "--dry-run-ranks", devices]) == 0
+    plan = ["--dry-run", "--dry-run-ranks", devices, "--device-memory", "80GB"]
+    assert pretrain_here(["--config", name, *MOCK, *plan]) == 0
     said = capfd.readouterr().out
     config = parse_args(["--config", name, *MOCK])
     sizes = {axis: getattr(config.parallel, f"{axis}_model_parallel_size") for axis in ("tensor", "pipeline", "expert")}

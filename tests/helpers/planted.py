@@ -127,7 +127,7 @@ def made_anew(
         commands.append((*command, *headers_ahead(command), "-c", str(changed), "-o", str(anew[at])))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(builder().run, commands))
-    builder().link(recipe.cxx, anew, folder / "_kernels.so", (*recipe.link_flags, *at_link))
+    builder().link_to_torch(recipe.cxx, anew, folder / "_kernels.so", (*recipe.link_flags, *at_link))
     return folder / "_kernels.so"
 
 

@@ -15,7 +15,6 @@
 
 import argparse
 import ast
-import inspect
 import json
 import re
 from collections import Counter
@@ -82,9 +81,9 @@ def _joined(node: ast.expr) -> str | None:
     return None
 
 
-def _without_code(docstring: str) -> str:
-    """Leaves out indented lines, which are commands and code."""
-    return "\n".join(line for line in inspect.cleandoc(docstring).splitlines() if not line.startswith("    "))
+def _without_code(docstring: str, indentation: int) -> str:
+    """Leaves out lines that are indented further than the docstring, which are commands and code."""
+    return "\n".join(line for line in docstring.splitlines() if not line.startswith(" " * (indentation + 4)))
 
 
 def _is_string(node: ast.stmt) -> bool:
@@ -118,7 +117,7 @@ def python_texts(source: str, path: str, messages: bool) -> Iterator[Text]:
         inside.update(map(id, ast.walk(node)))
         kind = "docstring" if id(node) in documentation else "help" if id(node) in helps else "message"
         if kind == "docstring" or (messages and len(re.findall(r"[A-Za-z]{2,} ", text)) >= 3):
-            prose = _without_code(text) if kind == "docstring" else text
+            prose = _without_code(text, node.col_offset) if kind == "docstring" else text
             found.append(Text(path, node.lineno, kind, " ".join(prose.split())))
     yield from sorted(found, key=lambda text: text.line)
 

@@ -339,3 +339,36 @@ def test_a_source_behind_a_url_is_told_how_to_be_fetched(flag: str) -> None:
     assert f"{flag} s3://b/code: training reads local files; first fetch it to each node (python " in str(error.value)
     assert any("--input s3://b/code --output-prefix code) and give that prefix" in line for line in lines)
     assert "pw" not in str(error.value) and "no such file" not in str(error.value) and "h.org/a/web" in str(error.value)
+
+
+TEXTS = {
+    '{"content": "some words", "path": "a.py"}\n': "--json-keys content ",
+    '{"path": "a.py", "text": "x"}\n': "--output-prefix {folder}/corpus --tokenizer-type",
+    "plain words\n": "--output-prefix {folder}/corpus --tokenizer-type",
+}
+
+
+@pytest.mark.parametrize("content", TEXTS)
+def test_text_instead_of_a_dataset_prints_the_command_that_makes_one(content: str, tmp_path: Path) -> None:
+    (tmp_path / "corpus.json").write_text(content)
+    command = argv(
+        without(SMALL, "--mock-data"), f"--data-path {tmp_path}/corpus.json", "--tokenizer-type NullTokenizer"
+    )
+    with pytest.raises(ConfigError) as raised:
+        check_paths(parse_args(command))
+    said = str(raised.value)
+    assert said.startswith(f"--data-path {tmp_path}/corpus.json: this is text, not a dataset; make one: python tools/")
+    assert TEXTS[content].format(folder=tmp_path) in said and "--vocab-size 100 --append-eod" in said
+
+
+def test_names_of_the_hub_print_the_command_that_downloads(tmp_path: Path) -> None:
+    given = "--data-path HuggingFaceFW/fineweb --tokenizer-type HuggingFaceTokenizer --tokenizer-model gpt2"
+    command = argv(without(SMALL, "--mock-data", "--vocab-size"), given)
+    with pytest.raises(ConfigError) as raised:
+        check_paths(parse_args(command))
+    data, tokenizer = sorted(raised.value.lines)
+    assert "hf download HuggingFaceFW/fineweb --repo-type dataset --local-dir fineweb" in data
+    assert "hf download gpt2 --include 'tokenizer*'" in tokenizer
+    (tmp_path / "weights.npy").write_bytes(b"\x93NUMPY\x01\x00\xff\xfe")
+    with pytest.raises(ConfigError, match="this is not a dataset"):
+        check_paths(parse_args(argv(without(SMALL, "--mock-data"), f"--data-path {tmp_path}/weights.npy", NULL)))
