@@ -5,12 +5,13 @@
     python tools/gpu_check.py --part peers     # beside transformers and a plain model (benchmarks/gpu_peers.py)
     python tools/gpu_check.py --part nccl      # two or more GPUs: every kind of parallelism (benchmarks/gpu_ranks.py)
 
-`ops` builds the kernels if they do not load, compares each with fp64 and with its CPU twin on fresh random inputs,
-twice, lets compute-sanitizer look at small shapes where it is installed, times each against PyTorch, torch.compile and
-a copy of its bytes, and writes megatron/ops/gpu_verified.json. `--kernels auto` takes a CUDA kernel whose source is in
-that record as it is without verifying it again: commit it. The other parts write gpu_check_PART.json; what stands after
--- goes to their benchmark: `--part peers -- --sizes 345M`. Whatever has been measured is written at once, so that a run
-that is cut off leaves it. `--device cpu` does the same with the CPU, small, to see that this tool runs.
+- `ops` builds the kernels if they do not load. It compares each with fp64 and with its CPU twin, twice, on fresh random
+  inputs. compute-sanitizer looks at small shapes if it is installed. Each kernel is timed against PyTorch,
+  torch.compile and a copy of its bytes.
+- `ops` writes megatron/ops/gpu_verified.json: commit it. `--kernels auto` does not verify a kernel of that record again.
+- The other parts write gpu_check_PART.json. Words after -- go to the benchmark: `--part peers -- --sizes 345M`.
+- Measurements are written at once, so an interrupted run keeps them.
+- `--device cpu` does the same on the CPU, with small shapes, to check this tool.
 """
 
 from __future__ import annotations
