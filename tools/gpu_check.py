@@ -8,7 +8,7 @@
 - `ops` builds the kernels if they do not load. It compares each with fp64 and with its CPU twin, twice, on fresh random
   inputs. compute-sanitizer looks at small shapes if it is installed. Each kernel is timed against PyTorch,
   torch.compile and a copy of its bytes.
-- `ops` writes megatron/ops/gpu_verified.json: commit it. `--kernels auto` does not verify a kernel of that record again.
+- `ops` writes the record megatron/ops/gpu_verified.json: commit it. `--kernels auto` does not verify its kernels again.
 - The other parts write gpu_check_PART.json. Words after -- go to the benchmark: `--part peers -- --sizes 345M`.
 - Measurements are written at once, so an interrupted run keeps them.
 - `--device cpu` does the same on the CPU, with small shapes, to check this tool.
