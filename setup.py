@@ -14,7 +14,7 @@ from setuptools.command.build_py import build_py
 
 
 def load_builder() -> ModuleType:
-    """csrc/build.py, which is no part of the package: nothing that runs later may compile."""
+    """Loads csrc/build.py, which stays outside of the package: nothing that runs later may compile."""
     spec = importlib.util.spec_from_file_location("build_kernels", Path(__file__).parent / "csrc" / "build.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

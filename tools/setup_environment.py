@@ -134,7 +134,7 @@ def with_build(locked: Locked, chosen: Mapping[str, Any]) -> Locked:
 
 
 def unlocked(packages: str) -> SetupError:
-    fix = "install it (or torch, if that needs it) into that Python yourself; what is there is used"
+    fix = "install it (or torch, if that needs it) into that Python; the set-up uses installed packages"
     return SetupError(f"{packages} would be installed: {LOCK.name} has no checksum of it; {fix}")
 
 
@@ -203,7 +203,7 @@ def run_pip(venv: Path, *options: str) -> None:
 
 
 def reported(venv: Path, *options: str) -> dict[str, dict[str, Any]]:
-    """What pip would install, by name: it chooses, and installs nothing."""
+    """Asks pip what it would install, and returns it by name. Nothing is installed."""
     run_pip(venv, "--dry-run", "--report", str(venv / "report.json"), *options)
     chosen = json.loads((venv / "report.json").read_text(encoding="utf-8"))["install"]
     return {project_name(item["metadata"]["name"]): item for item in chosen}

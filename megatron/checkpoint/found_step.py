@@ -175,7 +175,7 @@ describe_step = partial(find_checkpoint, parallel=ParallelState.plan(Layout(1), 
 
 
 def saved_tokenizer(found: FoundStep) -> Tokenizer | None:
-    """None if the run saved no tokenizer, because its data came as token ids."""
+    """Returns the tokenizer that the run saved; None if its data came as token ids."""
     files = found.tokenizer_files
     if files is not None and files.has_json:
         return files.tokenizer()

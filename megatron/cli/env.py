@@ -79,7 +79,7 @@ def _torch(problem: Callable[[str], None]) -> Rows:
 
 
 def _source(name: str, cuda: str | None, hip: str | None) -> str:
-    """Where a torch comes from, and the devices that it was built for."""
+    """Describes the source of a torch and the devices that it was built for."""
     built = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPU"
     try:
         known = version("torch")

@@ -193,8 +193,8 @@ def usable_library(spec: str, device: torch.device, say: Callable[[str], None], 
 
 
 def slower_without_kernels(spec: str) -> list[str]:
-    """Returns the first line of a run whose kernels cannot be loaded, with the command that builds them; none under
-    `--kernels ref`."""
+    """Returns the first line of a run without loadable kernels, with the command that builds them. Under `--kernels
+    ref` there is no line."""
     if spec.split(",")[0] == "ref" or (missing := library().missing) is None:
         return []
     return [f"native kernels are {missing} (PyTorch's own operations run instead, which is slower)"]

@@ -243,7 +243,7 @@ def test_a_file_that_is_not_the_locked_one_is_not_installed(checkout: Path, inde
 
 
 def test_an_archive_of_sources_is_not_installed(checkout: Path, index: Path, plain_python: str) -> None:
-    """Its setup.py would run."""
+    """Running its setup.py would execute a stranger's code."""
     (index / "needed-1.0-py3-none-any.whl").unlink()
     source = index / "needed-1.0.tar.gz"
     with tarfile.open(source, "w:gz") as archive:
