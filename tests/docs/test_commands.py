@@ -126,6 +126,7 @@ FOREIGN = {"--nproc_per_node", "--nnodes", "--node_rank", "--master_addr", "--ma
 FOREIGN |= {"--inplace", "--system-site-packages", "--standalone", "--array", "--wrap", "--rdzv_endpoint"}
 FOREIGN |= {"--nodes", "--time", "--signal", "--open-mode", "--tag", "--local-dir", "--extra-index-url"}
 FOREIGN |= {"--torch-backend", "--shm-size"}
+FOREIGN |= {"--find-links", "--no-index", "--no-build-isolation"}
 TYPED_WRONG = {"--num-layer", "--per_device_train_batch_size"}  # examples of flags that do not exist
 FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
 
