@@ -97,9 +97,9 @@ def not_found(index: dict[str, Any], wanted: Iterable[str]) -> list[str]:
 
 def wanted_entries() -> Iterator[str]:
     """Every flag in every spelling, and every exit code."""
-    from megatron.config.docs import names
+    from megatron.config.docs import names_with_status
 
-    yield from (line.split()[0] for line in names().splitlines())
+    yield from (line.split()[0] for line in names_with_status().splitlines())
     yield from (f"exit code {code}" for code in exit_codes())
 
 

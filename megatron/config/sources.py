@@ -15,13 +15,13 @@ from megatron.config.megatron_lm_flags import (
     refused_family,
     retired_flags,
 )
-from megatron.config.other_programs import given_elsewhere
+from megatron.config.other_programs import answers, given_elsewhere
 from megatron.config.refusals import Refusals, UnknownSettingError
 from megatron.config.run import SECTIONS, all_settings, settings_by_name
 from megatron.config.values import nearest, parse_switch, parse_value, show
 from megatron.config.yaml_file import read_yaml
 from megatron.errors import ConfigError
-from megatron.utils.nearest_flag import nearest_flag
+from megatron.utils.nearest_flag import misspelt, nearest_flag
 
 Target = Setting | RetiredFlag | CompatFlag
 
@@ -60,6 +60,8 @@ def _that_work() -> tuple[str, ...]:
 
 def unknown_setting(name: str) -> UnknownSettingError:
     near, elsewhere = nearest_flag(name, _that_work()), given_elsewhere(name)
+    if near is None and elsewhere is None and (meant := misspelt(name, [f"--{word}" for word in answers()])):
+        elsewhere = given_elsewhere(meant)
     hint = f" ({elsewhere})" if elsewhere else f" (did you mean {near}?)" if near else ""
     family = refused_family(name)
     if family:

@@ -18,6 +18,12 @@ def nearest_flag(typed: str, spellings: Sequence[str]) -> str | None:
     return close[0] if close else None
 
 
+def misspelt(typed: str, spellings: Sequence[str]) -> str | None:
+    """Returns the spelling that differs from `typed` by at most two letters."""
+    word = "--" + typed.lstrip("-").replace("_", "-").lower()
+    return next((spelling for spelling in spellings if _differs_little(word, spelling)), None)
+
+
 def _parts(spelling: str) -> frozenset[str]:
     return frozenset(spelling.strip("-").replace("_", "-").split("-"))
 

@@ -21,7 +21,7 @@ from tests.unit.checkpoint.test_tools import save_model
 
 pytest.importorskip("transformers")
 
-FOLDER, REPO = "theirs-continued", "me/my-model"  # of the page
+FOLDER, REPO = "runs/first-hf", "me/my-model"  # of the page
 BACK = """
 import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -70,7 +70,7 @@ def check_what_comes_down(hub: Hub, folder: Path, repo: str) -> None:
 
 
 def test_push_to_hub_as_the_page_says(hub: Hub, folder: Path) -> None:
-    page = "docs/huggingface.md"
+    page = "docs/from_transformers.md"
     blocks = blocks_of((ROOT / page).read_text(), page)
     (block,) = [block for block in blocks if block.language == "python" and "push_to_hub" in block.text]
     assert FOLDER in block.text and REPO in block.text
@@ -82,7 +82,7 @@ def test_push_to_hub_as_the_page_says(hub: Hub, folder: Path) -> None:
 
 def test_the_files_as_they_were_written(hub: Hub, folder: Path) -> None:
     command = Path(sys.executable).with_name("hf")
-    assert f"`hf upload {REPO} {FOLDER}`" in (ROOT / "docs/huggingface.md").read_text()
+    assert f"`hf upload {REPO} {FOLDER}`" in (ROOT / "docs/from_transformers.md").read_text()
     run(hub, folder, "home", str(command), "upload", "me/as-written", FOLDER)
     written = {path.name: path.read_bytes() for path in (folder / FOLDER).iterdir()}
     assert {name: hub.repos["me/as-written"].get(name) for name in written} == written

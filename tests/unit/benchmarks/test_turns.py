@@ -51,7 +51,7 @@ def test_who_cannot_go_on_is_left_out(contenders: Contenders) -> None:
         "not installed": "transformers is not installed",
         "raises": "RuntimeError: CUDA out of memory",
         "dies": "its process ended with exit code 3",
-        "hangs": "no answer within the 5 s left",
+        "hangs": "no answer within the remaining 5 s",
     }
     assert contenders.names == ["works"] and contenders.turn("works", 1) == {"steps": 1}
 

@@ -91,7 +91,7 @@ ELSEWHERE = {
     "--config_file": "--config",
 }
 SENTENCES = {
-    "--dp": "data-parallel ones",
+    "--dp": "the data-parallel size is ranks / (TP x PP x CP)",
     "--gpus": COUNTED,
     "--num-gpus": COUNTED,
     "--nproc": COUNTED,
@@ -164,7 +164,7 @@ NOTHING = """
     --log-level --log-on-each-node --logging --logging-first-step --max-foo --min-foo --name
     --neftune-noise-alpha --no-foo --num-foos --optim-args --output --plugh --port --quiet --rpe-num-buckets
     --s5cmd-path --sampler --save-on-each-node --scheduler-gamma --sf --skip-memory-metrics --soft-prompt-tuning
-    --sparsity-config --tf32 --threads-per --token --tp-mode --trackio-space-id --url --use-cache --use-foo
+    --sparsity-config --tf32 --threads-per --token --tp-mode --trackio-space-id --url --use-cache --use-plugh
     --use-shared-fs --user --verbose --wandb-watch --width --xp --xyzzy --xyzzy-interval --yes
 """.split()  # noqa: SIM905
 

@@ -90,7 +90,7 @@ def test_overwrite_deletes_neither_the_source_nor_a_run_in_progress(
         assert f"--save {save} holds what --load {native} reads" in capsys.readouterr().err
     (tmp_path / "link").symlink_to(native)
     link = ["--load", str(sources["hf"]), "--to", "native", "--save", str(tmp_path / "link"), "--overwrite"]
-    assert convert(link) == 2 and "is not a directory of its own" in capsys.readouterr().err
+    assert convert(link) == 2 and "is not a separate directory" in capsys.readouterr().err
     lock = DirectoryLock.acquire(native, "a run")
     try:
         assert convert(["--load", str(sources["hf"]), "--to", "native", "--save", str(native), "--overwrite"]) == 2

@@ -135,7 +135,7 @@ def test_a_build_says_what_it_is_doing(sandbox: Sandbox) -> None:
     progress = [line for line in progress if re.search(r"of \d\d+ objects are", line)]  # the index builders are one
     found = re.fullmatch(r"kernels: compiling (\d+) of \1 objects, \d+ at once", first)
     assert found
-    counts = [int(re.fullmatch(rf"kernels: (\d+) of {found[1]} objects are there", line)[1]) for line in progress]
+    counts = [int(re.fullmatch(rf"kernels: (\d+) of {found[1]} objects are ready", line)[1]) for line in progress]
     assert counts == sorted(counts) and len(counts) > 2
     (sandbox.folder / "csrc" / "rope" / "cpu.cpp").open("a").write("// changed\n")
     assert re.match(r"kernels: compiling [1-3] of \d+ objects", sandbox.run())
