@@ -135,4 +135,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from megatron.utils.command_line import run_tool
+
+    sys.exit(run_tool("build_docs.py", main))

@@ -368,4 +368,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from megatron.utils.command_line import run_tool
+
+    sys.exit(run_tool("draw_docs.py", main))

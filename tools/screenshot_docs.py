@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # runs from a checkout that is not installed
 PAGES = ("docs/index", "docs/getting_started", "docs/flags", "docs/parallelism", "docs/api")
 SEARCHES = {"--seq-length": "#flag-seq-length", "exit code 14": "#exit-code-14"}
 WIDTHS = {390: 844, 1440: 900}
@@ -195,4 +196,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from megatron.utils.command_line import run_tool
+
+    sys.exit(run_tool("screenshot_docs.py", main))

@@ -284,7 +284,7 @@ def test_only_a_record_of_a_gpu_counts(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_an_installation_takes_the_record_along() -> None:
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    assert data == {"megatron.ops": [library_module.VERIFIED.name]}
+    assert data["megatron.ops"] == [library_module.VERIFIED.name]
     assert library_module.VERIFIED.parent == ROOT / "megatron" / "ops"
 
 
