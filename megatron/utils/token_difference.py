@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Protocol
 
+from megatron.errors import MegatronError
+
 Tokens = Iterable[tuple[int, str]]
 """Ids with their texts, as one tokenizer decodes them."""
 _HALF = "\ufffd"
@@ -21,16 +23,33 @@ class TokenTexts(Protocol):
 
 
 def tokens_of(tokenizer: TokenTexts) -> Tokens:
-    return ((number, tokenizer.detokenize([number])) for number in range(tokenizer.vocab_size))
+    """Yields the whole vocabulary; ids without a text have "" for it."""
+    return ((number, _text(tokenizer, number) or "") for number in range(tokenizer.vocab_size))
 
 
 def token_difference(theirs: Tokens, whose: str, ours: TokenTexts) -> str:
     """Returns "; token 'a' has id 1 in the data and id 2 in the run's tokenizer"; "" if all of `theirs` agree."""
     for number, text in theirs:
-        if _HALF in text or (number < ours.vocab_size and ours.detokenize([number]) == text):
+        if not text or _HALF in text or _text(ours, number) == text:
             continue
-        here = ours.tokenize(text)
+        here = _ids(ours, text)
         shown = f"id {here[0]}" if len(here) == 1 else f"ids {here[:8]}" if here else "no id"
         if here != [number]:
             return f"; token {text!r} has id {number} in {whose} and {shown} in the run's tokenizer"
     return ""
+
+
+def _text(tokenizer: TokenTexts, number: int) -> str | None:
+    """Text of an id; None if the vocabulary has no such id."""
+    try:
+        return tokenizer.detokenize([number]) if number < tokenizer.vocab_size else None
+    except MegatronError:
+        return None
+
+
+def _ids(tokenizer: TokenTexts, text: str) -> list[int]:
+    """Ids of a text; empty if the tokenizer rejects it, as one of numbers rejects words."""
+    try:
+        return tokenizer.tokenize(text)
+    except MegatronError:
+        return []

@@ -20,7 +20,8 @@ VERSION = 1
 _MAX_BYTES = 1 << 30
 FIRST_TOKENS = "first_tokens"
 """The field of the record with ids from the beginning of the data and their texts."""
-_SAMPLED = 64
+_SAMPLED = 4096
+"""Tokens at the beginning of the data whose ids are recorded with their texts, each id once."""
 OR_REMOVE = "run tools/preprocess_data.py again, or remove the record if the files are right"
 
 Fingerprint = str | tuple[str, ...] | None
@@ -166,8 +167,12 @@ def _parse_checksums(path: Path, content: Any, again: str) -> dict[str, FileChec
 
 def first_tokens(data: IndexedDataset, tokenizer: TokenTexts) -> list[list[Any]]:
     """Different ids from the beginning of the data with their texts, by which another tokenizer can be recognised."""
-    beginning = data.get(0)[:_SAMPLED].tolist() if len(data) else []
-    return [[number, tokenizer.detokenize([number])] for number in dict.fromkeys(beginning)]
+    ids: list[int] = []
+    for sequence in range(min(len(data), _SAMPLED)):
+        if len(ids) >= _SAMPLED:
+            break
+        ids += data.get(sequence)[: _SAMPLED - len(ids)].tolist()
+    return [[number, tokenizer.detokenize([number])] for number in dict.fromkeys(ids)]
 
 
 def difference_of(record: DataRecord, tokenizer: TokenTexts | None) -> str:

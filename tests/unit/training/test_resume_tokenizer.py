@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron.evaluation.texts import _indexed
 from megatron.tokenizer.export import bpe_file_texts, write_files
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
 from megatron.tokenizer.train import train_bpe
+from megatron.utils.token_difference import token_difference
 from tests.helpers.runs import flags, pretrain_here
 from tests.unit.tokenizer.support import SAMPLES
 
@@ -63,7 +65,9 @@ def test_another_tokenizer_of_the_same_size_is_named(tmp_path: Path, capsys: pyt
     capsys.readouterr()
     assert run(2, **gpt2("other")) == 11
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert "the tokenizer (GPT2BPETokenizer, fingerprint " in line and f"that of {tmp_path / 'run'}" in line
+    assert (
+        "the tokenizer (GPT2BPETokenizer, fingerprint " in line and f"not the tokenizer of {tmp_path / 'run'}" in line
+    )
     assert first_that_differs(tmp_path, list(range(270))) + "the checkpoint and id" in line
     assert run(2, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=tmp_path / "saved") == 0
 
@@ -84,7 +88,7 @@ def test_data_of_another_tokenizer_names_the_first_token(tmp_path: Path, capsys:
             make_record(tmp_path / name, tokenizer_fingerprint=tokenizer.fingerprint, extra=extra, **about),
         )
     files = {"vocab_file": tmp_path / "other" / "vocab.json", "merge_file": tmp_path / "other" / "merges.txt"}
-    named = first_that_differs(tmp_path, ids[:64]) + "the data and id"
+    named = first_that_differs(tmp_path, ids) + "the data and id"
     words = {"mock_data": None, "vocab_size": None, "data_path": tmp_path / "data", "split": "100,0,0", "eval_iters": 0}
     for way in ({}, {"dry_run": True}):
         assert pretrain_here(flags(**words, **files, **way)) == 11
@@ -109,3 +113,56 @@ def test_records_of_others_name_no_token(tmp_path: Path) -> None:
             tmp_path / "data", tokenizer_fingerprint="x", vocab_size=9, eod_id=8, max_id=2, extra={FIRST_TOKENS: value}
         )
         assert difference_of(made, other) == ""
+
+
+class Fussy:
+    """A tokenizer whose library rejects most texts and some ids, as NullTokenizer and TikToken do."""
+
+    vocab_size = 4
+
+    def tokenize(self, text: str) -> list[int]:
+        if not text.isdigit():
+            raise DataError("not a number")
+        return [int(text)]
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        (number,) = ids
+        if number == 3:
+            raise DataError("no such id")
+        return str(number)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "named"),
+    [
+        ([(0, "0"), (1, "hello")], "; token 'hello' has id 1 in the data and no id in the run's tokenizer"),
+        ([(0, "0"), (3, "2")], "; token '2' has id 3 in the data and id 2 in the run's tokenizer"),
+        ([(9, "1")], "; token '1' has id 9 in the data and id 1 in the run's tokenizer"),
+        ([(1, ""), (0, "a\ufffd"), (2, "1")], "; token '1' has id 2 in the data and id 1 in the run's tokenizer"),
+        ([(0, "0"), (1, "1")], ""),
+    ],
+)
+def test_texts_and_ids_that_a_tokenizer_rejects_have_no_id(theirs: list[tuple[int, str]], named: str) -> None:
+    assert token_difference(theirs, "the data", Fussy()) == named
+
+
+def test_a_tokenizer_of_numbers_reads_no_text_of_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, _ = two_tokenizers(tmp_path)
+    ids = one.tokenize("".join(SAMPLES))
+    with IndexedDatasetBuilder(tmp_path / "data", "uint16") as builder:
+        builder.add_document(np.array(ids), [len(ids)])
+    extra = {FIRST_TOKENS: first_tokens(IndexedDataset(tmp_path / "data"), one)}
+    about: dict[str, Any] = {"vocab_size": 270, "eod_id": one.eod_id, "max_id": max(ids), "extra": extra}
+    write_record(tmp_path / "data", make_record(tmp_path / "data", tokenizer_fingerprint=one.fingerprint, **about))
+    words = [str(tmp_path / "data"), "--tokenizer-type", "NullTokenizer", "--vocab-size", "300"]
+    assert inspect_dataset(words) == 11
+    assert "has id" in capsys.readouterr().err
+
+
+def test_the_first_documents_are_sampled_and_ids_once(tmp_path: Path) -> None:
+    one, _ = two_tokenizers(tmp_path)
+    with IndexedDatasetBuilder(tmp_path / "data", "uint16") as builder:
+        for first in (0, 100, 0, 200):
+            builder.add_document(np.arange(first, first + 60), [60])
+    sample = first_tokens(IndexedDataset(tmp_path / "data"), one)
+    assert [number for number, _ in sample] == [*range(60), *range(100, 160), *range(200, 260)]
