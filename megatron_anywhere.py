@@ -19,7 +19,7 @@ PARTS = (
     *("version",),
 )
 """Names of our modules and packages. The folder that holds them may hold NVIDIA's, too."""
-OWN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "megatron")  # noqa: PTH100, PTH118, PTH120
+OWN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "megatron")
 
 
 def refusal() -> str | None:
@@ -45,9 +45,9 @@ def found_elsewhere(part: str) -> str | None:
     found = find_spec(f"megatron.{part}")
     origin = OWN if found is None else found.origin or next(iter(found.submodule_search_locations or ()), OWN)
     folder = origin.removesuffix("__init__.py").rstrip(os.sep)
-    if os.path.realpath(os.path.dirname(folder)) == os.path.realpath(OWN):  # noqa: PTH120
+    if os.path.realpath(os.path.dirname(folder)) == os.path.realpath(OWN):
         return None
-    other = os.path.dirname(os.path.dirname(folder))  # noqa: PTH120
+    other = os.path.dirname(os.path.dirname(folder))
     return (
         f"megatron.{part}: Python finds it in {folder}, and this program is in {OWN}; start in a folder other than "
         f"{other}, and take that from PYTHONPATH"

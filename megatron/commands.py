@@ -14,16 +14,8 @@ _DISTRIBUTION = "megatron-anywhere"
 IN_CHECKOUT = (_ROOT / "csrc" / "build.py").is_file()
 TOOLS = (
     *("check_layout", "convert_checkpoint", "draw_pipeline", "env", "evaluate", "generate", "harness"),
-    *(
-        "inspect_dataset",
-        "merge_datasets",
-        "plot_loss",
-        "preprocess_data",
-        "profile_summary",
-        "results_table",
-        "train_tokenizer",
-    ),
-    *("verify_checkpoint",),
+    *("inspect_dataset", "merge_datasets", "plot_loss", "preprocess_data", "profile_summary", "results_table"),
+    *("train_tokenizer", "verify_checkpoint"),
 )
 """Files of tools/ that are also installed as commands; each has a module of its name in `megatron.cli`."""
 _SHORT = {"convert_checkpoint": "convert", "preprocess_data": "preprocess"}
@@ -34,7 +26,7 @@ _FILE = re.compile(
 
 
 def script(tool: str) -> str:
-    """The installed command of a tool: megatron-convert for convert_checkpoint."""
+    """Returns the installed command of a tool: megatron-convert for convert_checkpoint."""
     return f"megatron-{_SHORT.get(tool, tool).replace('_', '-')}"
 
 
@@ -51,7 +43,7 @@ def _installed(found: re.Match[str]) -> str:
 
 
 def build_command(root: Path = _ROOT) -> str:
-    """The command that builds the kernels and the index builders."""
+    """Returns the command that builds the kernels and the index builders."""
     if (root / "csrc" / "build.py").is_file():
         return "python csrc/build.py"
     return shlex.join(["pip", "install", "--force-reinstall", "--no-deps", *_origin(root)])

@@ -1,6 +1,7 @@
-"""tools/env.py, megatron-env: describes this installation, and says what keeps a training from starting."""
+"""tools/env.py, megatron-env: describes this installation, and what keeps a training from starting."""
 
 import argparse
+import contextlib
 import getpass
 import importlib
 import os
@@ -63,7 +64,7 @@ def _program(problem: Callable[[str], None]) -> Rows:
 
 
 def _torch(problem: Callable[[str], None]) -> Rows:
-    fix = "install one: bash examples/setup.sh, or python -m pip install 'torch>=2.10'"
+    fix = "install one: bash examples/quickstart.sh in a checkout, or python -m pip install torch"
     try:
         import torch
     except Exception as error:  # whatever a broken library raises
@@ -142,5 +143,7 @@ def _room(problem: Callable[[str], None]) -> Rows:
 def without_private(text: str) -> str:
     """Replaces absolute paths, the user's name and the host's."""
     text = re.sub(r"(?<![\w.])(/[^\s/,;:()'\"]+)+/?", "<path>", text)
-    names = (getpass.getuser(), socket.gethostname(), socket.gethostname().partition(".")[0])
-    return re.sub("|".join(rf"\b{re.escape(name)}\b" for name in names if name), "<name>", text)
+    names = [socket.gethostname(), socket.gethostname().partition(".")[0]]
+    with contextlib.suppress(KeyError, OSError):  # a container's user may have no name
+        names.append(getpass.getuser())
+    return re.sub("|".join(rf"\b{re.escape(name)}\b" for name in names if name) or r"(?!)", "<name>", text)

@@ -1,6 +1,7 @@
 """Suggests a command if --data-path is text, or the name of a dataset on the Hugging Face Hub."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def _key_of_text(path: Path) -> str | None:
     except UnicodeDecodeError:
         return None
     except (ValueError, RecursionError):
-        return None if "\0" in text else "text"
+        keys = re.findall(r'"([^"\\]{1,80})"\s*:\s*"', text) if text.startswith("{") and "\n" not in text else []
+        return None if "\0" in text else "text" if "text" in keys or not keys else keys[-1]  # the one that was cut
     texts = {name: value for name, value in first.items() if isinstance(value, str)} if isinstance(first, dict) else {}
     return "text" if "text" in texts or not texts else max(texts, key=lambda name: len(texts[name]))
 

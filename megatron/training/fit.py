@@ -11,7 +11,7 @@ from megatron.distributed.parallel_state import ParallelState
 from megatron.errors import ConfigError
 from megatron.model.gpt import GPT
 from megatron.training.initialize import Run
-from megatron.training.memory import RankBytes, on_accelerator, predicted
+from megatron.training.memory import NEARLY, RankBytes, on_accelerator, predicted
 from megatron.utils.device import human_bytes, total_memory
 from megatron.utils.memory_limit import memory_limit
 
@@ -36,32 +36,39 @@ class Room:
             return Room("this machine", memory_limit(), shared=True)
         return Room("this device", total_memory(run.device), shared=False)
 
-    def needed(self, ranks: list[RankBytes]) -> float:
-        needs = [rank.total for rank in ranks]
-        return sum(needs) if self.shared else max(needs)
+    def needed(self, run: Run, stages: list[RankBytes]) -> float:
+        """Returns the bytes to compare with the limit; `stages` has one rank per pipeline stage."""
+        needs = [rank.total for rank in stages]
+        return sum(needs) * run.launch.world_size / len(stages) if self.shared else max(needs)
 
 
 def plan_rows(run: Run, model: nn.Module, moe: MoEConfig | None = None) -> list[tuple[str, str]]:
     """The rows of --dry-run about memory. Empty for a foreign model and for an evaluation."""
     if run.config.training.skip_train or not isinstance(model, GPT):
         return []
-    ranks, room = list(range(run.launch.world_size)), Room.of_run(run)
-    needs = predicted(run, model, ranks, moe)
-    total = room.needed(needs)
+    room, needs = Room.of_run(run), _of_stages(run, model, moe)
+    total = room.needed(run, needs)
     whose = "the ranks together" if room.shared else "the fullest rank"
     rows = [
         ("activations", f"{human_bytes(max(rank.activations for rank in needs))} at most on a rank (estimate)"),
         ("memory in all", f"{human_bytes(total)} for {whose} (estimate){_verdict(total, room)}"),
     ]
-    saved = {words: total - room.needed(predicted(other, model, ranks, moe)) for words, other in _changes(run)}
+    saved = {words: total - room.needed(other, _of_stages(other, model, moe)) for words, other in _changes(run)}
     best = sorted((words for words in saved if saved[words] > 0), key=lambda words: -saved[words])[:_CHANGES_SHOWN]
     return rows + [("saves memory", f"{human_bytes(saved[words])} with {words}") for words in best]
+
+
+def _of_stages(run: Run, model: GPT, moe: MoEConfig | None) -> list[RankBytes]:
+    """Returns the need of one rank of each pipeline stage."""
+    return predicted(run, model, run.config.parallel.layout(run.launch.world_size).group_of("pp", 0), moe)
 
 
 def _verdict(total: float, room: Room) -> str:
     if room.limit is None:
         return ""
-    return f": {'fits' if total <= room.limit else 'does not fit'} into the {human_bytes(room.limit)} of {room.of}"
+    words = "fits" if total <= NEARLY * room.limit else "hardly fits" if total <= room.limit else "does not fit"
+    margin = ", as temporary tensors are not counted" if words == "hardly fits" else ""
+    return f": {words} into the {human_bytes(room.limit)} of {room.of}{margin}"
 
 
 def _changes(run: Run) -> Iterator[tuple[str, Run]]:

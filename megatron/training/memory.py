@@ -17,7 +17,7 @@ from megatron.training.state_bytes import StateBytes, state_bytes
 from megatron.utils.device import human_bytes
 from megatron.utils.memory_limit import memory_limit
 
-_NEARLY = 0.9
+NEARLY = 0.9
 """Share of the machine's memory above which the run logs a warning."""
 
 
@@ -114,7 +114,7 @@ def shortage(needs: Iterable[RankBytes]) -> tuple[str, bool] | None:
     """Returns (warning, exceeds) if the ranks need nearly all of the machine's memory or exceed it, else None."""
     ranks, limit = list(needs), memory_limit()
     total = sum(rank.total for rank in ranks)
-    if limit is None or total <= _NEARLY * limit:
+    if limit is None or total <= NEARLY * limit:
         return None
     state = sum(rank.state for rank in ranks)
     many = "the rank here needs" if len(ranks) == 1 else f"the {len(ranks)} ranks here need"

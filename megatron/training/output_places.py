@@ -23,19 +23,23 @@ def check_output_places(config: RunConfig) -> None:
 
 
 def _places(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
-    """(flag, its value, folder that must be written to). A folder on each machine's own disk is not looked at."""
-    settings, logging = config.checkpoint, config.logging
-    if not config.training.skip_train:
-        for flag, folder in (
-            ("--save", settings.save),
-            ("--non-persistent-global-ckpt-dir", settings.non_persistent_global_ckpt_dir),
-        ):
-            if folder is not None:
-                yield flag, folder, Path(folder)
-    if logging.tensorboard_dir is not None:
-        yield "--tensorboard-dir", logging.tensorboard_dir, Path(logging.tensorboard_dir)
-    if logging.metrics_jsonl is not None:
-        yield "--metrics-jsonl", logging.metrics_jsonl, Path(logging.metrics_jsonl).parent
+    """Yields (flag, its value, folder that must take files). Folders on each machine's own disk are not looked at."""
+    trains = not config.training.skip_train
+    for flag, folder in (
+        ("--save", config.checkpoint.save if trains else None),
+        ("--non-persistent-global-ckpt-dir", config.checkpoint.non_persistent_global_ckpt_dir if trains else None),
+        ("--tensorboard-dir", config.logging.tensorboard_dir),
+        ("--profile-dir", config.profile.profile_dir if config.profile.profile else None),
+        ("--pipeline-trace", config.parallel.pipeline_trace),
+    ):
+        if folder is not None:
+            yield flag, folder, Path(folder)
+    for flag, file in (
+        ("--metrics-jsonl", config.logging.metrics_jsonl),
+        ("--data-table-path", config.data.data_table_path),
+    ):
+        if file is not None:
+            yield flag, file, Path(file).parent
 
 
 def nearest_folder(folder: Path) -> Path:

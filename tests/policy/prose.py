@@ -86,8 +86,8 @@ def _without_code(docstring: str, indentation: int) -> str:
     return "\n".join(line for line in docstring.splitlines() if not line.startswith(" " * (indentation + 4)))
 
 
-def _is_string(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+def _is_string(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def python_texts(source: str, path: str, messages: bool) -> Iterator[Text]:
@@ -101,8 +101,8 @@ def python_texts(source: str, path: str, messages: bool) -> Iterator[Text]:
             is_scope = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
             for before, statement in zip([None, *body], body, strict=False):
                 documents = is_scope if before is None else isinstance(before, (ast.Assign, ast.AnnAssign))
-                if documents and _is_string(statement):
-                    documentation.add(id(statement.value))  # type: ignore[attr-defined]
+                if documents and isinstance(statement, ast.Expr) and _is_string(statement.value):
+                    documentation.add(id(statement.value))
         if isinstance(node, ast.Call):
             named = [keyword.value for keyword in node.keywords if keyword.arg == "help"]
             declared = node.args[1:2] if dotted(node.func).endswith("flag") else []

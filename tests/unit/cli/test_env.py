@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.cli import env as env_module
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -41,6 +43,20 @@ def test_what_is_shared_names_no_place_and_nobody() -> None:
     assert "/" not in done.stdout.replace("<path>", ""), "no path is left"
 
 
+@pytest.mark.parametrize("error", [KeyError("no such user"), OSError("no such user")])
+def test_a_user_without_a_name_hides_the_rest(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers may run with a number that /etc/passwd lacks."""
+
+    def nobody() -> str:
+        raise error
+
+    monkeypatch.setattr(env_module.getpass, "getuser", nobody)
+    monkeypatch.setattr(env_module.socket, "gethostname", lambda: "node7.cluster")
+    assert env_module.without_private("node7 in /data/x, wheel") == "<name> in <path>, wheel"
+    monkeypatch.setattr(env_module.socket, "gethostname", lambda: "")
+    assert env_module.without_private("node7 in /data/x") == "node7 in <path>"
+
+
 @pytest.mark.parametrize("flags", [[], ["--share"]])
 @pytest.mark.parametrize(
     ("body", "words"),
@@ -56,7 +72,7 @@ def test_a_torch_that_cannot_train_is_exit_code_2_with_the_fix(
     (tmp_path / "torch" / "__init__.py").write_text(body)
     done = env(*flags, path=tmp_path)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert all(word in done.stderr for word in words) and "bash examples/setup.sh" in done.stderr
+    assert all(word in done.stderr for word in words) and "bash examples/quickstart.sh" in done.stderr
     assert "free disk" in done.stdout, "the rest is printed all the same"
 
 

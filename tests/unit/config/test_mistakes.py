@@ -344,11 +344,12 @@ def test_a_source_behind_a_url_is_told_how_to_be_fetched(flag: str) -> None:
 TEXTS = {
     '{"content": "some words", "path": "a.py"}\n': "--json-keys content ",
     '{"path": "a.py", "text": "x"}\n': "--output-prefix {folder}/corpus --tokenizer-type",
+    '{"path": "a.py", "content": "' + "word " * 20_000 + '"}\n': "--json-keys content ",
     "plain words\n": "--output-prefix {folder}/corpus --tokenizer-type",
 }
 
 
-@pytest.mark.parametrize("content", TEXTS)
+@pytest.mark.parametrize("content", TEXTS, ids=range(len(TEXTS)))
 def test_text_instead_of_a_dataset_prints_the_command_that_makes_one(content: str, tmp_path: Path) -> None:
     (tmp_path / "corpus.json").write_text(content)
     command = argv(

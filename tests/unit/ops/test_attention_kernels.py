@@ -32,11 +32,14 @@ CAUSAL = {"mask": None, "causal": True, "scale": 0.4}
 PLAIN: dict[str, Any] = {"mask": None, "causal": True, "scale": 1.0}
 REFUSED: Refused = {
     "attention": [
-        ((ones(2, 3, 5), *[ones(1, 2, 3, 5)] * 2, PLAIN), "queries float32 (2, 3, 5), keys float32 (1, 2, 3, 5): [b"),
+        (
+            (ones(2, 3, 5), *[ones(1, 2, 3, 5)] * 2, PLAIN),
+            "queries float32 (2, 3, 5), keys float32 (1, 2, 3, 5): needs [b",
+        ),
         ((*[ones(1, 2, 3, 5)] * 2, ones(1, 2, 3, 6), PLAIN), "values float32 (1, 2, 3, 6) for keys float32 (1, 2, 3, "),
         ((ones(1, 4, 3, 5), *[ones(1, 3, 3, 5)] * 2, PLAIN), "needs key heads that divide the query heads"),
         ((*[ones(1, 2, 3, 5)] * 3, PLAIN | {"mask": ones(3, 3)}), "a mask float32 (3, 3) for scores (1, 2, 3, 3): "),
-        ((*[ones(1, 2, 3, 5, dtype=torch.float64)] * 3, PLAIN), "float64 (1, 2, 3, 5): float32, bfloat16 or float16 w"),
+        ((*[ones(1, 2, 3, 5, dtype=torch.float64)] * 3, PLAIN), "float64 (1, 2, 3, 5): needs float32, bfloat16"),
     ],
 }
 

@@ -15,13 +15,17 @@ from tests.helpers.declared import Refused
 from tests.helpers.kernels import backend, strict
 
 REFUSED: Refused = {
-    "layer_norm": [((ones(2, 4), ones(4), ones(5), 1e-5), "x float32 (2, 4) and a bias float32 (5,): a number for")],
+    "layer_norm": [
+        ((ones(2, 4), ones(4), ones(5), 1e-5), "x float32 (2, 4) and a bias float32 (5,): needs one number")
+    ],
     "rms_norm": [
-        ((ones(2, 4), ones(5), 1e-5), "x float32 (2, 4) and a weight float32 (5,): a number for every column of x"),
+        ((ones(2, 4), ones(5), 1e-5), "x float32 (2, 4) and a weight float32 (5,): needs one number per column of x"),
         ((ones(2, 4), ones(1, 4), 1e-5), "a weight float32 (1, 4): needs one number per column of x"),
         ((ones(2, 4), ones(4, device="meta"), 1e-5), "tensors of cpu and meta: needs one device"),
     ],
-    "add_layer_norm": [((ones(2, 4), ones(1, 4), ones(4), None, 1e-5), "a residual float32 (1, 4): the same dtype")],
+    "add_layer_norm": [
+        ((ones(2, 4), ones(1, 4), ones(4), None, 1e-5), "a residual float32 (1, 4): needs the same dtype")
+    ],
     "add_rms_norm": [
         ((ones(2, 4), ones(2, 4), ones(3), 1e-5), "a weight float32 (3,): needs one number per column of x")
     ],

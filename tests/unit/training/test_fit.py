@@ -7,12 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.config import parse_args
 from megatron.distributed.launch import LaunchInfo
 from megatron.distributed.parallel_state import ParallelState
 from megatron.training import fit
 from megatron.training.memory import predicted
+from megatron.utils.device import total_memory
 from tests.helpers.runs import flags, make_run, pretrain_gpt, pretrain_here
 
 UNITS = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
@@ -63,6 +65,44 @@ def test_no_other_candidate_saves_more(capsys: pytest.CaptureFixture[str]) -> No
     shown = [text.partition(" with ")[2] for name, text in fit.plan_rows(run, model) if name == "saves memory"]
     assert shown == best
     capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("share", "verdict"), [(1.2, "fits into"), (1.05, "hardly fits into"), (0.99, "does not fit into")]
+)
+def test_a_bound_that_counts_no_temporary_tensors_needs_a_margin(
+    share: float, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(parse_args(flags(**SHAPE)))
+    model = pretrain_gpt().model_provider(run)
+    need = sum(rank.total for rank in predicted(run, model, [0]))
+    monkeypatch.setattr(fit, "memory_limit", lambda: round(need * share))
+    assert f": {verdict} the " in dict(fit.plan_rows(run, model))["memory in all"]
+
+
+def test_an_accelerator_is_compared_with_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has a device: the fullest rank counts, and not the sum."""
+    asked: list[torch.device] = []
+    monkeypatch.setattr(fit, "total_memory", lambda device: (asked.append(device), 10**12)[1])
+    run = replace(make_run(parse_args(flags(**SHAPE))), device=torch.device("cuda", 1))
+    line = dict(fit.plan_rows(run, pretrain_gpt().model_provider(run)))["memory in all"]
+    assert asked == [torch.device("cuda", 1)]
+    assert "for the fullest rank (estimate): fits into the" in line and line.endswith("of this device")
+
+
+def test_the_memory_of_a_device_is_that_of_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        total_memory = 85_899_345_920
+
+    class Module:
+        @staticmethod
+        def get_device_properties(device: torch.device) -> Properties:
+            return Properties()
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+    assert total_memory(torch.device("cuda")) == 85_899_345_920
+    monkeypatch.setattr(torch, "get_device_module", lambda device: object())  # a plug-in that does not report it
+    assert total_memory(torch.device("cuda")) is None
 
 
 @pytest.mark.parametrize(("limit", "verdict"), [("100MB", "fits"), ("1MB", "does not fit")])
