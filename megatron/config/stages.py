@@ -99,13 +99,15 @@ def _no_even_stages(layers: int, parallel: ParallelConfig, units: int) -> str:
     fits = [n for n in range(1, units // ranks + 1) if units % (ranks * n) == 0]
     if per_stage is not None:
         way = f"use {CHUNK_FLAG} {' or '.join(map(str, fits))}" if fits else f"use a multiple of {ranks} layers"
-        return f"{LAYERS_FLAG} {layers}{counted} does not divide by {PP_FLAG} {ranks} x {CHUNK_FLAG} {per_stage}; {way}"
+        return (
+            f"{LAYERS_FLAG} {layers}{counted} is not divisible by {PP_FLAG} {ranks} x {CHUNK_FLAG} {per_stage}; {way}"
+        )
     chunks = parallel.num_virtual_stages_per_pipeline_rank
     if chunks is None:
         near = " or ".join(map(str, nearest_divisors(units, ranks)))
-        return f"{LAYERS_FLAG} {layers}{counted} does not divide by {PP_FLAG} {ranks}; use {PP_FLAG} {near}"
+        return f"{LAYERS_FLAG} {layers}{counted} is not divisible by {PP_FLAG} {ranks}; use {PP_FLAG} {near}"
     way = f"use {CHUNKS_FLAG} {' or '.join(map(str, fits))}" if fits else f"use a multiple of {ranks} layers"
-    return f"{LAYERS_FLAG} {layers}{counted} does not divide by {PP_FLAG} {ranks} x {CHUNKS_FLAG} {chunks}; {way}"
+    return f"{LAYERS_FLAG} {layers}{counted} is not divisible by {PP_FLAG} {ranks} x {CHUNKS_FLAG} {chunks}; {way}"
 
 
 def _uneven(layers: int, ranks: int, first: int | None, last: int | None, rest: int, others: int) -> str:
@@ -114,7 +116,7 @@ def _uneven(layers: int, ranks: int, first: int | None, last: int | None, rest: 
         fits = " or ".join(str(n) for n in nearest_divisors(layers, ranks))
         uneven = f", or give the first or last stage another number of layers with {FIRST_FLAG} or {LAST_FLAG}"
         return (
-            f"{LAYERS_FLAG} {layers} does not divide by {PP_FLAG} {ranks}; use {PP_FLAG} {fits}"
+            f"{LAYERS_FLAG} {layers} is not divisible by {PP_FLAG} {ranks}; use {PP_FLAG} {fits}"
             f"{uneven if layers > ranks else ''}"
         )
     left = f"{rest} layers for {others} other stages" if others else f"{rest} layers without a stage"

@@ -76,7 +76,7 @@ def _tokens_shape(batch: Batch, cp: Axis) -> torch.Size:
     if shape[1] % (2 * cp.size):
         lengths = " or ".join(map(str, nearest_multiples(shape[1], 2 * cp.size)))
         raise ConfigError(
-            f"{CP_FLAG} {cp.size}: samples of {shape[1]} tokens do not divide into {2 * cp.size} chunks; "
+            f"{CP_FLAG} {cp.size}: samples of {shape[1]} tokens are not divisible into {2 * cp.size} equal chunks; "
             f"make them {lengths} long"
         )
     return shape

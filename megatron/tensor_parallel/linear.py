@@ -46,7 +46,7 @@ class _ParallelLinear(Linear):
         whole = in_features if self.splits == "input" else out_features
         if local_features is None and whole % axis.size:
             raise ValueError(
-                f"{whole} {self.splits} features do not divide by the {axis.size} ranks of the {axis.name} axis"
+                f"{whole} {self.splits} features are not divisible by the {axis.size} ranks of the {axis.name} axis"
             )
         local = whole // axis.size if local_features is None else local_features
         shape = (local, out_features) if self.splits == "input" else (in_features, local)

@@ -215,7 +215,7 @@ def test_cyclic_sampling_with_one_order_is_equal(capsys: Capture) -> None:
     [
         (flags(), "the flags of the training come after --"),
         (["--ranks", "3", "--", *flags(tensor_model_parallel_size=2)], "--ranks 3: the layout needs a multiple of 2"),
-        (["--ranks", "3", "--", *flags()], "--global-batch-size 8 does not divide by --micro-batch-size 2 x 3"),
+        (["--ranks", "3", "--", *flags()], "--global-batch-size 8 is not divisible by --micro-batch-size 2 x 3"),
         (["--", *flags(num_layers="two")], "--num-layers"),
         (["--", *flags(mock_data=None, data_path="no/such", tokenizer_type="NullTokenizer")], "no/such"),
         (["--", *flags(tensor_model_parallel_size=3)], "--tensor-model-parallel-size 3"),

@@ -96,7 +96,7 @@ def test_a_rank_that_fails_ends_the_run(tmp_path: Path, script: Path, how: str) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"micro_batch_size": 8}, "does not divide by"),
+        ({"micro_batch_size": 8}, "is not divisible by"),
         ({"num_layers": "two"}, "--num-layers"),
         ({"load": "no/such/folder"}, "--load no/such/folder: does not exist"),
     ],

@@ -26,7 +26,7 @@ def check_heads(config: RunConfig) -> None:
     model = config.model
     if model.num_attention_heads and model.kv_channels is None and model.hidden_size % model.num_attention_heads:
         raise ConfigError(
-            f"{spelled(config, 'hidden_size')} does not divide by {spelled(config, 'num_attention_heads')}; "
+            f"{spelled(config, 'hidden_size')} is not divisible by {spelled(config, 'num_attention_heads')}; "
             "change one of them, or give the width of a head with --kv-channels"
         )
     if model.kv_channels is not None and model.num_attention_heads * model.kv_channels > WIDTH:
@@ -38,7 +38,7 @@ def check_heads(config: RunConfig) -> None:
         raise ConfigError("--group-query-attention: needs the number of key/value heads; add --num-query-groups N")
     if model.num_query_groups is not None and model.num_attention_heads % model.num_query_groups:
         raise ConfigError(
-            f"{spelled(config, 'num_attention_heads')} does not divide by {spelled(config, 'num_query_groups')}; "
+            f"{spelled(config, 'num_attention_heads')} is not divisible by {spelled(config, 'num_query_groups')}; "
             "give a number of query groups that divides the heads"
         )
 

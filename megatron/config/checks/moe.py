@@ -62,7 +62,7 @@ def check_groups(config: RunConfig) -> None:
     if experts % groups:
         fitting = " or ".join(map(str, nearest_divisors(experts, groups)))
         raise ConfigError(
-            f"{spelled(config, 'num_experts')} does not divide by {spelled(config, 'moe_router_num_groups')}; "
+            f"{spelled(config, 'num_experts')} is not divisible by {spelled(config, 'moe_router_num_groups')}; "
             f"use --moe-router-num-groups {fitting}"
         )
     topk, each = moe.moe_router_topk, experts // groups
@@ -86,7 +86,7 @@ def check_experts(config: RunConfig) -> None:
     if experts is not None and experts % ep:
         fitting = " or ".join(map(str, nearest_divisors(experts, ep)))
         raise ConfigError(
-            f"{spelled(config, 'num_experts')} does not divide by {spelled(config, 'expert_model_parallel_size')}; "
+            f"{spelled(config, 'num_experts')} is not divisible by {spelled(config, 'expert_model_parallel_size')}; "
             f"use --expert-model-parallel-size {fitting}"
         )
     tp, width = config.parallel.tensor_model_parallel_size, config.moe.moe_ffn_hidden_size
@@ -96,7 +96,7 @@ def check_experts(config: RunConfig) -> None:
     ):
         if experts is not None and size is not None and size % tp:
             raise ConfigError(
-                f"{spelled(config, name)} does not divide by {spelled(config, 'tensor_model_parallel_size')}; "
+                f"{spelled(config, name)} is not divisible by {spelled(config, 'tensor_model_parallel_size')}; "
                 f"use --tensor-model-parallel-size {nearest_tensor_sizes(config)}"
             )
     if experts is not None and config.parallel.expert_tensor_parallel_size not in (None, tp):

@@ -37,7 +37,7 @@ def _check_sequence(config: RunConfig) -> None:
         fitting = nearest_divisors(seq_length // pieces, cp) if seq_length % pieces == 0 else ()
         sizes = f", or --context-parallel-size {' or '.join(map(str, fitting))}" if fitting else ""
         raise ConfigError(
-            f"{spelled(config, 'seq_length')} does not divide into chunks of equal length for {given}; "
+            f"{spelled(config, 'seq_length')} is not divisible into chunks of equal length for {given}; "
             f"use --seq-length {lengths}{sizes}"
         )
 
@@ -50,7 +50,7 @@ def _check_heads(config: RunConfig) -> None:
     whose = f" over {spelled(config, 'tensor_model_parallel_size')}" if tp > 1 else ""
     fitting = " or ".join(map(str, nearest_divisors(heads // tp, cp)))
     raise ConfigError(
-        f"{spelled(config, 'cp_comm_type')}: {spelled(config, 'num_attention_heads')}{whose} does not divide by "
+        f"{spelled(config, 'cp_comm_type')}: {spelled(config, 'num_attention_heads')}{whose} is not divisible by "
         f"{spelled(config, 'context_parallel_size')}; use --context-parallel-size {fitting}, or --cp-comm-type p2p"
     )
 
@@ -73,7 +73,7 @@ def check_tensor(config: RunConfig) -> None:
     if parallel.sequence_parallel and not shared and config.data.seq_length % tp:
         lengths = " or ".join(map(str, nearest_multiples(config.data.seq_length, tp)))
         raise ConfigError(
-            f"{spelled(config, 'seq_length')} does not divide by {spelled(config, 'tensor_model_parallel_size')} for "
+            f"{spelled(config, 'seq_length')} is not divisible by {spelled(config, 'tensor_model_parallel_size')} for "
             f"--sequence-parallel; use --seq-length {lengths}, or remove --sequence-parallel"
         )
 
@@ -83,7 +83,7 @@ def _check_divides(config: RunConfig, setting: str, size: int) -> None:
     if size % tp:
         unset = " (computed from --hidden-size)" if getattr(config.model, setting) is None else ""
         raise ConfigError(
-            f"{named}{unset} does not divide by {spelled(config, 'tensor_model_parallel_size')}; "
+            f"{named}{unset} is not divisible by {spelled(config, 'tensor_model_parallel_size')}; "
             f"use --tensor-model-parallel-size {nearest_tensor_sizes(config)}"
         )
 

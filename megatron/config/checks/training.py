@@ -24,7 +24,7 @@ def check_batch(config: RunConfig) -> None:
     micro, final = training.micro_batch_size, training.global_batch_size
     if final is not None and micro and final % micro:
         raise ConfigError(
-            f"{spelled(config, 'global_batch_size')} does not divide by {spelled(config, 'micro_batch_size')}; "
+            f"{spelled(config, 'global_batch_size')} is not divisible by {spelled(config, 'micro_batch_size')}; "
             f"use --global-batch-size {' or '.join(map(str, nearest_multiples(final, micro)))}, or --micro-batch-size "
             f"{' or '.join(map(str, nearest_divisors(final, micro)))}; the global batch size must be a multiple of "
             "--micro-batch-size x data-parallel ranks"

@@ -37,7 +37,7 @@ def _check_batch(plan: BatchPlan) -> None:
     if final % step and config.training.step_batch_size_schedule is None:
         fitting = f", or --micro-batch-size {_either(nearest_divisors(final // dp, micro))}" if final % dp == 0 else ""
         raise ConfigError(
-            f"{spelled(config, 'global_batch_size')} does not divide by {spelled(config, 'micro_batch_size')} x "
+            f"{spelled(config, 'global_batch_size')} is not divisible by {spelled(config, 'micro_batch_size')} x "
             f"{dp} data-parallel ranks; use --global-batch-size {_either(nearest_multiples(final, step))} (a multiple "
             f"of {step}){fitting}"
         )
@@ -61,7 +61,7 @@ def _check_changing_batch(plan: BatchPlan) -> None:
     ramp = config.training.rampup_batch_size
     if ramp is not None and (ramp[0] % step or (plan.final_batch_size > ramp[0] and ramp[1] % step)):
         raise ConfigError(
-            f"{spelled(config, 'rampup_batch_size')}: start and increment do not divide by "
+            f"{spelled(config, 'rampup_batch_size')}: start and increment are not divisible by "
             f"{spelled(config, 'micro_batch_size')} x {dp} data-parallel ranks; make both multiples of {step}"
         )
 
@@ -78,7 +78,7 @@ def check_accumulation(plan: BatchPlan) -> None:
         if final % unit:
             sizes = _either(nearest_multiples(final, unit))
             raise ConfigError(
-                f"{spelled(config, 'global_batch_size')} does not divide by {parts} = {unit}; make it {sizes}"
+                f"{spelled(config, 'global_batch_size')} is not divisible by {parts} = {unit}; make it {sizes}"
             )
     elif steps is not None and final != training.micro_batch_size * unit:
         raise ConfigError(

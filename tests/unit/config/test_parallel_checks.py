@@ -31,7 +31,7 @@ FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_la
         (
             {TP: 3, "hidden_size": 48, "num_attention_heads": 3, "swiglu": True},
             3,
-            ["--ffn-hidden-size 128 (computed from --hidden-size) does not divide by --tensor-model-parallel-size 3"],
+            ["--ffn-hidden-size 128 (computed from --hidden-size) is not divisible by --tensor-model-parallel-size 3"],
         ),
         ({TP: 4, "sequence_parallel": True, "seq_length": 14}, 4, ["--seq-length 14", "--seq-length 12 or 16"]),
         (

@@ -36,7 +36,7 @@ def test_every_kind_of_mistake_has_its_line() -> None:
         "--rampup-batch-size: needs 3 values",
         "--seed x: not a whole number",
         "--optimizer soap: not supported yet",
-        "--num-attention-heads 4 does not divide by --num-query-groups 3",
+        "--num-attention-heads 4 is not divisible by --num-query-groups 3",
         "--fp16 and --bf16 exclude each other",
     ]
     assert len(told) == len(begins)

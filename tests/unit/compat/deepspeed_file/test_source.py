@@ -249,21 +249,21 @@ def test_two_sizes_give_the_third(
         (
             {STEP: 16, MICRO: 4},
             8,
-            "--global-batch-size 16 (train_batch_size 16 of ds.json) does not divide by --micro-batch-size 4 "
+            "--global-batch-size 16 (train_batch_size 16 of ds.json) is not divisible by --micro-batch-size 4 "
             "(train_micro_batch_size_per_gpu 4 of ds.json) x 8 data-parallel ranks; use --global-batch-size 32 (a "
             "multiple of 32), or --micro-batch-size 2",
         ),
         (
             {STEP: 16, ACCUMULATION: 3},
             2,
-            "--global-batch-size 16 (train_batch_size 16 of ds.json) does not divide by "
+            "--global-batch-size 16 (train_batch_size 16 of ds.json) is not divisible by "
             "--gradient-accumulation-steps 3 "
             "(gradient_accumulation_steps 3 of ds.json) x 2 data-parallel ranks = 6; make it 12 or 18",
         ),
         (
             {STEP: 15},
             2,
-            "--global-batch-size 15 (train_batch_size 15 of ds.json) does not divide by 2 data-parallel ranks = 2; "
+            "--global-batch-size 15 (train_batch_size 15 of ds.json) is not divisible by 2 data-parallel ranks = 2; "
             "make it 14 or 16",
         ),
     ],

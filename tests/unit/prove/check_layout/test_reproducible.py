@@ -128,9 +128,9 @@ def test_a_world_that_fits_the_batch(settings: dict[str, object], ranks: int) ->
 @pytest.mark.parametrize(
     ("asked", "settings", "named"),
     [
-        (3, {}, "--global-batch-size 8 does not divide by --micro-batch-size 1 x 3 data-parallel ranks"),
+        (3, {}, "--global-batch-size 8 is not divisible by --micro-batch-size 1 x 3 data-parallel ranks"),
         (16, {}, "--global-batch-size 8 does not divide"),
-        (None, {"global_batch_size": 1}, "--global-batch-size 1 does not divide by --micro-batch-size 1 x 2"),
+        (None, {"global_batch_size": 1}, "--global-batch-size 1 is not divisible by --micro-batch-size 1 x 2"),
         (
             2,
             {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1, "global_batch_size": 3},
