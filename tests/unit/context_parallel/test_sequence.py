@@ -77,7 +77,7 @@ def test_a_sequence_that_does_not_divide_is_our_mistake() -> None:
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        ({"tokens": torch.zeros(1, 10)}, "10 tokens do not divide into 4 chunks; make them 8 or 12 long"),
+        ({"tokens": torch.zeros(1, 10)}, "10 tokens are not divisible into 4 equal chunks; make them 8 or 12 long"),
         ({"x": torch.zeros(1, 8), "y": 3}, "must have 'tokens' .* has only x, y; use --context-parallel-size 1"),
     ],
 )
