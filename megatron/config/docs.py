@@ -45,10 +45,10 @@ _PRESETS = (
     "",
     "- The size of the vocabulary comes from the tokenizer.",
     "- `gpt2-tiny`, `llama-tiny` and `moe-tiny` are small models for trials on a CPU.",
-    "- A test compares the parameter counts of 22 presets with the published ones (`tests/unit/config/test_presets.py`).",
+    "- `tests/unit/config/test_presets.py` compares the number of parameters of most presets with the published one.",
     "- The next table has the flag of each column. An empty cell means the flag's [default](flags.md#model).",
-    "- The lists and the column \"also\" have keys of a `--config` file. `add_bias_linear` false is "
-    "`--disable-bias-linear`.",
+    '- The lists and the column "also" have keys of a `--config` file. `add_bias_linear` false is '
+    "`--disable-bias-linear`. `window_size` 4095 0 means 4095 tokens before the query's own and none after it.",
     "",
 )
 _SHAPE = {
