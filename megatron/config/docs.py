@@ -40,11 +40,16 @@ _OTHERS = (
     "[From Megatron-LM](from_megatron_lm.md) and [From DeepSpeed](from_deepspeed.md) describe the differences.",
 )
 _PRESETS = (
-    "`python -m megatron.config.docs --presets > docs/presets.md` generates this page.",
-    "A preset sets only the shape of the model. Any flag overrides it.",
-    "You give the batch size, the sequence length, the learning rate and the tokenizer.",
-    "The vocabulary comes from the tokenizer.",
-    "Column names are those of the [flags](flags.md#model), without dashes.",
+    "A preset sets only settings of the model. Any flag overrides a setting of the preset.",
+    "You must still give the batch size, the sequence length, the learning rate, the number of steps and the data.",
+    "",
+    "- The size of the vocabulary comes from the tokenizer.",
+    "- `gpt2-tiny`, `llama-tiny` and `moe-tiny` are small models for trials on a CPU.",
+    "- `tests/unit/config/test_presets.py` compares the number of parameters of most presets with the published one.",
+    "- The next table has the flag of each column. An empty cell means the flag's [default](flags.md#model).",
+    '- The lists and the column "also" have keys of a `--config` file. `add_bias_linear` false is '
+    "`--disable-bias-linear`. `window_size` 4095 0 means 4095 tokens before the query's own and none after it.",
+    "",
 )
 _SHAPE = {
     "num_layers": "layers",
@@ -53,7 +58,7 @@ _SHAPE = {
     "num_attention_heads": "heads",
     "num_query_groups": "groups",
     "max_position_embeddings": "positions",
-    "untie_embeddings_and_output_weights": "untied head",
+    "untie_embeddings_and_output_weights": "untied output layer",
     "rotary_base": "rotary base",
 }
 """Settings with a column of their own."""
@@ -237,7 +242,11 @@ def presets_page() -> str:
         "Llama, Qwen and Mistral": _presets(lambda values: "normalization" in values and "num_experts" not in values),
         "Mixtures of experts": _presets(lambda values: "num_experts" in values),
     }
-    return _page("Presets", "This page lists the models that `--model NAME` selects.", _PRESETS, sections)
+    flags = {setting.name: setting.spelling for setting in all_settings()}
+    columns = _table(("column", "flag"), ((title, f"`{flags[name]}`") for name, title in _SHAPE.items()))
+    generator = "`python -m megatron.config.docs --presets > docs/presets.md` generates this page."
+    notes = (*_PRESETS, *columns, "", generator)
+    return _page("Presets", "This page lists the models that `--model NAME` selects.", notes, sections)
 
 
 def names_with_status() -> str:

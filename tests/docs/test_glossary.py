@@ -25,6 +25,9 @@ LINKED = (
     "docs/generation.md",
     "docs/evaluation.md",
     "docs/from_megatron_lm.md",
+    "docs/api.md",
+    "docs/proofs.md",
+    "docs/numerics.md",
 )
 LINK = re.compile(r"\[([^\]]*)\]\(([^)]*)\)")
 
