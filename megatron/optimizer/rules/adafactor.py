@@ -202,7 +202,7 @@ class _Job:
 class Adafactor(LiveState):
     config: OptimizerConfig
     extents: Mapping[str, Extent]
-    """Extents by name, for every parameter that it updates."""
+    """Extents by name, for every parameter that this rule updates."""
     fused: bool = True
 
     def slot(self, name: str, tensor: Tensor) -> Slot:

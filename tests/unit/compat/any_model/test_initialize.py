@@ -331,7 +331,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "Muon": (
         lambda: make(config={**BATCH, "optimizer": {"type": "Muon"}}),
-        "in config: optimizer.type Muon: not supported for your own model, whose hidden matrices are unknown",
+        "in config: optimizer.type Muon: not supported for your own model, because it is unknown which parameters",
     ),
     "a number as text": (lambda: make(config={**ADAMW, "train_batch_size": "4"}), 'train_batch_size "4": not a whole'),
     "a number out of range": (
