@@ -92,7 +92,7 @@ class ParallelFactory(ModuleFactory):
         return SplitNorm(heads * self.config.head_dim, self.config, self.kernels, axis=self._tp, local=local)
 
     def _dropout_of_own_stream(self, x: Tensor, probability: float, training: bool) -> Tensor:
-        """Dropout of a split sequence, where each rank draws from a separate stream."""
+        """Dropout of a split sequence, where each rank draws from its own random stream."""
         if not training or probability == 0.0:
             return F.dropout(x, probability, training)
         with self._split_random.fork():
