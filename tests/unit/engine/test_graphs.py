@@ -159,7 +159,7 @@ def test_it_needs_a_cuda_device() -> None:
 
 def test_other_models_are_refused() -> None:
     engine = make_parts(flags())[1].trainer.engine
-    with pytest.raises(ConfigError, match="--cuda-graphs: supports only the package's GPT, not a model of type Linear"):
+    with pytest.raises(ConfigError, match="--cuda-graphs: supports only the package's GPT, not a Linear"):
         build_module._graphed(engine.passes, torch.nn.Linear(1, 1), engine.store, torch.device("cuda"))
 
 

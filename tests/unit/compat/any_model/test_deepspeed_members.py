@@ -262,7 +262,7 @@ def test_a_checkpoint_that_latest_does_not_name(tmp_path: Path) -> None:
     again.load_checkpoint(tmp_path, "global_step1")
     assert (again.global_steps, again.global_samples) == (1, 4)
     for refused in ({"load_module_strict": False}, {"custom_load_fn": print}):
-        with pytest.raises(ConfigError, match="not supported, a checkpoint is for the model that saved it"):
+        with pytest.raises(ConfigError, match="not supported, because a checkpoint fits only the model"):
             again.load_checkpoint(tmp_path, "global_step1", **refused)
     with pytest.raises(ConfigError, match="exclude_frozen_parameters is not supported"):
         again.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
