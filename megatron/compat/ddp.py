@@ -69,9 +69,9 @@ class DistributedDataParallel(AveragingWrapper):
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
     ) -> None:
-        """With `find_unused_parameters`, searches the graph for the parameters that a pass uses; the others may be
-        unused. `check_reduction`, `gradient_as_bucket_view` and `static_graph` have no effect, because gradients are
-        always views of the buckets and the graph may change in every pass."""
+        """Searches the graph for the parameters that a pass uses, if `find_unused_parameters` is set; the others may be
+        unused. The arguments `check_reduction`, `gradient_as_bucket_view` and `static_graph` have no effect. (Gradients
+        are always views of the buckets, and the graph may change in every pass.)"""
         del dim, check_reduction, gradient_as_bucket_view, static_graph
         super().__init__(module, process_group)
         self._device = _device_of(module, device_ids, output_device)

@@ -85,10 +85,10 @@ class Optimizer:
         asynchronous: bool = False,
         client: UserUpdate | None = None,
     ) -> None:
-        """Builds the update and the loss scaler. `rule`: settings of a parameter's group. `split_over`: axes that a
-        parameter is split over; none if it is missing. `norm_axes`: all such values on any rank, with ZeRO's axes,
-        because all ranks must sum over the same axes. `specs`: shards, with the elements that another rank holds too.
-        `client`: the user's own optimizer, with its own rates."""
+        """Builds the update and the loss scaler. The function `rule` returns the settings of a parameter's group. A
+        parameter is split over its axes in `split_over`, or over none. All such values on any rank, with ZeRO's axes,
+        are in `norm_axes`, because all ranks must sum over the same axes. The shards in `specs` tell which elements
+        other ranks hold too. The user's own optimizer, with its own rates, is `client`."""
         self.store = store
         self.scaler: LossScaler = build_loss_scaler(precision)
         self.skipped_in_a_row = 0

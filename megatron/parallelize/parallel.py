@@ -249,7 +249,7 @@ def check_unchanged(model: GPT, layers: StageLayers) -> None:
     if what is not None:
         raise ConfigError(
             f"the model provider's GPT {what}: tensor, pipeline, context and expert parallelism build each rank's part "
-            "anew, without this change; use only data parallelism, or override methods in a subclass of GPT"
+            "anew, without this change. Use only data parallelism, or override methods in a subclass of GPT"
         )
 
 

@@ -51,8 +51,8 @@ def dtype_named(name: str) -> torch.dtype:
 class TorchFile:
     """File whose `content` has plain values and, in place of tensors, descriptions that `tensor` reads.
 
-    `checks` compares data with the checksums in the file; None if the caller verifies the bytes in another way. `name`:
-    name in messages for the only tensor of a file.
+    `checks` compares data with the checksums in the file. It is None if the caller verifies the bytes in another way.
+    Messages use `name` for the only tensor of a file.
     """
 
     def __init__(self, data: Bytes, checks: MemberChecks | None, name: str = "") -> None:

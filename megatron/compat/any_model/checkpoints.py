@@ -199,7 +199,7 @@ def _checked_tag(tag: str, world: Any) -> str:
     others = [other for other in all_gather_json(tag, world, str) if other != tag]
     if others:
         raise ConfigError(
-            f"save_checkpoint: tag is {tag!r} on this rank and {others[0]!r} on another; give all the same"
+            f"save_checkpoint: tag is {tag!r} on this rank and {others[0]!r} on another; give all ranks one tag"
         )
     return tag
 

@@ -61,12 +61,12 @@ def initialize(
     config: Mapping[str, Any] | str | Path | None = None,
     config_params: Mapping[str, Any] | str | Path | None = None,
 ) -> tuple[ModelEngine, torch.optim.Optimizer, EpochLoader | None, Any]:
-    """Returns the engine of `model`, its optimizer, a loader of `training_data` and the scheduler; loader and scheduler
+    """Returns the engine of `model`, its optimizer, a loader of `training_data` and the scheduler. Loader and scheduler
     may be None. Every rank calls it: in your own process group, under torchrun, or as a single process.
 
-    `optimizer`: an instance, or a function from the parameters to one; by default, the config names the optimizer.
-    `config`: DeepSpeed's settings, as a dict or the path of a JSON file; `config_params` and `args.deepspeed_config`
-    are other names for it.
+    The `optimizer` is an instance, or a function from the parameters to one; without it, the config names one. The
+    `config` has DeepSpeed's settings, as a dict or the path of a JSON file. It can also be given as `config_params`, or
+    as the path `args.deepspeed_config`.
     """
     del dist_init_required  # an open group is used, else one is opened for torchrun's ranks
     for name, value in {"mpu": mpu, "mesh_param": mesh_param}.items():

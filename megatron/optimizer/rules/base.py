@@ -85,8 +85,8 @@ class LiveState:
 
 @dataclass(frozen=True)
 class Gated:
-    """Gradients of a step that may be skipped. `open` is 1, or 0 for a skipped step. A rule that multiplies its rates
-    by `open` changes no bit in a skipped step, because the gradients are then 0 and not NaN."""
+    """Gradients of a possibly skipped step. `open` is 1, or 0 for a skipped step. A rule that multiplies its rates by
+    `open` changes no bit in a skipped step, because the gradients are then 0 and not NaN."""
 
     grads: list[Tensor]
     open: float | Tensor

@@ -155,7 +155,7 @@ def test_attributes_of_the_model_come_first_and_unknown_ones_are_attribute_error
     model.config = {"hidden": 4}  # type: ignore[assignment]
     engine = make(model)
     assert engine.config == {"hidden": 4}
-    with pytest.raises(ConfigError, match=r"engine.monitor = ...: nothing is sent"):
+    with pytest.raises(ConfigError, match=r"engine.monitor = ...: the engine sends no metrics"):
         engine.monitor = None
     with pytest.raises(AttributeError, match="no_such_thing"):
         engine.no_such_thing  # noqa: B018
