@@ -1,4 +1,4 @@
-"""Updates by a torch.optim optimizer that the user brought, of any class and with any parameter groups.
+"""Updates by the user's own torch.optim optimizer, of any class and with any parameter groups.
 
 The optimizer's groups hold the tensors that this rank updates: its piece of a parameter, or the fp32 master of a
 half-precision one. The optimizer applies its own rule and rates, so torch's schedulers and edits of `param_groups`

@@ -76,7 +76,7 @@ class _Step:
 
 
 class Engine:
-    """Trains with `train_step`. Data, schedule and files belong to the trainer."""
+    """Runs training steps (`train_step`). Data, schedule and files belong to the trainer."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ Update = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Matrix:
-    """One weight matrix, as its layout describes it."""
+    """Weight matrix, and the ranks that hold parts or copies of it."""
 
     spec: Shard
     """The part of the matrix that this rank holds."""

@@ -183,7 +183,7 @@ class Optimizer:
 
     @torch.no_grad()
     def params_norm(self) -> Tensor:
-        """Global L2 norm of the parameters (the masters where there are some)."""
+        """Global L2 norm of the parameters; for half-precision ones, of their masters."""
         state = self.state()
         weights = [(name, state[name].get("master", self.store.weight(name))) for name in state]
         return self._norm(self._by_axes(weights))

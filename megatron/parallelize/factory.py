@@ -51,7 +51,7 @@ class ParallelFactory(ModuleFactory):
         device: torch.device,
         wgrads: WgradRoute,
     ) -> None:
-        """`plain`: factory of the described model. `table`: all its parameters. `shards` and `experts`: what this rank
+        """`plain`: factory of the described model. `table`: its parameters. `shards` and `experts`: what this rank
         holds."""
         self._table, self._shards, self._experts = table, shards, experts
         self._splits_sequence, self._cp_attention = config.splits_sequence, config.cp_attention

@@ -70,9 +70,9 @@ def parallelize(
     dtype: torch.dtype,
     made_on: torch.device | None = None,
 ) -> Parallel:
-    """Builds this rank's part, with uninitialised weights. A foreign model, and a GPT whose layout splits nothing, are
-    used unchanged. Otherwise `model` only describes the new modules; it should be on the meta device. The new weights
-    are made on `made_on`, by default `device`."""
+    """Builds this rank's part, with uninitialised weights. A foreign model (any module but the package's GPT) is used
+    unchanged, and so is a GPT whose layout splits nothing. Otherwise `model` only describes the new modules; it should
+    be on the meta device. The new weights are made on `made_on`, by default `device`."""
     if not isinstance(model, GPT):
         check_not_split(model, config)
         return Parallel(model, foreign_specs(model), SinglePass(model, forward_step))

@@ -1,4 +1,4 @@
-"""Shards of the parameters on one rank: the rows of the table, cut for the rank's place in the layout."""
+"""Shards of the parameters on one rank: the rows of the parameter table, cut for the rank's place in the layout."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Cut:
-    """Turns a row of the table into the shard of one tensor-parallel rank."""
+    """Turns a row of the parameter table into the shard of one tensor-parallel rank."""
 
     tp: Axis
     padded_vocab_size: int

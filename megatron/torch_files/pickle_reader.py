@@ -246,7 +246,7 @@ class Interpreter(_Stack):
     def push_integer(self, value: int) -> None:
         self.long_integers += value.bit_length() > _LONG_BITS
         if value.bit_length() > 8 * _MAX_INTEGER_BYTES or self.long_integers > self.max_long_integers:
-            raise PickleRefused(f"it has an integer of more than {_MAX_INTEGER_BYTES} bytes, or many long ones")
+            raise PickleRefused(f"it has an integer of over {_MAX_INTEGER_BYTES} bytes, or many of more than 8 bytes")
         self.push(value)
 
     def make(self, _: Any) -> None:
@@ -277,7 +277,7 @@ class Interpreter(_Stack):
         if isinstance(top, Made):
             top.state = cells[0].value
         elif not isinstance(top, dict):  # attributes beside the items of an OrderedDict have no meaning here
-            raise PickleRefused("its pickle is malformed (a state of a plain value)")
+            raise PickleRefused("its pickle is malformed (a state for a plain value)")
 
     def memoize(self, _: Any) -> None:
         self.memo[len(self.memo)] = self.cells[-1]

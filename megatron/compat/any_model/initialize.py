@@ -41,7 +41,7 @@ Client = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds `--deepspeed` and `--deepspeed_config FILE`, which `initialize(args=...)` reads."""
     group = parser.add_argument_group("DeepSpeed")
-    group.add_argument("--deepspeed", action="store_true", help="no effect: initialize() needs no switch")
+    group.add_argument("--deepspeed", action="store_true", help="no effect; accepted for DeepSpeed's scripts")
     group.add_argument("--deepspeed_config", metavar="FILE", help="the settings, as DeepSpeed's JSON")
     return parser
 
@@ -207,7 +207,7 @@ def _check_on_pieces(optimizer: torch.optim.Optimizer, settings: EngineSettings,
         f"{type(optimizer).__name__} {differs}, but with zero_optimization.stage 1 and higher each rank updates pieces"
     )
     if not settings.given.get("zero_allow_untested_optimizer"):
-        raise ConfigError(f"{found}; use stage 0, or set zero_allow_untested_optimizer to true to accept it")
+        raise ConfigError(f"{found}; use stage 0, or set zero_allow_untested_optimizer to true to train with it anyway")
     log.info(
         f"zero_allow_untested_optimizer true: {found}; training may differ from stage 0, and may "
         "depend on the number of ranks"

@@ -162,7 +162,7 @@ class _Job:
     grad: Tensor
     extent: Extent
     mixed: Tensor
-    """Weight of this step's gradient in the second moment."""
+    """Weight of this step's squared gradient in the second moment."""
     open: float | Tensor
 
     @property

@@ -55,7 +55,7 @@ ATTACKS = {
     "code": (b"cos\nsystem\nX\x04\x00\x00\x00true\x85R", "refers to os.system"),
     "integers of one hash": (
         b"(" + b"".join(b"\x8a\x0b" + ((2**61 - 1) * n << 8).to_bytes(11, "little") for n in range(1, 1100)) + b"t",
-        "many long ones",
+        "many of more than 8 bytes",
     ),
     "tuples of one hash": (
         b"}(" + b"".join(b"J" + struct.pack("<i", n) + b"K\x02\x86N" for n in range(5001)) + b"u",
@@ -66,7 +66,7 @@ ATTACKS = {
         "creates a set from something that is not a list",
     ),
     "a storage of 2 GB": (b"ctorch.storage\nUntypedStorage\nJ\x00\x00\x00\x7f\x85R", "creates a torch.storage.Untyped"),
-    "a very long integer": (b"\x8a\x50" + (2**600).to_bytes(80, "little"), "more than 64 bytes"),
+    "a very long integer": (b"\x8a\x50" + (2**600).to_bytes(80, "little"), "over 64 bytes"),
     "deep nesting": (b"]" * 200 + b"a" * 199, "more than 100 deep"),
     "an empty stack": (b"a", "malformed"),
     "a mark that is missing": (b"]e", "malformed"),
