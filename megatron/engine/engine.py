@@ -176,8 +176,8 @@ class Engine:
             self._settle_step()
 
     def settle(self) -> None:
-        """Waits for the step in flight, if there is one, and passes its result on. Raises if the loss or a gradient is
-        not finite. Afterwards the weights are complete."""
+        """Waits for the step in flight, if there is one, and passes its result on. Raises if a non-finite loss or
+        gradient ends the run. Afterwards the weights are complete."""
         self._settle_step()
         self.store.wait_for_weights()
 
