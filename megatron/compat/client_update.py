@@ -1,4 +1,4 @@
-"""Updates by a torch.optim optimizer that the user brought, of any class and with any parameter groups.
+"""Updates by the user's own torch.optim optimizer, of any class and with any parameter groups.
 
 The optimizer's groups hold the tensors that this rank updates: its piece of a parameter, or the fp32 master of a
 half-precision one. The optimizer applies its own rule and rates, so torch's schedulers and edits of `param_groups`
@@ -77,7 +77,7 @@ class ClientUpdate:
             if not tensor.is_contiguous():
                 raise ConfigError(
                     f"{name} got another memory format after megatron.compat.initialize(), which made it contiguous; "
-                    "leave that out, and convert the inputs instead"
+                    "remove the conversion, and convert only the inputs"
                 )
             grad = None if name in absent else self._grads.grad(name)
             tensor.grad = grad.to(tensor.device) if self._on_host and grad is not None else grad
@@ -87,7 +87,8 @@ class ClientUpdate:
         self._copy_back()
 
     def state(self) -> OptimizerState:
-        """Returns each parameter's state tensors of its own shape (not copies), with `master` in half precision."""
+        """Returns each parameter's state tensors that have its shape (not copies), and the fp32 `master` of a
+        half-precision parameter."""
         self._take_up_writes()
         found: OptimizerState = {}
         for name, tensor in self._tensors.items():
@@ -114,13 +115,13 @@ class ClientUpdate:
         """Rejects the state of another optimizer class, or of one with other options."""
         if extra.get("class") != self._class:
             raise CheckpointError(
-                f"the checkpoint holds the state of {extra.get('class')}, and the optimizer here is {self._class}; "
-                "give the same, or load_optimizer_states=False to load only the weights"
+                f"the checkpoint holds the state of {extra.get('class')}, but the optimizer here is {self._class}; "
+                "give the same class, or load_optimizer_states=False to load without the optimizer's state"
             )
         if len(extra["given"]) != len(self._given):
             raise CheckpointError(
-                f"the checkpoint's optimizer has {len(extra['given'])} parameter groups, and the one here "
-                f"{len(self._given)}; give the same, or load_optimizer_states=False"
+                f"the checkpoint's optimizer has {len(extra['given'])} parameter groups, but the one here has "
+                f"{len(self._given)}; give the same groups, or load_optimizer_states=False"
             )
         for number, (saved, here) in enumerate(zip(extra["given"], self._given, strict=True)):
             changed = [name for name in here if name in saved and _plain(saved[name]) != _plain(here[name])]
@@ -128,7 +129,7 @@ class ClientUpdate:
                 name = changed[0]
                 raise CheckpointError(
                     f"{name} of parameter group {number} is {here[name]} here and {saved[name]} in the checkpoint; "
-                    f"give the saved one (and change optimizer.param_groups[{number}][{name!r}] after "
+                    f"give the saved value (and change optimizer.param_groups[{number}][{name!r}] after "
                     "load_checkpoint), or load_optimizer_states=False"
                 )
 
@@ -227,7 +228,7 @@ def refuse_whole_matrices(optimizer: torch.optim.Optimizer) -> None:
     for kind in type(optimizer).__mro__:
         if kind.__module__.startswith("torch.optim") and kind.__name__ in _NEED_WHOLE:
             raise ConfigError(
-                f"{kind.__name__}: needs whole parameters, and with zero_optimization.stage 1 and higher a rank "
+                f"{kind.__name__}: needs whole parameters, but with zero_optimization.stage 1 and higher a rank "
                 "updates pieces of them; use stage 0, or another optimizer"
             )
 

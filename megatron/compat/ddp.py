@@ -69,9 +69,9 @@ class DistributedDataParallel(AveragingWrapper):
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
     ) -> None:
-        """Searches the graph for the parameters that a pass uses if `find_unused_parameters` is set; others may be
-        unused. No effect: `check_reduction`, `gradient_as_bucket_view` and `static_graph`, because gradients are always
-        views of the buckets and the graph may change in every pass."""
+        """Searches the graph for the parameters that a pass uses, if `find_unused_parameters` is set; the others may be
+        unused. The arguments `check_reduction`, `gradient_as_bucket_view` and `static_graph` have no effect. (Gradients
+        are always views of the buckets, and the graph may change in every pass.)"""
         del dim, check_reduction, gradient_as_bucket_view, static_graph
         super().__init__(module, process_group)
         self._device = _device_of(module, device_ids, output_device)
@@ -115,12 +115,14 @@ class DistributedDataParallel(AveragingWrapper):
 
     def register_comm_hook(self, *_: Any) -> None:
         raise ConfigError(
-            "DistributedDataParallel.register_comm_hook(): not supported; gradients are averaged unchanged"
+            "DistributedDataParallel.register_comm_hook(): not supported; remove the call (gradients are averaged in "
+            "their own dtype)"
         )
 
     def join(self, *_: Any, **__: Any) -> None:
         raise ConfigError(
-            "DistributedDataParallel.join(): not supported; give each rank equally many batches (DistributedSampler)"
+            "DistributedDataParallel.join(): not supported; give all ranks the same number of batches "
+            "(DistributedSampler)"
         )
 
     def _pass(self, inputs: Any, named: Any) -> Any:
@@ -143,7 +145,7 @@ class DistributedDataParallel(AveragingWrapper):
         )
 
     def _finish(self) -> None:
-        """Reduces and averages the gradients, within the backward pass after its last one."""
+        """Reduces and averages the gradients, within the backward pass, once the last gradient is there."""
         nobodys = self._used_by_nobody() if self._find_unused else ()
         self._grads.reduce()
         if self._dp.size > 1:
@@ -183,8 +185,8 @@ def _device_of(
     own = next(module.parameters()).device
     if own.type == "cpu":
         raise ConfigError(
-            f"DistributedDataParallel: device_ids {list(device_ids or [])} and a module on the CPU; leave device_ids "
-            "out, or move the module there first: module.to(rank)"
+            f"DistributedDataParallel: device_ids {list(device_ids or [])} with a module on the CPU; remove "
+            "device_ids, or move the module to the device first: module.to(rank)"
         )
     if device_ids is not None and len(device_ids) != 1:
         raise ConfigError(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron.distributed.rng import get_rng_state, set_rng_state
 
 _STEPS = 32
-"""Updates to try: enough for rules that start with another one, such as Shampoo's."""
+"""Number of updates to try. It covers optimizers that begin with another rule, such as Shampoo."""
 _SHAPES = ((), (6,), (4, 6), (2, 3, 4), (2, 3, 2, 2), (2, 2, 2, 2, 2))
 """Shapes of the small tensors, by number of dimensions."""
 _CUT = 0.4
@@ -66,8 +66,8 @@ Part = Callable[[Tensor], Tensor]
 
 
 def _trained(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> tuple[list[Tensor], list[Tensor]]:
-    """Trains small parameters, each rank its part. Returns the whole ones before training, and the flat ones after
-    it."""
+    """Trains small parameters, each rank with its part. Returns the whole parameters before training, and the flat ones
+    after training."""
     held = _one_of_each_kind(optimizer)
     draw = torch.Generator().manual_seed(0)
     first = next(iter(held.values()))

@@ -93,7 +93,7 @@ def _graphed(passes: Passes, model: nn.Module, store: TrainingStore, device: tor
     assert kind_of(device.type).graphs, "checked when the device was chosen"
     if not isinstance(model, GPT):
         raise ConfigError(
-            f"--cuda-graphs: supports only the package's GPT, not a model of type {type(model).__name__}; leave it out"
+            f"--cuda-graphs: supports only the package's GPT, not a {type(model).__name__}; remove the flag"
         )
     assert isinstance(store, BucketStore), "the settings reject graphs of gathered weights"
     assert isinstance(passes, SinglePass), "the settings reject graphs of a pipeline"

@@ -1,12 +1,12 @@
 """Runs one optimizer step over one global batch, for the package's GPT and for any nn.Module.
 
 The loss is the sum over tokens divided by the global number of counted tokens. It therefore does not depend on the
-micro-batch size or the number of ranks. That number is known only after the whole batch. The backward pass divides by
-the expected count (so that fp16 does not overflow), and the gradients are corrected once at the end.
+micro-batch size or the number of ranks. The counted number is known only after the whole batch. The backward pass
+divides by the expected number (so that fp16 does not overflow), and the gradients are corrected once at the end.
 
 Steps are asynchronous on an accelerator: the host reads no number back while it launches a step. The outcome is copied
-to the host meanwhile and read once the next step's passes are launched, so that the device always has work. The engine
-owns the step in flight: any access to the model's state between steps settles it first.
+to the host meanwhile, and is read once the next step's passes are launched, so that the device always has work. Any
+access to the model's state between steps first waits for the step in flight (`settle`).
 """
 
 import math
@@ -76,7 +76,7 @@ class _Step:
 
 
 class Engine:
-    """Trains with `train_step`. Data, schedule and files belong to the trainer."""
+    """Runs training steps (`train_step`). Data, schedule and files belong to the trainer."""
 
     def __init__(
         self,
@@ -176,8 +176,8 @@ class Engine:
             self._settle_step()
 
     def settle(self) -> None:
-        """Waits for the step in flight, if any, and passes its result on; raises if it is bad. The weights are then
-        complete."""
+        """Waits for the step in flight, if there is one, and passes its result on. Raises if a non-finite loss or
+        gradient ends the run. Afterwards the weights are complete."""
         self._settle_step()
         self.store.wait_for_weights()
 
@@ -262,7 +262,7 @@ class Engine:
             for rank, numbers in enumerate(all_gather_json(mine, self.parallel.world, tuple[int, ...]))
             if numbers
         ]
-        more = f"; and {len(parts) - _MOST_NAMED} ranks more" if len(parts) > _MOST_NAMED else ""
+        more = f"; and {len(parts) - _MOST_NAMED} other ranks" if len(parts) > _MOST_NAMED else ""
         return f" ({'; '.join(parts[:_MOST_NAMED])}{more})" if parts else ""
 
     def _samples(self, micro_batches: Sequence[Batch]) -> str:
@@ -277,7 +277,7 @@ class Engine:
             with torch.enable_grad():
                 self._gradients(step.micro_batches, step.factor, step.batch_size)
         first = first_nonfinite(self._optimizer, self.parallel)
-        first = f"; not finite, {first}" if first else ""
+        first = f"; {first}" if first else ""
         return NonFiniteError(
             f"iteration {step.iteration}: {what}{where}{first}. The update was not made. Resume from the last "
             "checkpoint, lower --lr, or use --no-check-for-nan-in-loss-and-grad to skip such steps"

@@ -85,7 +85,7 @@ def sum_over_ranks(totals: Tensor, parallel: ParallelState) -> Tensor:
 
 
 def counted_bytes(batch: Batch, byte_lengths: Tensor) -> Tensor:
-    """Bytes of text of the predicted tokens that count. [], int64"""
+    """Number of text bytes of the predicted tokens that count towards the loss: shape [], int64."""
     return (byte_lengths[batch["labels"]] * (batch["loss_mask"] > 0)).sum()
 
 

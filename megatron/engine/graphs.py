@@ -1,8 +1,9 @@
 """Implements `--cuda-graphs`: records forward and backward of a micro-batch once as a CUDA graph, and replays it.
 
 A graph has fixed addresses. A micro-batch and the factor on its loss are therefore copied into tensors of the
-recording, and results are copied out before the next replay. A graph also has no control flow in Python. Every replay
-adds to the gradient buffers, which are zeroed when a step begins, instead of testing whether it is the first.
+recording, and results are copied out before the next replay. A graph also has no control flow in Python: a replay
+cannot test whether it is the first one of a step. The gradient buffers are therefore zeroed when a step begins, and
+every replay adds to them.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,8 +69,8 @@ class GraphedPasses:
         if len(self._recordings) == _MOST:
             shapes = ", ".join(f"{name} {list(shape)}" for name, shape, _ in _signature(batch))
             raise ConfigError(
-                f"--cuda-graphs: a fifth shape of micro-batches ({shapes}), and each recording holds the memory of a "
-                "whole pass; leave --cuda-graphs out"
+                f"--cuda-graphs: micro-batches have more than {_MOST} shapes (new: {shapes}), and the recording of "
+                "each holds the memory of a whole pass; give all micro-batches one shape, or remove the flag"
             )
         inputs = {name: value.clone() for name, value in batch.items() if isinstance(value, Tensor)}
         device = next(iter(inputs.values())).device

@@ -29,8 +29,8 @@ def check_marked(config: OptimizerConfig, built: Parallel) -> None:
     if not marked:
         raise ConfigError(
             f"--optimizer {config.optimizer}: no parameter of the model provider's {type(built.model).__name__} is "
-            "marked for it; set parameter.use_muon = True on its matrices (not on embeddings or the output layer), or "
-            "use --optimizer adam"
+            "marked for Muon; set parameter.use_muon = True on its matrices (not on embeddings or the output layer), "
+            "or use --optimizer adam"
         )
 
 
@@ -56,8 +56,8 @@ class Groups:
         return row.is_linear_map if self.config.uses_muon else self.config.optimizer == "adafactor"
 
     def _marked(self, name: str, parameter: nn.Parameter) -> Matrix | None:
-        """Matrix of a foreign model's parameter. Only the model's author knows which tensors are linear maps, so Muon
-        needs them marked. Nothing is split."""
+        """Matrix of a foreign model's parameter, or None. Only the model's author knows which tensors are linear maps,
+        so Muon needs them marked (`use_muon`). No parameter is split."""
         if self.config.optimizer != "adafactor" and not (
             self.config.uses_muon and getattr(parameter, "use_muon", False)
         ):

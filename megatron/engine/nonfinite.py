@@ -40,6 +40,6 @@ def first_nonfinite(optimizer: Optimizer, parallel: ParallelState) -> str:
         if ranks:
             first, *others = ranks
             whose = f" of rank {first}" if len(found) > 1 else ""
-            also = f" (and on rank{'s' if others[1:] else ''} {spans(others)})" if others else ""
-            return f"first in the {kind}{whose}: {', '.join(ranks[first][:4])}{also}"
+            also = f" (also on rank{'s' if others[1:] else ''} {spans(others)})" if others else ""
+            return f"first non-finite {kind}{whose}: {', '.join(ranks[first][:4])}{also}"
     return ""

@@ -26,10 +26,10 @@ class RouterSteps:
 
     @torch.no_grad()
     def begin(self, batches: Sequence[Mapping[str, Any]], *, batch_size: int, factor: float | Tensor) -> None:
-        """Sets the scale of the routers' losses before the first pass. `factor`: multiplies the sum of the tokens'
-        losses. At the end of the step all gradients are divided by it and by the number of counted tokens. A router's
-        loss is a mean over sequences, not a sum over tokens, so it is multiplied by that number in advance.
-        """
+        """Sets the scale of the routers' losses before the first pass. `factor` multiplies the sum of the tokens'
+        losses. At the end of the step all gradients are divided by `factor` and by the number of counted tokens. A
+        router's loss is a mean over sequences, not a sum over tokens. It is therefore multiplied by the number of
+        counted tokens in advance."""
         scale: Tensor | float = 1.0
         if self.reports.has_losses:
             counted = torch.zeros((), dtype=torch.float64, device=self.device)

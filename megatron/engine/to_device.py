@@ -11,8 +11,8 @@ from megatron.utils.device_kind import kind_of
 
 
 class ToDevice:
-    """Moves a batch to the device and cuts out this rank's part of its sequences. It is cut on the device, because the
-    loader pinned the whole batch: copying an unpinned piece would be a host sync."""
+    """Moves a batch to the device and cuts out this rank's part of its sequences. The cut is made on the device,
+    because the loader pinned the whole batch: copying an unpinned piece would be a host sync."""
 
     def __init__(self, device: torch.device, cp: Axis) -> None:
         self._device, self._cp = device, cp

@@ -1,7 +1,7 @@
-"""AdamW over flat tensors: one launch updates the weights and moments of many parameters.
+"""AdamW over flat tensors: one kernel launch updates the weights and moments of many parameters.
 
-The state is on the weights' device (`Resident`) or on the host (`adam_offload.py`). A checkpoint holds it under the
-same names as the state of torch's update.
+The state is on the weights' device (`Resident`) or on the host (`adam_offload.py`). In a checkpoint it has the same
+names as the state of `TorchUpdate`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,10 +20,10 @@ from megatron.utils.dtype import HALF
 
 
 class Resident:
-    """Keeps Adam's state for some runs of a store on the weights' device. Subclasses keep it elsewhere."""
+    """Keeps Adam's state of some flat tensors on the weights' device. Subclasses keep it elsewhere."""
 
     loads_in_place = True
-    """True if a checkpoint may be read straight into the state."""
+    """True if a checkpoint may be read directly into the state tensors."""
 
     def __init__(self, runs: Sequence[FlatRun], *, remainders: bool = False) -> None:
         """Allocates the state. `remainders`: keep only the low 16 bits of a bf16 parameter's fp32 master."""
@@ -41,19 +41,21 @@ class Resident:
                 run.kinds["master"] = run.weights.float()
 
     def start(self, decision: Decision) -> Decision | None:
-        """Begins an update. Returns the decision on the updating device; None if the host skips the step."""
+        """Begins an update. Returns the decision on the device that updates; None if the host knows that the update is
+        skipped."""
         return decision
 
     def sweep(self, *, changes: bool = True, refreshed: bool = False) -> Iterator[FlatRun]:
-        """Yields each run with its state in `kinds`, on the updating device. Changes are stored and copied to the
-        model, unless `changes` is False. With `refreshed`, the model's weights are copied into the run first."""
+        """Yields each flat tensor of `runs` with its state in `kinds`, on the device that updates. Changes are stored
+        and copied to the model, unless `changes` is False. With `refreshed`, the model's weights are copied into it
+        first."""
         del changes, refreshed
         return iter(self.runs)
 
 
 @dataclass(frozen=True)
 class _Factors:
-    """Factors on the rates, for each part of a run; tensors on the device that updates."""
+    """Factors on learning rate and weight decay for each part of a `FlatRun`, on the device that updates."""
 
     ends: Tensor
     """End of each part in the flat tensor."""
@@ -72,8 +74,8 @@ class _Factors:
         )
 
     def at(self, rates: Rates) -> Tensor:
-        """Factors on the rates of `step_control`. With two learning rates the factors contain the rates and
-        `step_control` contains 1. Rounding is then the same as with one rate."""
+        """Factors on the rates in `step_control`. With --decoupled-lr, the factors include the learning rate of each
+        part, and `step_control` has 1 as its learning rate. Rounding is then the same as with one learning rate."""
         if rates.decoupled_lr is None:
             return self.factors
         lr = torch.full_like(self.factors[:, 0], rates.lr).masked_fill_(self.decoupled, rates.decoupled_lr)
@@ -81,7 +83,7 @@ class _Factors:
 
 
 class _Part:
-    """Runs whose state is in the same memory."""
+    """Flat tensors whose state is in the same memory (device or host)."""
 
     def __init__(self, memory: Resident, store: TrainingStore, rules: Mapping[str, GroupRule]) -> None:
         self.memory = memory
@@ -102,7 +104,7 @@ class FlatAdam:
         kernel: Callable[..., None],
         memories: Sequence[Resident],
     ) -> None:
-        """`memories`: the store's runs, divided among places that keep their state."""
+        """`memories`: the store's flat tensors, grouped by where their state is kept."""
         self._betas, self._eps, self._kernel = betas, eps, kernel
         self._parts = [_Part(memory, store, rules) for memory in memories]
         weights = {name: store.weight(name) for name in store.names}
@@ -122,7 +124,8 @@ class FlatAdam:
                 self._kernel(*_weights(run), *moments, run.grads, *places, control, *self._betas, self._eps)
 
     def state(self) -> OptimizerState:
-        """Live tensors, or copies if the state is in a file. With remainders, masters are computed by the call."""
+        """Returns live tensors, or copies if the state is in a file. With --store-param-remainders, this call computes
+        the masters."""
         found: OptimizerState = {}
         for part in self._parts:
             for run, masters in zip(part.memory.sweep(changes=False), part.are_masters, strict=True):
@@ -176,7 +179,7 @@ def _weights(run: FlatRun) -> tuple[Tensor, Tensor]:
 
 
 def _saved(run: FlatRun, are_masters: bool) -> dict[str, Tensor]:
-    """State of a run by kind, as in a checkpoint."""
+    """State of a flat tensor by kind, as in a checkpoint."""
     found = {kind: tensor for kind, tensor in run.kinds.items() if kind != "remainder"}
     if "remainder" in run.kinds:
         found["master"] = join_fp32(run.weights, run.kinds["remainder"])
@@ -196,7 +199,8 @@ def _set_masters(run: FlatRun, masters: Tensor) -> None:
 
 
 def step_control(decision: Decision, steps: Tensor, rates: Rates, betas: tuple[float, float]) -> Tensor:
-    """[1 or 0 for a skipped step, factor on gradients, learning rate, weight decay, corrections of the two moments]."""
+    """Returns six numbers in one tensor: 1 (0 for a skipped step), factor on gradients, learning rate, weight decay,
+    bias corrections of the two moments."""
     numbers = [
         decision.applied,
         decision.factor,

@@ -1,7 +1,8 @@
 """AdamW with its state in host memory or in a file.
 
-Gradients are copied from the device while it still works on other things, and are used run by run. New weights go back
-while the next run is updated. State in a file is read one run ahead and written behind the update.
+Gradients are copied from the device while it still computes. The flat tensors are updated one after the other; the new
+weights of one are copied back while the next is updated. State in a file is read ahead by one flat tensor, and written
+after its update.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +48,7 @@ class Offloaded(Resident):
             self._tensors = [torch.zeros(length, dtype=dtype) for length in lengths]
         else:
             self._file = DiskTensors(directory, lengths, setting=DIRECTORY_FLAG, dtype=dtype)
-        # [weights, gradients] of each run on the host, if the device is another
+        # host copies of each flat tensor's weights and gradients, if these are on a device
         self._copies: list[tuple[Tensor, Tensor]] = []
         if link is not None:
             for run in runs:
@@ -89,7 +90,8 @@ class Offloaded(Resident):
             self._link.join()
 
     def _states(self, changes: bool) -> Iterator[tuple[int, Tensor]]:
-        """Yields each run's number and its state as one tensor; copies if the state is in a file and only read."""
+        """Yields the number of each flat tensor and its state as one tensor. The tensor is a copy if the state is in a
+        file and `changes` is False."""
         if self._file is None:
             yield from enumerate(self._tensors)
             return
@@ -100,7 +102,7 @@ class Offloaded(Resident):
         return self.runs[number].weights if self._link is None else self._copies[number][0]
 
     def _grads(self, number: int) -> Tensor:
-        """Gradients of a run on the host. Shards on the host have new gradient tensors in each step."""
+        """Gradients of a flat tensor on the host. Shards on the host have new gradient tensors in each step."""
         run = self.runs[number]
         if self._link is not None:
             return self._copies[number][1]
@@ -108,12 +110,13 @@ class Offloaded(Resident):
 
 
 def _kinds(run: FlatRun) -> tuple[str, ...]:
-    """Kinds of state that a run has."""
+    """Kinds of state that a flat tensor has."""
     return ("exp_avg", "exp_avg_sq", "master") if run.weights.dtype in HALF else ("exp_avg", "exp_avg_sq")
 
 
 def share_of(runs: Sequence[FlatRun], fraction: float) -> int:
-    """Number of first runs whose elements come closest to `fraction` of all; at least 1 unless `fraction` is 0."""
+    """Number of leading `runs` whose elements come closest to `fraction` of all elements; at least 1 unless `fraction`
+    is 0."""
     sizes = [0, *accumulate(run.weights.numel() for run in runs)]
     closest = min(range(len(sizes)), key=lambda count: abs(sizes[count] - fraction * sizes[-1]))
     return min(max(closest, 1), len(runs)) if fraction > 0.0 else closest

@@ -28,8 +28,8 @@ def build_update(
     device: torch.device,
     asynchronous: bool,
 ) -> Update:
-    """Builds AdamW on flat buffers if it has a kernel and all gradients are in buffers; else torch's or apex's update,
-    tensor by tensor. With offloading, the host updates."""
+    """Builds AdamW on flat buffers if there is a native kernel and all gradients are in flat buffers. Otherwise builds
+    torch's or apex's update, tensor by tensor. With offloading, the host updates."""
     kernel = kernels.adamw if kernels is not None else None
     if device.type != "cpu" and all(grads.weight(name).device.type == "cpu" for name in grads.names):
         return _on_host(grads, config, rules, specs, kernel)
@@ -68,8 +68,8 @@ def build_offloaded(
     kernel: Callable[..., None] | None,
     device: torch.device,
 ) -> FlatAdam:
-    """AdamW on the host for --optimizer-offload-fraction of the state, on the device for the rest. `kernel`: the native
-    AdamW, for fp32."""
+    """Builds AdamW on the host for --optimizer-offload-fraction of the state, and on the device for the rest. `kernel`:
+    the native AdamW, for fp32."""
     runs = grads.runs()
     if kernel is None or any(run.grads.dtype == torch.float64 for run in runs):
         kernel = adamw_in_place
@@ -93,6 +93,6 @@ def offloads(config: OptimizerConfig, device: torch.device) -> bool:
 
 def no_place_for_remainders() -> ConfigError:
     return ConfigError(
-        "--store-param-remainders: requires the native AdamW, which does not run here; "
-        "leave it out, or see the row adamw of the table of kernels"
+        "--store-param-remainders: needs the native AdamW kernel, which this run does not use; remove the flag, or see "
+        "the reason in the row adamw of the log's table of kernels"
     )

@@ -11,7 +11,7 @@ _CLIP_EPSILON = 1e-6  # as in torch and Megatron: the clipped norm is slightly b
 
 @dataclass(frozen=True)
 class Decision:
-    """Decision as zero-dimensional tensors, in double precision if the device has it."""
+    """Decision about an update, as zero-dimensional tensors, in double precision if the device has it."""
 
     norm: Tensor
     """Global L2 norm of the true gradient, before clipping."""
@@ -32,7 +32,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class HostDecision:
-    """Decision as Python numbers, for updates that the host makes."""
+    """Decision about an update, as Python numbers, for updates that the host makes."""
 
     norm: float
     applied: bool

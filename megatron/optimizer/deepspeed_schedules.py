@@ -11,7 +11,7 @@ from typing import Any
 from megatron.config.sections.deepspeed_scheduler import DeepSpeedSchedulerConfig
 
 _DEFAULT_MAX_LR = 0.001
-"""Default of WarmupDecayLR; WarmupLR uses the optimizer's rate instead."""
+"""Default of the highest rate of WarmupDecayLR. (WarmupLR uses the optimizer's rate.)"""
 
 
 @dataclass(frozen=True)

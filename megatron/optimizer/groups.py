@@ -11,10 +11,10 @@ class GroupRule:
     """Facts about a parameter that an optimizer needs besides its tensors."""
 
     wd_mult: float = 1.0
-    """Factor on the schedule's weight decay; `lr_mult` is the one on the learning rate."""
+    """Factor on the schedule's weight decay. `lr_mult` is the factor on the learning rate."""
     lr_mult: float = 1.0
     decoupled: bool = False
-    """True if --decoupled-lr is its learning rate."""
+    """True if the parameter has the learning rate --decoupled-lr."""
     matrix: Matrix | None = field(default=None, compare=False)
     """Matrix for rules that are not elementwise; None for elementwise rules."""
 

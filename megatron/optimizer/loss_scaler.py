@@ -83,7 +83,8 @@ LossScaler = ConstantLossScaler | DynamicLossScaler
 
 
 class ScaleOnDevice:
-    """Copy of a scaler's state on the device, valid while the host has not yet read the step in flight."""
+    """Copy of a scaler's state on the device. It is current even while the host has not yet read the outcome of the
+    step in flight."""
 
     def __init__(self, scaler: DynamicLossScaler, device: torch.device) -> None:
         self._scaler = scaler
@@ -113,7 +114,7 @@ class ScaleOnDevice:
 
 
 def build_loss_scaler(precision: PrecisionConfig) -> LossScaler:
-    """Builds a constant scaler from --loss-scale, a dynamic one for --fp16, else one without effect."""
+    """Builds a constant scaler from --loss-scale, a dynamic one for --fp16, otherwise one with the constant scale 1."""
     if precision.loss_scale is not None:
         return ConstantLossScaler(precision.loss_scale)
     if not precision.fp16:

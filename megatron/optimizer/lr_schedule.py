@@ -1,7 +1,7 @@
 """Learning rate and weight decay as pure functions of the consumed samples, with Megatron's or DeepSpeed's rules.
 
-Steps are counted in samples, so a batch-size ramp-up does not distort the curves. The count increases after an applied
-update and not after a skipped one: the first step uses the values at 0 samples.
+Steps are counted in samples, so a batch-size ramp-up does not distort the curves. Only applied updates increase the
+count. The first step uses the values at 0 samples.
 """
 
 import math
@@ -76,11 +76,12 @@ class Curve:
     after_warmup: Callable[[Curves, float], float]
     """Function from the number of samples to the learning rate, after the warm-up."""
     parameters: tuple[str, ...] = ("min_lr", "lr_decay_steps")
-    """Fields of `Curves` that this curve depends on and another curve does not."""
+    """Fields of `Curves` that this curve depends on, besides those that every curve uses."""
 
 
 def _falling(share: Callable[[Curves, float], float]) -> Callable[[Curves, float], float]:
-    """Falls from max_lr to min_lr and stays there. `share`: fraction of the difference that remains."""
+    """Returns a curve that falls from max_lr to min_lr and stays there. `share`: fraction of the difference that
+    remains."""
 
     def after_warmup(curves: Curves, num_steps: float) -> float:
         if num_steps > curves.lr_decay_steps:
@@ -154,7 +155,8 @@ class Schedule:
         return {**_plain(self.curves), "num_steps": num_steps}
 
     def load_state(self, state: ScheduleState) -> int:
-        """Returns `num_steps`. Takes settings from the source that the flags select; without a flag they must match."""
+        """Returns `num_steps`. The flags select the settings of this run or the saved ones; without a flag, both must
+        be equal."""
         names = _plain(self.curves).keys()
         saved = {name: value for name, value in state.items() if name in names or name.startswith(_DEEPSPEED)}
         if self._use_checkpoint:
@@ -226,7 +228,7 @@ def _refuse_differences(curves: Curves, saved: dict[str, Any]) -> None:
         raise ConfigError(
             f"the schedule differs from the checkpoint's: {'; '.join(differences)}. Give "
             "--override-opt_param-scheduler to use the settings of this run, or --use-checkpoint-opt_param-scheduler "
-            "to continue with the saved one"
+            "to use the saved settings"
         )
 
 

@@ -27,14 +27,14 @@ Update = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Matrix:
-    """One weight matrix, as its layout describes it."""
+    """Weight matrix, and the ranks that hold parts or copies of it."""
 
     spec: Shard
-    """The part of it that this rank holds."""
+    """The part of the matrix that this rank holds."""
     tp: Axis
-    """Ranks that split it; an axis of size 1 if each rank holds all of it."""
+    """Tensor-parallel ranks that split the matrix; an axis of size 1 if the matrix is not split."""
     copies: Axis
-    """Ranks that hold the same part: the data-parallel ones."""
+    """Data-parallel ranks, which hold the same part."""
     columns: int
     """Number of columns of the whole stored matrix."""
     fused: Fused | None = None
@@ -80,7 +80,8 @@ def deal(matrices: Mapping[str, Matrix]) -> dict[str, Owner]:
 
 
 class WholeMatrices:
-    """Applies a function to whole matrices that are held in pieces. A collective, in the order of the matrices."""
+    """Applies a function to whole matrices of which each rank holds a piece. A call is a collective, in the order of
+    the matrices."""
 
     def __init__(self, grads: TrainingStore, matrices: Mapping[str, Matrix], update: Update) -> None:
         self._grads, self._matrices, self._update = grads, dict(matrices), update
@@ -108,7 +109,7 @@ class WholeMatrices:
         local = self._grads.whole_of(name, piece.to(self._grads.device))  # the piece may be on the host
         if matrix.tp.size == 1:
             return local
-        # Zeros: the simulated peers of the proof of order hold the same part as this rank, and none of the rest.
+        # Zeros, because the simulated ranks of megatron/prove/order all hold this rank's part: the rest is never set.
         whole = local.new_zeros(matrix.spec.logical_shape)
         parts = collectives.all_gather(local, matrix.tp)
         for spec, part in zip(self._parts[name], parts, strict=True):

@@ -24,7 +24,7 @@ _ROW = 4096
 SplitOver = tuple[Axis, ...]
 """Axes that a tensor is split over; its norm is summed over them. () means that every rank holds the whole tensor."""
 SquareSum = Callable[[Sequence[Tensor]], Tensor]
-"""Sum of squares of tensors on one device, in double precision. Non-finite exactly if an element is."""
+"""Sum of squares of tensors on one device, in double precision. It is not finite if and only if an element is not."""
 
 
 def square_sum_for(kernels: Kernels | None, asynchronous: bool) -> SquareSum:
@@ -43,7 +43,8 @@ def sum_on_device(square_sum: SquareSum, device: torch.device, tensors: Sequence
 
 
 def row_norms(tensor: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Norms of a tensor's rows. Their norm is the tensor's; each row is short enough to be accurate in its dtype."""
+    """Norms of pieces of `_ROW` elements of a tensor. The norm of these norms is the tensor's norm. Each piece is short
+    enough to be accurate in its dtype."""
     if dtype is None and tensor.dtype in (torch.bfloat16, torch.float16):
         dtype = torch.float32
     flat = tensor.reshape(-1)
@@ -70,7 +71,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _alone_and_small(tensors: Sequence[Tensor]) -> bool:
-    """Fast path: one small tensor, dominated by call overhead."""
+    """True for one small tensor, whose norm costs less than the overhead of the general path."""
     return len(tensors) == 1 and tensors[0].numel() <= _ROW
 
 
@@ -97,7 +98,7 @@ def flat_sum_of_squares(kernel: Callable[[Tensor], Tensor], tensors: Sequence[Te
 def side_by_side(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns the elements as few flat tensors, without copying contiguous ones.
 
-    Buffers are ordered by first appearance, not by address, so equal runs add in the same order.
+    Buffers are ordered by first appearance, not by address, so that repeated runs of training add in the same order.
     """
     runs: list[tuple[Tensor, int, int]] = []  # first tensor, begin and end of its run in the storage
     copies: list[Tensor] = []
@@ -146,7 +147,8 @@ def global_norm(
     device: torch.device | None = None,
 ) -> Tensor:
     """L2 norm over all tensors of the model; each element counts once. Elements in `copies` are counted by another
-    rank; here they only make the norm non-finite. `device`: device of the sums; default: the tensors' device."""
+    rank; here they only make the norm non-finite if they are. `device`: device of the sums; default: the tensors'
+    device."""
     squares = {axes: square_sum(tensors) for axes, tensors in groups.items()}
     for axes, tensors in (copies or {}).items():
         if tensors:

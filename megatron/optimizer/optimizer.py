@@ -85,10 +85,10 @@ class Optimizer:
         asynchronous: bool = False,
         client: UserUpdate | None = None,
     ) -> None:
-        """Builds the update and the loss scaler. The function `rule` groups the parameters. A parameter is split over
-        its axes in `split_over`, or over none. All such values on any rank, with ZeRO's axes, are in `norm_axes`,
-        because all ranks must sum over the same axes. Elements that another rank holds as well are given by `specs`.
-        The user's own optimizer, with its own rates, is `client`."""
+        """Builds the update and the loss scaler. The function `rule` returns the settings of a parameter's group. A
+        parameter is split over its axes in `split_over`, or over none. All such values on any rank, with ZeRO's axes,
+        are in `norm_axes`, because all ranks must sum over the same axes. The shards in `specs` tell which elements
+        other ranks hold too. The user's own optimizer, with its own rates, is `client`."""
         self.store = store
         self.scaler: LossScaler = build_loss_scaler(precision)
         self.skipped_in_a_row = 0
@@ -142,7 +142,7 @@ class Optimizer:
 
     @torch.no_grad()
     def client_step(self, grad_scale: float) -> StepInfo:
-        """Does a `step` with the user's own optimizer: the host reads the norm and makes the update."""
+        """Does a `step` with the user's own optimizer: the host reads the norm and decides about the update."""
         assert self._client is not None
         norm = norm_on_host(self._by_axes(self.store.flat_grads()), self._norm)
         decision = decide_on_host(norm, grad_scale, self._clip_grad)
@@ -183,7 +183,7 @@ class Optimizer:
 
     @torch.no_grad()
     def params_norm(self) -> Tensor:
-        """Global L2 norm of the parameters (the masters where there are some)."""
+        """Global L2 norm of the parameters; for half-precision ones, of their masters."""
         state = self.state()
         weights = [(name, state[name].get("master", self.store.weight(name))) for name in state]
         return self._norm(self._by_axes(weights))
@@ -233,7 +233,7 @@ class Optimizer:
 
     def _check_tensors(self, own: OptimizerState, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         for name, tensors in own.items():
-            _check_same(f"optimizer state of {name}", set(tensors), set(saved[name]))
+            _check_same(f"optimizer's tensors of {name}", set(tensors), set(saved[name]))
             for key, tensor in tensors.items():
                 _check_tensor(f"{key} of {name}", tensor.shape, tensor.dtype, saved[name][key])
 
@@ -248,7 +248,7 @@ def state_shards(store: TrainingStore, specs: Mapping[str, Shard]) -> dict[str, 
 
 
 def state_spec(spec: Shard, kind: str, tensor: Tensor) -> Shard:
-    """Returns the part of a parameter's state that belongs to this part of the parameter."""
+    """Returns the shard of a state tensor: the parameter's shard, or the whole tensor for WHOLE_KINDS."""
     return Shard(spec.name, tuple(tensor.shape)) if kind in WHOLE_KINDS else spec
 
 
@@ -256,10 +256,11 @@ def _check_same(what: str, here: set[str], saved: set[str]) -> None:
     if here == saved:
         return
     missing, unknown = sorted(here - saved), sorted(saved - here)
-    parts = [f"missing: {', '.join(missing[:5])}"] if missing else []
+    parts = [f"missing in the checkpoint: {', '.join(missing[:5])}"] if missing else []
     parts += [f"not in this model: {', '.join(unknown[:5])}"] if unknown else []
     raise CheckpointError(
-        f"the checkpoint's {what} do not match ({'; '.join(parts)}); give --no-load-optim to start the optimizer anew"
+        f"the {what} in the checkpoint do not match ({'; '.join(parts)}); give --no-load-optim to start the optimizer "
+        "anew"
     )
 
 

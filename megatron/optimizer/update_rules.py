@@ -26,8 +26,8 @@ class Update(Protocol):
 
     def loadable_in_place(self) -> OptimizerState:
         """Live tensors of `state()` that may be filled before they are passed to `load`, which reads before it writes.
-        Excluded are tensors that `state()` computes or copies. Also excluded are masters that are the model's own piece
-        of a weight: loading the rounded weights would overwrite them."""
+        Tensors that `state()` computes or copies are excluded. Masters that are the model's own piece of a weight are
+        excluded too, because loading the rounded weights would overwrite them."""
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
         """Restores `state()` and the number of updates; half-precision parameters are rounded from their masters."""
@@ -87,7 +87,8 @@ class TorchUpdate:
 
     @torch.no_grad()
     def step(self, decision: Decision, rates: Rates) -> None:
-        """Updates all pieces. Buffers then hold unscaled and clipped gradients, unless narrower than the masters."""
+        """Updates all pieces. Afterwards the gradient buffers hold unscaled and clipped gradients, unless their dtype
+        is narrower than that of the masters."""
         if not self._asynchronous and not decision.applied:
             return
         if not self._narrow and (self._asynchronous or decision.factor != 1.0):

@@ -17,8 +17,8 @@ from megatron.parallelize.specs import persistent_buffers
 def divide_weights(
     built: Parallel, state: ParallelState, stage: int, device: torch.device, *, on_host: bool = False
 ) -> Parallel:
-    """Replaces the part's weights in place by shards, in host memory if `on_host`. A GPT's shards are not yet set; a
-    foreign model keeps its values."""
+    """Replaces the part's weights in place by shards, in host memory if `on_host`. The shards of a GPT are not
+    initialised yet; those of a foreign model have its values."""
     model = built.model
     units = list(_units_of_gpt(model, state) if isinstance(model, GPT) else units_of(model, state.shard))
     divided = FullySharded(units, keep_gathered=stage == 2, device=device, on_host=on_host, replicas=state.replicate)

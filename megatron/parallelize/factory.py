@@ -51,7 +51,7 @@ class ParallelFactory(ModuleFactory):
         device: torch.device,
         wgrads: WgradRoute,
     ) -> None:
-        """`plain`: factory of the described model. `table`: all its parameters. `shards` and `experts`: what this rank
+        """`plain`: factory of the described model. `table`: its parameters. `shards` and `experts`: what this rank
         holds."""
         self._table, self._shards, self._experts = table, shards, experts
         self._splits_sequence, self._cp_attention = config.splits_sequence, config.cp_attention
@@ -92,7 +92,7 @@ class ParallelFactory(ModuleFactory):
         return SplitNorm(heads * self.config.head_dim, self.config, self.kernels, axis=self._tp, local=local)
 
     def _dropout_of_own_stream(self, x: Tensor, probability: float, training: bool) -> Tensor:
-        """Dropout of a split sequence, where each rank draws from a separate stream."""
+        """Dropout of a split sequence, where each rank draws from its own random stream."""
         if not training or probability == 0.0:
             return F.dropout(x, probability, training)
         with self._split_random.fork():

@@ -42,9 +42,10 @@ class Parallel:
     passes: Passes
     """Runs micro-batches through the model."""
     wgrads: WgradRoute = field(default_factory=WgradRoute)
-    """Route of the weight gradients that linear layers send as products."""
+    """Receives the factors of the linear layers' weight gradients, to compute the products later or in place; otherwise
+    autograd computes these gradients."""
     rows: Mapping[str, Row] = field(default_factory=dict)
-    """The row of each parameter in the table; empty for a foreign model."""
+    """Each parameter's row of the parameter table; empty for a foreign model."""
     fields: Set[str] | None = None
     """The fields of a batch that this rank uses, if the batch has them; None: all."""
     divided: FullySharded | None = None
@@ -69,9 +70,9 @@ def parallelize(
     dtype: torch.dtype,
     made_on: torch.device | None = None,
 ) -> Parallel:
-    """Builds this rank's part, with uninitialised weights. A foreign model, and a GPT whose layout splits nothing, are
-    used unchanged. Otherwise `model` only describes the new modules; it should be on the meta device. The new weights
-    are made on `made_on`, by default `device`."""
+    """Builds this rank's part, with uninitialised weights. A foreign model (any module but the package's GPT) is used
+    unchanged, and so is a GPT whose layout splits nothing. Otherwise `model` only describes the new modules; it should
+    be on the meta device. The new weights are made on `made_on`, by default `device`."""
     if not isinstance(model, GPT):
         check_not_split(model, config)
         return Parallel(model, foreign_specs(model), SinglePass(model, forward_step))
@@ -230,12 +231,12 @@ def check_not_split(model: nn.Module, config: ParallelConfig) -> None:
         raise ConfigError(
             "--tensor-model-parallel-size, --pipeline-model-parallel-size, --context-parallel-size and "
             f"--expert-model-parallel-size only split Megatron's GPT, but the model provider gave a "
-            f"{type(model).__name__}; use data parallelism, or split it with the layers of megatron.tensor_parallel"
+            f"{type(model).__name__}; set these sizes to 1, to train it with data parallelism"
         )
 
 
 def check_unchanged(model: GPT, layers: StageLayers) -> None:
-    """Rejects a GPT that was changed or customised, because building this rank's part anew would lose the changes."""
+    """Rejects a GPT that was changed or customised, because a rank's part is built anew, without these changes."""
     now, made = inventory(model), model.as_made
     changed = [name for name in {**made, **now} if now.get(name) != made.get(name)]
     what = f"was changed after it was made ({changed[0]})" if changed else None
@@ -247,8 +248,8 @@ def check_unchanged(model: GPT, layers: StageLayers) -> None:
         what = f"is a {type(model).__name__}, whose forward() does not take the `stage` of an interleaved pipeline"
     if what is not None:
         raise ConfigError(
-            f"the model provider's GPT {what}: a layout that splits the model rebuilds its parts and loses that; use "
-            "only data parallelism, or split your own model with the layers of megatron.tensor_parallel"
+            f"the model provider's GPT {what}: tensor, pipeline, context and expert parallelism build each rank's part "
+            "anew, without this change. Use only data parallelism, or override methods in a subclass of GPT"
         )
 
 

@@ -1,6 +1,6 @@
 """Sums the gradients of replicated parameters whose replicas saw different inputs.
 
-The specs name these parameters' axes (`replica_axes`).
+`replica_axes` of a parameter's shard names the axes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,8 +38,9 @@ class ReplicaSums:
 
 
 def _sum_together(grads: TrainingStore, specs: Sequence[Shard], axis: Axis) -> None:
-    """Sums in one message. Shards that only overlap are sent in the whole parameter's shape, zero outside the shard.
-    With ZeRO a rank has a piece of each, the same on all members, because they divide equal buffers equally."""
+    """Sums the gradients of `specs` in one all-reduce. Shards that only overlap are sent in the whole parameter's
+    shape, with zeros outside the shard. With ZeRO a rank has a piece of each gradient. All members of the axis have the
+    same piece, because they divide equal buffers equally."""
     overlapping = axis.name == "tp"  # on other axes all ranks hold the same part
     shards = [_shard(grads, spec.name) if overlapping and spec.ranges is not None else None for spec in specs]
     sent = []

@@ -1,4 +1,4 @@
-"""Shards of the parameters on one rank: the rows of the table, cut for the rank's place in the layout."""
+"""Shards of the parameters on one rank: the rows of the parameter table, cut for the rank's place in the layout."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from megatron.state.shard import Shard, element_runs, split_size
 
 @dataclass(frozen=True)
 class Held:
-    """The layers, experts and ends of the model that one rank holds."""
+    """Layers and experts that one rank holds, and whether it holds the embedding (`first`) and the head (`last`)."""
 
     layers: tuple[int, ...]
     experts: range
@@ -33,7 +33,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Cut:
-    """Turns a row of the table into the shard of one tensor-parallel rank."""
+    """Turns a row of the parameter table into the shard of one tensor-parallel rank."""
 
     tp: Axis
     padded_vocab_size: int
@@ -68,13 +68,15 @@ class Cut:
         return stored_shape(spec.local_shape, row.row_dims - folded)
 
     def _vocabulary(self, size: int) -> tuple[Range, ...]:
-        """Equal shares of the padded table. Padding is at the end, so the last ranks may hold few true rows."""
+        """Range of this rank's rows: an equal share of the padded table. Padding is at the end, so the last ranks may
+        hold few or no rows of real tokens."""
         rows = self.padded_vocab_size // self.tp.size
         start = min(self.tp.rank * rows, size)
         return ((start, min(start + rows, size)),)
 
     def _query_key_value(self, spec: Shard) -> Shard:
-        """Whole KV groups. With fewer groups than ranks: some queries of a group, a replica of its key and value."""
+        """Part of a fused QKV weight: whole KV groups. With fewer groups than ranks: some query heads of a group, and a
+        replica of its key head and value head."""
         tp, (groups, per_group) = self.tp, spec.logical_shape[:2]
         if groups % tp.size == 0:
             return replace(spec, ranges=even_ranges(split_size(spec), tp.size, tp.rank))
@@ -169,7 +171,7 @@ def initialise_part(parts: Iterable[Part], table: Mapping[str, Parameter], seed:
 
 @torch.no_grad()
 def await_weights(parts: Iterable[Part]) -> None:
-    """Fills parameters that a load will set with NaN, so that one that was not loaded is noticed."""
+    """Fills parameters with NaN before a checkpoint is loaded, so that a parameter that was not loaded is noticed."""
     for shard, elements, _ in parts:
         drawn = sum(count for _, count in _runs_kept(shard, elements))
         elements[:drawn].fill_(float("nan"))
@@ -177,7 +179,7 @@ def await_weights(parts: Iterable[Part]) -> None:
 
 
 def _runs_kept(shard: Shard, elements: Tensor) -> list[tuple[int, int]]:
-    """Runs (first element, number of elements) of the whole logical view that this rank keeps."""
+    """Ranges of the whole logical view that this rank keeps, as (first element, number of elements)."""
     kept = shard.division.held if shard.division is not None else (0, elements.numel())
     runs, position = [], 0
     for first, count in element_runs(shard):

@@ -1,7 +1,7 @@
-"""Ranges of indices, and `Division`: the elements of a tensor that each rank of an axis has.
+"""Ranges of indices, and `Division`: which elements of a tensor each rank of a group has.
 
-A Division is a rule, because a list would grow with the number of ranks. Tensors are concatenated to one row of
-elements, which is cut into equal shares, one for each rank of the axis.
+Tensors are concatenated into one row of elements, which is cut into equal shares, one per rank. A Division computes the
+ranges, because a list of all ranks' ranges would grow with the number of ranks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,14 +13,15 @@ DEALT = -1
 
 
 def even_ranges(size: int, parts: int, index: int) -> tuple[Range, ...]:
-    """The `index`-th of `parts` contiguous pieces of `size`. If it does not divide, the first pieces are one longer."""
+    """Returns a tuple with the range of the `index`-th of `parts` contiguous pieces. If `size` is not divisible by
+    `parts`, the first pieces are one longer."""
     base, longer = divmod(size, parts)
     start = index * base + min(index, longer)
     return ((start, start + base + (index < longer)),)
 
 
 def common(a: Range, b: Range) -> Range:
-    """The intersection. An empty one does not begin before its end."""
+    """Returns (start, stop) of the intersection of two ranges; start >= stop if it is empty."""
     return max(a[0], b[0]), min(a[1], b[1])
 
 
@@ -37,10 +38,10 @@ def without(held: Range, removed: Sequence[Range]) -> Iterator[Range]:
 
 @dataclass(frozen=True)
 class Members:
-    """Ranks that divide tensors, or hold copies of them, as this rank sees them."""
+    """Group of ranks that divide tensors or hold copies of them, with the place of this rank in the group."""
 
     name: str
-    """Name: equal on all members, different from all other groups' names."""
+    """Name of the group: the same on all members, and different from the names of other groups."""
     rank: int
     """This rank's number in the group."""
     size: int
@@ -54,11 +55,11 @@ class Division:
     elements: int
     """Number of elements of the whole tensor."""
     share: int
-    """Number of elements of the row per rank."""
+    """Number of elements of the row that each rank has."""
     offset: int = 0
-    """Beginning of the tensor in the row."""
+    """Index in the row at which the tensor begins."""
     row: int = 0
-    """Number of the row among those that the group divides; DEALT (-1) for tensors that are dealt."""
+    """Index of the row among those that the group divides; DEALT (-1) if `dealt` made the Division."""
 
     @property
     def held(self) -> Range:
@@ -84,8 +85,8 @@ class Division:
 
 
 def dealt(sizes: Mapping[str, int], group: Members, first_has: int = 0) -> dict[str, Division]:
-    """Deals tensors, given by their numbers of elements, to the ranks of a group in equal shares. Of the first rank's
-    share, `first_has` elements are taken already."""
+    """Divides tensors among the ranks of a group in equal shares. `sizes`: number of elements by name. `first_has`:
+    number of elements that the first rank has already."""
     total = sum(sizes.values())
     if group.size > 1:
         first_has = min(first_has, -(-total // (group.size - 1)))

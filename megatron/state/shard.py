@@ -1,8 +1,8 @@
 """Shard: the part of a parameter that a stored tensor holds.
 
-Weights are stored 1-D and 2-D. Each has one logical view (fused QKV: `(groups, q_per_group + 2, head_dim, hidden)`),
-and every split is a list of index ranges along one dimension of that view. Splitting, joining and resharding are then
-slicing, whatever the parameter is.
+Stored weights have one or two dimensions. Each has one logical view (fused QKV: `(groups, q_per_group + 2, head_dim,
+hidden)`), and every split is a list of index ranges along one dimension of that view. Splitting, joining and resharding
+are then the same slicing for every parameter.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,11 +31,11 @@ class Shard:
     fold: int = 1
     """Number of dimensions from `dim` on that the ranges index as one, such as the heads of all KV groups."""
     copies: tuple[Range, ...] = ()
-    """The part of `ranges` that an earlier rank holds too: sums over all ranks, such as a norm, skip it."""
+    """Ranges that an earlier rank holds too. Sums over all ranks, such as a norm, skip them on this rank."""
     division: Division | None = None
-    """Division of the stored tensor's elements among ranks (ZeRO); None: each of them has all."""
+    """Division of the stored tensor's elements among ranks (ZeRO); None if each rank has all elements."""
     stored: tuple[int, ...] | None = None
-    """Shape of the stored tensor with padding rows; None if only the held part is known."""
+    """Shape of the stored tensor, padding rows included; None if only the shape of the held part is known."""
     split_over: tuple[str, ...] = ()
     """Axes whose ranks hold the other parts. Norms are summed over these axes."""
 
@@ -50,14 +50,14 @@ class Shard:
 
     @property
     def held(self) -> tuple[Range, ...]:
-        """The ranges held here, written out and without empty ones."""
+        """`ranges` without empty ones; if `ranges` is None, one range that covers the whole dimension."""
         if self.ranges is None:
             return ((0, split_size(self)),)
         return tuple((start, stop) for start, stop in self.ranges if stop > start)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the logical view of what is held here, folded as `split_shape`."""
+        """Shape of the held part in the logical view. Folded dimensions count as one, as in `split_shape`."""
         return _with_length(self, sum(stop - start for start, stop in self.held))
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,7 @@ class Shard:
     def take(self, full: torch.Tensor) -> torch.Tensor:
         """Slices this rank's part out of the whole parameter (logical or stored shape), in the logical local shape.
 
-        A view of `full` if it is one range, else a copy.
+        Returns a view of `full` if the part is one range, else a copy.
         """
         full = full.view(split_shape(self))
         pieces = [full.narrow(self.dim, start, stop - start) for start, stop in self.held] if full.dim() else [full]
@@ -148,8 +148,8 @@ def copied_parts(shard: Shard, tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def by_range(shard: Shard, tensor: torch.Tensor) -> Iterator[tuple[Range, torch.Tensor]]:
-    """Yields each held index range with its elements in this rank's tensor: a part of them where ranks divide the
-    tensor. Padding belongs to no range."""
+    """Yields each held index range with its elements in this rank's tensor. With ZeRO these may be only a part of the
+    range. Padding belongs to no range."""
     for offset, held in _with_offsets(shard.held):
         local = offset, offset + held[1] - held[0]
         if shard.division is None:
@@ -201,7 +201,8 @@ def narrowed(shard: Shard, start: int, stop: int) -> Shard:
 
 
 def pieces(source: Shard, target: Shard) -> Iterator[tuple[Range, Range]]:
-    """Intersections of two parts of one parameter: (range along dim in the source's local view, in the target's).
+    """Yields the intersections of two parts of one parameter along the split dimension: (range in the source's local
+    view, range in the target's).
 
     Copying each pair moves everything that the source has and the target wants.
     """
@@ -231,7 +232,7 @@ def copy_common(source: Shard, stored: torch.Tensor, target: Shard, into: torch.
 
 
 def missing_ranges(parts: Sequence[Shard], wanted: Shard | None = None) -> list[Range]:
-    """The indices of the split dimension that `wanted` (default: all) has and none of the parts has."""
+    """Ranges of the split dimension that are in `wanted` (default: all) and in none of `parts`."""
     assert parts, "no parts given"
     split = next((part for part in parts if not is_whole(part)), parts[0])
     assert all(is_whole(part) or part.dim == split.dim for part in parts), f"{split.name} is split along two dimensions"
@@ -243,13 +244,14 @@ def missing_ranges(parts: Sequence[Shard], wanted: Shard | None = None) -> list[
 
 
 def _in_piece(tensor: torch.Tensor, piece: Range, run: Range) -> torch.Tensor:
-    """The part of a run of elements that is in `tensor`, which holds the elements of `piece`."""
+    """Returns the elements of `run` that are in `tensor`, which holds the elements of `piece`."""
     start, stop = common(run, piece)
     return tensor[start - piece[0] : max(stop, start) - piece[0]]
 
 
 def along_one_dim(source: Shard, target: Shard) -> tuple[Shard, Shard]:
-    """Both with ranges along the same dimension and fold. An unsplit parameter is one range of any dimension."""
+    """Returns both shards with ranges along the same dimension and fold. A shard that is the whole parameter is one
+    range of any dimension."""
     if (source.dim, source.fold) == (target.dim, target.fold):
         return source, target
     if is_whole(source):
@@ -261,7 +263,7 @@ def along_one_dim(source: Shard, target: Shard) -> tuple[Shard, Shard]:
 
 
 def _folded(spec: Shard, fold: int) -> Shard:
-    """The same part with its ranges counted over more folded dimensions."""
+    """Returns the same part, with ranges that index `fold` dimensions as one."""
     each = prod(spec.logical_shape[spec.dim + spec.fold : spec.dim + fold])
     ranges = None if spec.ranges is None else tuple((a * each, b * each) for a, b in spec.ranges)
     return replace(spec, fold=fold, ranges=ranges, copies=tuple((a * each, b * each) for a, b in spec.copies))

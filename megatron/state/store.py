@@ -1,7 +1,7 @@
-"""Store: the weights, gradients and optimizer tensors of what a rank trains, by name and as flat runs.
+"""Store: the weights, gradients and optimizer tensors that a rank updates, by name and as flat tensors.
 
 A part is a range of a parameter's elements in memory order. Without ZeRO it is the whole parameter, on every rank. With
-ZeRO the data-parallel ranks divide the elements, and each has masters and moments of its own parts only.
+ZeRO the data-parallel ranks divide the elements, and each rank has masters and moments of its own parts only.
 """
 
 from abc import ABC, abstractmethod
@@ -23,15 +23,15 @@ class FlatRun:
 
     names: tuple[str, ...]
     ends: tuple[int, ...]
-    """End of each part, which begins at the end of the part before it."""
+    """End of each part. A part begins at the end of the part before it."""
     grads: Tensor
     weights: Tensor
     """The model's weights in its dtype, or their fp32 masters."""
     kinds: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors that the optimizer added, each as long as `weights`."""
+    """Tensors of optimizer state by kind, such as exp_avg; each is as long as `weights`."""
 
     def places(self) -> Iterator[tuple[str, slice]]:
-        """The place of each part in the flat tensors."""
+        """Yields the name of each part and its slice of the flat tensors."""
         return zip(self.names, map(slice, (0, *self.ends), self.ends), strict=False)
 
 
@@ -46,7 +46,8 @@ class Buffer:
     """The elements of the buffer that belong to each parameter."""
     buffer: Tensor
     chunk: Range
-    """Range that this rank updates: its share of a divided buffer, whose end may be padding; else all."""
+    """Range of the buffer that this rank updates: all, or its share of a divided buffer. A share may end with
+    padding."""
     weights: Tensor | None = None
 
     @property
@@ -68,7 +69,7 @@ class Buffer:
 
     @cached_property
     def own(self) -> Tensor:
-        """The gradients of what this rank updates."""
+        """Gradients of the elements that this rank updates."""
         return self.buffer[slice(*self.held)]
 
     @cached_property
@@ -105,7 +106,7 @@ class Store(ABC):
     grad_dtypes: Mapping[str, torch.dtype]
     """Dtype in which the gradients of each parameter are accumulated."""
     flat: bool
-    """True if `runs` has all parts, with gradients that have the same addresses in every step."""
+    """True if `runs` returns all parts, and the addresses of their gradients never change."""
 
     @abstractmethod
     def parameter(self, name: str) -> nn.Parameter:
@@ -117,11 +118,12 @@ class Store(ABC):
 
     @abstractmethod
     def grad(self, name: str) -> Tensor:
-        """The part's gradient, in its shape. Writing to it changes the gradient."""
+        """Gradient of this rank's part, in the shape of `weight`. Writing to the tensor changes the stored gradient."""
 
     @abstractmethod
     def runs(self) -> list[FlatRun]:
-        """All parts in as few runs as possible; from now on the model computes with their memory."""
+        """Returns all parts in as few flat tensors as possible. From now on the model computes with the memory of these
+        tensors."""
 
     @abstractmethod
     def multiply(self, factor: Tensor | float) -> None:
@@ -141,7 +143,8 @@ class Store(ABC):
         return (0, self.parameter(name).numel()) if division is None else division.held
 
     def part_of(self, name: str, whole: Tensor) -> Tensor:
-        """The view of a tensor of the parameter's shape that is this rank's part, with the shape of `weight`."""
+        """Returns this rank's part of `whole`, a tensor of the parameter's shape. The part is a view in the shape of
+        `weight`."""
         division = self.divisions[name]
         return whole if division is None else whole.view(-1)[slice(*division.held)]
 

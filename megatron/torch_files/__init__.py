@@ -2,5 +2,5 @@
 
 safe_load    Loads a file by torch's own loader, after scanning its pickle.
 torch_file   Reads files of other programs without torch's loader. Tensors are views of the mapped file.
-writer       Writes plain values and tensors. Some tensors are made during the write.
+writer       Writes plain values and tensors. A tensor can be computed when it is written.
 """

@@ -1,4 +1,4 @@
-"""Mapped files, parts of them, and reads of small parts."""
+"""Memory-mapped files, and parts of them."""
 
 import io
 import os
@@ -33,12 +33,14 @@ class Bytes:
     def part(self, start: int, length: int) -> "Bytes":
         if start < 0 or length < 0 or start + length > self.length:
             raise CheckpointError(
-                f"{self.path} is too short: bytes {start} to {start + length} of {self.length} are needed"
+                f"{self.path} is too short: bytes {start} to {start + length} are needed, but only {self.length} are "
+                "there; copy or download the file again"
             )
         return Bytes(self.path, self.whole, self.start + start, length)
 
     def read(self) -> bytes:
-        """Returns a copy. A disk error raises an OSError here; through the mapping, it would end the process."""
+        """Returns a copy of the bytes. A disk error raises an OSError here; on access to mapped memory it would end the
+        process."""
         with open(self.path, "rb", buffering=0) as file:
             return os.pread(file.fileno(), self.length, self.start)
 
@@ -50,8 +52,8 @@ class Bytes:
         return self.whole[self.start : self.start + self.length].numpy().data
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
-        """Returns a view of the file, or a copy where the address is not aligned for the dtype. Its storage is its own,
-        as from torch's loader: torch's generators read their state from the start of a storage."""
+        """Returns a view of the file, or a copy if the address is not aligned for the dtype. Each tensor has its own
+        storage, as from torch's loader, because torch's generators read their state from the start of a storage."""
         storage = self.whole.untyped_storage()[self.start : self.start + self.length]
         raw = torch.empty(0, dtype=torch.uint8).set_(storage)
         return (raw if self.start % dtype.itemsize == 0 else raw.clone()).view(dtype)

@@ -1,5 +1,5 @@
-"""Verifies the CRC-32 that torch.save writes beside each member of its zip files. torch.load ignores it; here it is
-compared when a member is first used."""
+"""Verifies the CRC-32 checksum that torch.save writes for each member of its zip files, when the member is first used.
+(torch.load ignores it.)"""
 
 import zlib
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from megatron.errors import CheckpointError
 from megatron.torch_files.mapped_bytes import Bytes
 
 Say = Callable[[str], object]
-_PIECE = 16 * 2**20  # bytes of a thread's
+_PIECE = 16 * 2**20  # bytes that a thread hashes at a time
 _POLYNOMIAL = 0xEDB88320  # of CRC-32; the highest bit is the coefficient of 1
 _ONE, _X = 1 << 31, 1 << 30
 
 
 class DamagedMemberError(CheckpointError):
-    """A member of a zip file has other bytes than were written."""
+    """A member of a zip file does not have its recorded checksum."""
 
 
 class MemberChecks:
@@ -30,8 +30,8 @@ class MemberChecks:
         self._compared: set[tuple[Path, int]] = set()  # files, and positions in them
 
     def compare(self, member: Bytes, recorded: int, what: Callable[[], str]) -> None:
-        """Raises if a member's checksum is not the `recorded` one; torch writes 0 where it leaves it out. The name for
-        messages comes from `what`."""
+        """Raises if the checksum of a member is not `recorded`; 0 means that torch wrote none. `what` returns the name
+        of the member for the message."""
         place = (member.path, member.start)
         if not member.length or place in self._compared:
             return
@@ -39,15 +39,15 @@ class MemberChecks:
             self.lacks(member.path, "was written without the checksums that torch.save adds")
         elif (found := crc32(member.view(), torch.get_num_threads())) != recorded:
             raise DamagedMemberError(
-                f"{member.path}: {what()} is damaged (CRC-32 {found:08x}, when it was written {recorded:08x}); copy or "
-                "download the file again, or take another checkpoint. If it was changed on purpose, write it anew with "
-                "torch.save"
+                f"{member.path}: {what()} is damaged (its CRC-32 is {found:08x}, but {recorded:08x} was written); copy "
+                "or download the file again, or use another checkpoint. If you changed the file on purpose, write it "
+                "again with torch.save"
             )
         self._compared.add(place)
 
     def lacks(self, path: Path, why: str) -> None:
         if not self._told:
-            self._say(f"{path} {why}: damage to it and to similar files is not detected")
+            self._say(f"{path} {why}; damage to this file, and to other files without checksums, is not detected")
         self._told = True
 
 

@@ -17,7 +17,7 @@ _MAX_REPEATED = 10_000_000  # parts of values that occur more than once
 _MAX_DEPTH = 100
 _MAX_INTEGER_BYTES = 64
 _LONG_BITS = 64  # longer integers can all have the same hash
-_MAX_COMPOUND_KEYS = 5000  # so can tuples of integers; a table of them takes quadratic time
+_MAX_COMPOUND_KEYS = 5000  # tuples of integers, too; a dict of those takes quadratic time
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ def made(kind: Any, arguments: Any) -> Any:
 @dataclass(slots=True)
 class _Cell:
     value: Any
-    parts: int = 1  # number of values that a walk over it visits
+    parts: int = 1  # number of values in it, nested ones included
     depth: int = 1
-    finished: bool = False  # it was referred to again; a change could now make a cycle
+    finished: bool = False  # True once it was referred to again: a change could then make a cycle
 
 
 def read_pickle(data: bytes) -> Any:
@@ -148,7 +148,7 @@ class _Stack:
         self.marks.append(len(self.cells))
 
     def check_key(self, key: Any) -> None:
-        """Rejects keys whose hash is slow, or the same for many of them."""
+        """Rejects keys that are slow to hash, and keys of a kind of which many can have the same hash."""
         if isinstance(key, (tuple, frozenset)):
             self.compound_keys += 1
             if self.compound_keys > _MAX_COMPOUND_KEYS:
@@ -218,7 +218,7 @@ class Interpreter(_Stack):
         for name, argument in instructions:
             act = self.actions.get(name)
             if act is None:
-                raise PickleRefused(f"it has the pickle instruction {name[:40]}, which is not read here")
+                raise PickleRefused(f"its pickle has the instruction {name[:40]}, which is not supported")
             act(self, argument)
         if len(self.cells) != 1 or self.marks:
             raise PickleRefused("its pickle is malformed (it does not end in one value)")
@@ -237,21 +237,23 @@ class Interpreter(_Stack):
     def push_name(self, module: str, name: str) -> None:
         found = Name(f"{'builtins' if module == '__builtin__' else module}.{name}")
         if self.allowed is not None and found.text not in self.allowed:
-            raise PickleRefused(f"it asks for {found.text}")
+            raise PickleRefused(
+                f"its pickle refers to {found.text}, which is not allowed; save only tensors and plain values"
+            )
         self.names.add(found.text)
         self.push(found)
 
     def push_integer(self, value: int) -> None:
         self.long_integers += value.bit_length() > _LONG_BITS
         if value.bit_length() > 8 * _MAX_INTEGER_BYTES or self.long_integers > self.max_long_integers:
-            raise PickleRefused(f"it has an integer of more than {_MAX_INTEGER_BYTES} bytes, or many long ones")
+            raise PickleRefused(f"it has an integer of over {_MAX_INTEGER_BYTES} bytes, or many of more than 8 bytes")
         self.push(value)
 
     def make(self, _: Any) -> None:
         kind, arguments = self.pop(2)
         name = kind.value.text if isinstance(kind.value, Name) else ""
         if name.endswith("Storage"):
-            raise PickleRefused(f"it makes a {name}, which torch does not")
+            raise PickleRefused(f"its pickle creates a {name}, which torch.save never writes")
         if name == "builtins.set":
             self.hold(self._set_of(arguments.value), [kind, arguments])
         else:
@@ -260,7 +262,7 @@ class Interpreter(_Stack):
     def _set_of(self, arguments: Any) -> set[Any]:
         """Makes a set from a list, as protocol 2 writes sets. Rejects a tensor, which would be split into elements."""
         if not isinstance(arguments, tuple) or len(arguments) != 1 or not isinstance(arguments[0], list):
-            raise PickleRefused("it makes a set of something that is not a list")
+            raise PickleRefused("its pickle creates a set from something that is not a list")
         for key in arguments[0]:
             self.check_key(key)
         return set(arguments[0])
@@ -275,7 +277,7 @@ class Interpreter(_Stack):
         if isinstance(top, Made):
             top.state = cells[0].value
         elif not isinstance(top, dict):  # attributes beside the items of an OrderedDict have no meaning here
-            raise PickleRefused("its pickle is malformed (a state of a plain value)")
+            raise PickleRefused("its pickle is malformed (a state for a plain value)")
 
     def memoize(self, _: Any) -> None:
         self.memo[len(self.memo)] = self.cells[-1]
@@ -288,7 +290,7 @@ class Interpreter(_Stack):
         cell.finished = True
         self.repeated += cell.parts - 1
         if self.repeated > self.max_repeated:
-            raise PickleRefused(f"it repeats values within values more than {self.max_repeated} times")
+            raise PickleRefused(f"values that occur more than once have over {self.max_repeated} parts in all")
         self.cells.append(cell)
 
 
@@ -349,5 +351,5 @@ def _held(holder: _Cell, cells: list[_Cell]) -> _Cell:
         if cell.depth >= holder.depth:
             holder.depth = cell.depth + 1
     if holder.depth > _MAX_DEPTH:
-        raise PickleRefused(f"it nests values more than {_MAX_DEPTH} deep")
+        raise PickleRefused(f"its values are nested more than {_MAX_DEPTH} deep")
     return holder

@@ -1,6 +1,6 @@
 """Loads `.pt` files by torch's loader. No code in them runs, and they cannot decompress to more than their size.
 
-The loader gets `weights_only=True` (no environment variable can undo that), and is never retried without.
+The loader gets `weights_only=True`, which no environment variable can undo, and is never called without it.
 """
 
 import zipfile
@@ -23,11 +23,12 @@ class MissingPartError(CheckpointError):
 
 
 class UnsafeFileError(CheckpointError):
-    """A file that asks for more than tensors and plain values."""
+    """A file that contains more than tensors and plain values."""
 
 
 def load_file(path: Path, *, allow: Sequence[Callable | tuple[Callable, str]] = ()) -> Any:
-    """Loads one file with its tensors mapped from disk. Classes in `allow`, of another format, are admitted."""
+    """Loads one file with its tensors mapped from disk. `allow`: further classes to accept, of another program's
+    format."""
     check_container(path)
     check_pickle(path, allow)
     try:
@@ -45,7 +46,7 @@ def load_file(path: Path, *, allow: Sequence[Callable | tuple[Callable, str]] = 
 
 
 def check_container(path: Path) -> None:
-    """Rejects zip files that torch did not write: its members are uncompressed and have unique names."""
+    """Rejects zip files that torch did not write. Members of torch's files are uncompressed and have unique names."""
     try:
         size = path.stat().st_size
         with zipfile.ZipFile(path) as archive:
@@ -58,13 +59,15 @@ def check_container(path: Path) -> None:
 def check_members(path: Path, members: Sequence[zipfile.ZipInfo], size: int) -> None:
     """Checks the members of a zip file: torch's are uncompressed, have unique names and together fit into `size`."""
     if len(members) > _MAX_MEMBERS:
-        raise UnsafeFileError(f"{path} has {len(members)} members")
+        raise UnsafeFileError(f"{path} has {len(members)} members; at most {_MAX_MEMBERS} are supported")
     if any(m.compress_type != zipfile.ZIP_STORED or m.file_size != m.compress_size for m in members):
-        raise UnsafeFileError(f"{path} has compressed members; torch never writes them")
+        raise UnsafeFileError(
+            f"{path} has compressed members, which torch never writes; write it again with torch.save"
+        )
     if sum(m.file_size for m in members) > size:
-        raise UnsafeFileError(f"{path} claims more bytes than it has")
+        raise UnsafeFileError(f"{path} has members that claim more bytes than the file has")
     if len({m.filename for m in members}) != len(members):
-        raise UnsafeFileError(f"{path} has two members of one name")
+        raise UnsafeFileError(f"{path} has two members with the same name")
 
 
 def check_pickle(path: Path, allow: Sequence[Callable | tuple[Callable, str]]) -> None:
@@ -81,10 +84,10 @@ def check_storages(content: Any, path: Path) -> None:
     seen: dict[int, int] = {}
     for tensor in tensors_in(content):
         if tensor.layout != torch.strided or tensor.is_meta:
-            raise UnsafeFileError(f"{path} holds a tensor that is not a plain one")
+            raise UnsafeFileError(f"{path} holds a sparse or meta tensor; only dense tensors are supported")
         storage = tensor.untyped_storage()
         if tensor.nbytes > storage.nbytes():
-            raise UnsafeFileError(f"{path} holds a tensor that repeats its elements")
+            raise UnsafeFileError(f"{path} holds a tensor that is larger than its storage; save it after contiguous()")
         seen[storage._cdata] = storage.nbytes()
     if sum(seen.values()) > path.stat().st_size:
         raise UnsafeFileError(f"{path} holds tensors that claim more bytes than the file has")

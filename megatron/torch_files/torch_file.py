@@ -49,10 +49,11 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 class TorchFile:
-    """A file whose `content` has plain values and, in place of tensors, descriptions that `tensor` takes.
+    """File whose `content` has plain values and, in place of tensors, descriptions that `tensor` reads.
 
-    Data is compared with the file's own checksums by `checks`; with None, its bytes are verified in another way.
-    Messages call the only tensor of a file `name`."""
+    `checks` compares data with the checksums in the file. It is None if the caller verifies the bytes in another way.
+    Messages use `name` for the only tensor of a file.
+    """
 
     def __init__(self, data: Bytes, checks: MemberChecks | None, name: str = "") -> None:
         self.path = data.path
@@ -81,7 +82,9 @@ class TorchFile:
             with zipfile.ZipFile(self._data.stream()) as archive:
                 members = archive.infolist()
         except (zipfile.BadZipFile, NotImplementedError, OSError) as error:
-            raise CheckpointError(f"{self.path} is not a checkpoint file of torch ({error})") from error
+            raise CheckpointError(
+                f"{self.path} is not a checkpoint file of torch ({error}); copy or download it again"
+            ) from error
         check_members(self.path, members, self._data.length)
         found = {member.filename.partition("/")[2]: member for member in members}
         if "data.pkl" not in found:
@@ -116,7 +119,9 @@ class TorchFile:
             elements = int.from_bytes(self._data.part(position, 8).read(), "little")
             dtype, expected = sizes[key]
             if elements != expected:
-                raise CheckpointError(f"{self.path}: a storage has {elements} elements; its tensors need {expected}")
+                raise CheckpointError(
+                    f"{self.path}: a storage has {elements} elements, but its tensors need {expected}"
+                )
             self._storages[key] = self._data.part(position + 8, elements * dtype.itemsize)
             position += 8 + elements * dtype.itemsize
         return content
@@ -125,14 +130,15 @@ class TorchFile:
         return self._description(value) is not None
 
     def shape(self, value: Any) -> tuple[int, ...]:
-        """Shape of a value that stands for a tensor; nothing is read."""
+        """Shape of the tensor that `value` describes; the tensor is not read."""
         return self._described(value).shape
 
     def dtype(self, value: Any) -> torch.dtype:
         return self._described(value).dtype
 
     def tensor(self, value: Any, *, compare: bool = True) -> Tensor:
-        """Returns a view of the mapped file. With `compare`, reads all of its storage first, for the checksum."""
+        """Returns a view of the mapped file. With `compare`, first reads the tensor's whole storage and verifies its
+        checksum."""
         found = self._described(value)
         storage = self._storage(found)
         if not prod(found.shape):
@@ -145,7 +151,8 @@ class TorchFile:
         return flat.as_strided(found.shape, found.stride, flat.storage_offset() + found.offset)
 
     def place(self, value: Any) -> tuple[int, torch.dtype, tuple[int, ...]] | None:
-        """The first byte, dtype and shape of a tensor in the file; None if its elements are not in order."""
+        """Position of the first byte, dtype and shape of a tensor in the file; None if its elements are not in
+        order."""
         found = self._described(value)
         if not found.in_order:
             return None
@@ -162,7 +169,7 @@ class TorchFile:
         elements, count = storage.length // found.dtype.itemsize, prod(found.shape)
         last = found.offset + sum((n - 1) * s for n, s in zip(found.shape, found.stride, strict=True))
         if count and (last >= elements or count > elements):
-            raise UnsafeFileError(f"{self.path} has a tensor of {found.shape} that is larger than its bytes")
+            raise UnsafeFileError(f"{self.path} has a tensor of {found.shape} that is larger than its storage")
         return storage
 
     def _name_of(self, storage: str) -> str:
@@ -181,7 +188,7 @@ class TorchFile:
     def _described(self, value: Any) -> "_Description":
         found = self._description(value)
         if found is None:
-            raise CheckpointError(f"{self.path} has {type(value).__name__} in the place of a tensor")
+            raise CheckpointError(f"{self.path} has a {type(value).__name__} where a tensor is expected")
         return found
 
     def _description(self, value: Any) -> "_Description | None":
@@ -225,9 +232,11 @@ def _description(value: Any) -> _Description | None:
         )
         or not all(type(n) is int and 0 <= n < _LARGEST for n in (offset, *shape, *stride))
     ):
-        raise PickleRefused("it has a tensor that is not described as torch does")
+        raise PickleRefused("it has a tensor that is not described in the way of torch.save")
     if _is_changed(value):
-        raise PickleRefused("it has a tensor that is the negative, or the conjugate, of what is stored")
+        raise PickleRefused(
+            "it has a tensor with a pending negation or conjugation; save it after resolve_neg() and resolve_conj()"
+        )
     dtype = named[1]
     if value.kind.text == _REBUILD[1] and len(value.arguments) > 6 and isinstance(value.arguments[6], Name):
         dtype = getattr(torch, value.arguments[6].last, dtype)
@@ -242,7 +251,7 @@ def _is_changed(tensor: Made) -> bool:
 
 
 def _storage_of(value: Any) -> tuple[str, torch.dtype, int] | None:
-    """(key, type, elements) of a storage."""
+    """Returns (key, dtype, number of elements) of a storage; None if `value` does not describe one."""
     parts = value.identity if isinstance(value, Persistent) else None
     if not isinstance(parts, tuple) or len(parts) < 5 or parts[0] != "storage" or any(parts[5:]):
         return None  # early versions of torch add a sixth part here: the place of a storage within another one
@@ -253,7 +262,8 @@ def _storage_of(value: Any) -> tuple[str, torch.dtype, int] | None:
 
 
 def _storage_sizes(content: Any) -> dict[str, tuple[torch.dtype, int]]:
-    """Dtype and size of each storage in a file before zip, from its tensors. The storages themselves have no dtype."""
+    """Dtype and number of elements of each storage in a file of torch before 1.6, from its tensors. The stored bytes
+    themselves have no dtype."""
     found, waiting, seen = {}, [content], set()
     while waiting:
         value = waiting.pop()

@@ -1,6 +1,6 @@
-"""Writes a file in torch's zip format sequentially: first the tensors, then the pickle that describes them. The place
-of a tensor therefore depends only on those before it. A deferred tensor is read when its turn comes, and freed once
-written."""
+"""Writes a file in torch's zip format sequentially: first the tensors, then the pickle that describes them. The
+position of a tensor therefore depends only on the tensors before it. A deferred tensor is read when it is written, and
+is freed afterwards."""
 
 import struct
 import zipfile
@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.torch_files.torch_file import STORAGES
 from megatron.utils.dtype import resolved
 
-_ALIGNMENT = 64  # of a tensor in the file, as in torch's files
+_ALIGNMENT = 64  # of tensors in the file, in bytes, as in torch's files
 _BEFORE_DATA = 30 + 20  # bytes of a zip member's header with 64-bit sizes
 _PADDING = 0x4246  # type of the header field that torch uses as padding
 _KINDS = {dtype: name for name, dtype in STORAGES.items() if name != "UntypedStorage"}
@@ -83,7 +83,7 @@ class Storage:
 
 
 class _Storages:
-    """Storages of a file. A tensor that is in none of the given ones gets a new storage."""
+    """Storages of a file. A tensor that is in none of the given storages gets a new one."""
 
     def __init__(self, given: Sequence[Storage]) -> None:
         self.all = list(given)
@@ -156,7 +156,7 @@ def _described(value: Any, stored: _Storages) -> Iterator[bytes]:
         attributes = getattr(value, "__dict__", None)
         if attributes:
             yield from (*_described(attributes, stored), b"b")
-    elif isinstance(value, Namespace):  # which Megatron-LM's loaders ask for
+    elif isinstance(value, Namespace):  # Megatron-LM's loaders need one
         yield from (_NAMESPACE, *_described(vars(value), stored), b"b")
     elif isinstance(value, list):
         yield from (b"]", *_filled(b"e", value, stored))

@@ -51,18 +51,18 @@ def bad_from_step_2(rank: int, argv: list[str], where: int, kind: str, name: str
 @pytest.mark.parametrize(
     ("where", "kind", "name", "said"),
     [
-        (1, "weight", WEIGHT, f"the loss is nan .*first in the parameters of rank 1: {WEIGHT}. The update"),
+        (1, "weight", WEIGHT, f"the loss is nan .*first non-finite parameters of rank 1: {WEIGHT}. The update"),
         (
             2,
             "nan",
             GRADIENT,
-            rf"{NOT_FINITE}; .*first in the gradients of rank 2: {GRADIENT}",
+            rf"{NOT_FINITE}; .*first non-finite gradients of rank 2: {GRADIENT}",
         ),
         (
             3,
             "inf",
             GRADIENT,
-            rf"{NOT_FINITE}; .*first in the gradients of rank 3: {GRADIENT}",
+            rf"{NOT_FINITE}; .*first non-finite gradients of rank 3: {GRADIENT}",
         ),
     ],
 )

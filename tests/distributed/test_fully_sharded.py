@@ -61,7 +61,7 @@ def train_on_bad_weights(rank: int, argv: list[str]) -> str:
 
 def test_a_shard_that_is_not_finite_is_named() -> None:
     for said in run_ranks(2, train_on_bad_weights, flags(**SMALL, zero_stage=3)):
-        assert "first in the parameters of rank 1: layers.1.mlp.dense_h_to_4h.weight" in said
+        assert "first non-finite parameters of rank 1: layers.1.mlp.dense_h_to_4h.weight" in said
 
 
 class Foreign(nn.Module):

@@ -148,7 +148,7 @@ def test_ddp_says_what_is_wrong() -> None:
     unused, join, devices = run_ranks(2, left_without_a_gradient)[0]
     assert "no gradient to unused" in unused and "find_unused_parameters=True" in unused
     assert "DistributedSampler" in join
-    assert "device_ids [0]" in devices and "leave device_ids out" in devices
+    assert "device_ids [0]" in devices and "remove device_ids" in devices
 
 
 class Returns(nn.Module):

@@ -132,7 +132,7 @@ def test_three_skipped_updates_in_a_row_have_a_line(capsys: pytest.CaptureFixtur
     said = capsys.readouterr().out
     line = "3 updates in a row were skipped: the loss scale is 2^30; about 14 more halvings are"
     assert said.count("updates in a row") == said.count(line) == 1
-    assert '"initial_scale_power": 16 in fp16 begins there' in said
+    assert 'to begin there, set "initial_scale_power": 16 in fp16' in said
     assert said.index("step 3 is skipped") < said.index(line) < said.index("step 4 is skipped")
     assert engine.global_steps == 25 and 2.0**10 < engine.cur_scale < 2.0**20, "near 2^16, where the line says"
 

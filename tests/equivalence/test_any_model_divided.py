@@ -77,7 +77,10 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "numpy": (lambda engine, model: model.first.weight.detach().numpy(), f"numpy: {DIVIDED}"),
     "copy of the model": (lambda engine, model: copy.deepcopy(model), "copy.deepcopy(): the ranks divide"),
     "copy of a layer": (lambda engine, model: copy.deepcopy(model.layers[0]), "copy.deepcopy(): the ranks divide"),
-    "copy of the engine": (lambda engine, model: copy.deepcopy(engine), "copy.deepcopy(engine): an engine belongs"),
+    "copy of the engine": (
+        lambda engine, model: copy.deepcopy(engine),
+        "copy.deepcopy(engine): an engine cannot be",
+    ),
     "saved shards": (saved, "torch.save(): state_dict() holds this rank's part"),
 }
 

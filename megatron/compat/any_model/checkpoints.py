@@ -142,8 +142,8 @@ class EngineCheckpoints:
         done, of = self.engine.accumulated, self.engine.gradient_accumulation_steps()
         if done:
             raise ConfigError(
-                f"checkpoint: {done} of {of} micro-batches of an update are done, and no checkpoint holds their "
-                "gradients; save and load after an update (when engine.global_steps has moved)"
+                f"checkpoint: {done} of {of} micro-batches of an update are done, and a checkpoint does not hold their "
+                "gradients; save or load after the update (when engine.global_steps has increased)"
             )
 
     def _state(self, client_state: Mapping[str, Any]) -> TrainState:
@@ -195,10 +195,12 @@ class EngineCheckpoints:
 
 def _checked_tag(tag: str, world: Any) -> str:
     if not tag or tag in (".", "..", LATEST) or Path(tag).name != tag:
-        raise ConfigError(f"save_checkpoint: tag {tag!r} is not a directory name; give one such as global_step100")
+        raise ConfigError(f"save_checkpoint: tag {tag!r} is not a directory name; give a name such as global_step100")
     others = [other for other in all_gather_json(tag, world, str) if other != tag]
     if others:
-        raise ConfigError(f"save_checkpoint: tag is {tag!r} on this rank and {others[0]!r} on another; give one tag")
+        raise ConfigError(
+            f"save_checkpoint: tag is {tag!r} on this rank and {others[0]!r} on another; give all ranks one tag"
+        )
     return tag
 
 

@@ -36,10 +36,10 @@ def _each(names: str, value: Any) -> dict[str, Any]:
     return dict.fromkeys(names.split(), value)
 
 
-_INTERNAL = Instead("DeepSpeed uses it internally, and there is no such thing here; leave it out")
-_REDUCES = Instead("engine.step() averages the gradients over the ranks; leave it out")
+_INTERNAL = Instead("it is internal to DeepSpeed and does not exist here; remove this line")
+_REDUCES = Instead("engine.step() averages the gradients over the ranks; remove this line")
 _COMPILES = Instead("not supported; use engine.compile(), or torch.compile on parts of the model")
-_TIMES = Instead("no such timers; use torch.profiler, or time engine.step() yourself")
+_TIMES = Instead("the engine has no timers; use torch.profiler, or time engine.step() yourself")
 _ONE_AXIS = Instead("every rank has the whole model and whole sequences; use torch.distributed.group.WORLD")
 
 METHODS: Mapping[str, Any] = MappingProxyType(
@@ -98,7 +98,7 @@ METHODS: Mapping[str, Any] = MappingProxyType(
         "zero_force_ds_cpu_optimizer": _of_key("zero_force_ds_cpu_optimizer"),
         "zero_multi_rank_bucket_allreduce": _of_key("zero_optimization.use_multi_rank_bucket_allreduce"),
         "zero_reduce_bucket_size": Instead(
-            "buckets have a size of their own in megatron.compat.initialize(); leave it out"
+            "megatron.compat.initialize() sets the size of its buckets itself; remove this line"
         ),
         **_each(
             "allreduce_bucket allreduce_and_copy allreduce_gradients allreduce_no_retain buffered_allreduce_fallback "
@@ -148,11 +148,15 @@ ATTRIBUTES: Mapping[str, Any] = MappingProxyType(
         **_each("pipeline_parallelism torch_autocast_z0_gradscaler", False),
         **_each("mp_world_size sequence_parallel_size seq_dp_world_size", 1),
         **_each("gate_modules moe_layers num_experts summary_events", ()),
-        "communication_data_type": Instead("gradients are reduced in fp32, or in the parameters' wider type"),
-        "config": Instead("it is what you gave to megatron.compat.initialize(); the model's is engine.module.config"),
+        "communication_data_type": Instead(
+            "gradients are reduced in fp32, or in the parameters' dtype if that is wider"
+        ),
+        "config": Instead(
+            "use the config that you gave to megatron.compat.initialize(); the model's is engine.module.config"
+        ),
         **_each(
             "compression_scheduler curriculum_scheduler_legacy random_ltd_scheduler",
-            Instead("not supported; leave it out"),
+            Instead("not supported; remove this line"),
         ),
         **_each("enable_backward_allreduce gradient_average", _REDUCES),
         **_each("engine_timers engine_timers_cache fwd_duration timers tput_timer", _TIMES),
@@ -163,15 +167,15 @@ ATTRIBUTES: Mapping[str, Any] = MappingProxyType(
         ),
         "dist_backend": Instead("use torch.distributed.get_backend()"),
         "losses": Instead("keep what engine.backward(loss) returns"),
-        "monitor": Instead("nothing is sent by the engine; log what you need from your loop"),
+        "monitor": Instead("the engine sends no metrics; log them in your training loop"),
         "collate_fn": Instead("read it from the loader: engine.training_dataloader"),
-        "training_data": Instead("it is the dataset that you gave to megatron.compat.initialize()"),
+        "training_data": Instead("use the dataset that you gave to megatron.compat.initialize()"),
         "param_names": Instead("use engine.module.named_parameters()"),
         "client_lr_scheduler": Instead("use engine.lr_scheduler"),
         **_each("basic_optimizer client_optimizer", Instead("use engine.optimizer")),
         **_each(
             "loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size",
-            Instead("a checkpoint loads into any number of ranks; leave it out"),
+            Instead("a checkpoint loads into any number of ranks; remove this line"),
         ),
         "inside_no_sync_ctxt": Instead("keep track of engine.no_sync() in your program"),
         "flops": _of_key("flops_profiler"),
@@ -199,7 +203,7 @@ def check_assignment(name: str) -> None:
     """Rejects setting an attribute of DeepSpeed's engine that nothing here would read."""
     if name in ATTRIBUTES:
         value = ATTRIBUTES[name]
-        text = value.text if isinstance(value, Instead) else "nothing here reads it; leave it out"
+        text = value.text if isinstance(value, Instead) else "the engine does not read it; remove this line"
         raise ConfigError(f"engine.{name} = ...: {text}")
 
 

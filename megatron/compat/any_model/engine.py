@@ -84,8 +84,8 @@ class ModelEngine(EngineFacts):
             raise
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Accumulates the gradients of this micro-batch's mean loss, divided by the accumulation steps, and returns the
-        loss divided alike. `scale_wrt_gas=False` divides neither."""
+        """Accumulates the gradients of this micro-batch's mean loss, divided by the number of accumulation steps.
+        Returns the loss divided by the same number. With `scale_wrt_gas=False`, neither is divided."""
         self._check_loss(loss)
         share = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
         wide = loss.float() if loss.dtype in HALF else loss  # has room for a loss scale
@@ -114,17 +114,19 @@ class ModelEngine(EngineFacts):
         """Counts a micro-batch. After the last of an accumulation it reduces, clips, updates, and calls the scheduler's
         step() with `lr_kwargs`."""
         if self._calls.adds_up:
-            raise ConfigError("engine.step(): not inside no_sync(), which adds up gradients; call it after the block")
+            raise ConfigError(
+                "engine.step(): was called inside no_sync(), which only adds up gradients; call it after the block"
+            )
         if not self._calls.owed:
             raise ConfigError(
-                "engine.step(): there was no engine.backward(loss) since the last one; call engine.backward(loss), "
-                "then engine.step(), once for every micro-batch"
+                "engine.step(): there was no engine.backward(loss) since the last engine.step(); call both, in this "
+                "order, once for every micro-batch"
             )
         updates = self.is_gradient_accumulation_boundary()
         if updates and not self._calls.armed:
             raise ConfigError(
                 "engine.step(): set_gradient_accumulation_boundary(True) was called after the last backward pass; call "
-                "it before that one"
+                "it before that pass"
             )
         arguments = scheduler_arguments(self.lr_scheduler, lr_kwargs, self.place.parallel.dp) if updates else {}
         self._calls.micro_steps += 1
@@ -164,7 +166,7 @@ class ModelEngine(EngineFacts):
         self._calls.skipped_steps += 1
         self.log.info(
             f"step {self.global_steps} is skipped: a gradient overflows at the loss scale {info.loss_scale:g}; the "
-            f"next step has {self._core.loss_scale:g}"
+            f"next step uses {self._core.loss_scale:g}"
         )
         if info.skipped_in_a_row == SEVERAL:
             self.log.info(line_after_skips(self._core.loss_scale, self.settings.precision))
@@ -179,7 +181,7 @@ class ModelEngine(EngineFacts):
         first = first_nonfinite(self._core, self.place.parallel)
         raise NonFiniteError(
             f"step {self.global_steps}: {what}{f'; {first}' if first else ''}. The update was not made. Load the last "
-            "checkpoint, lower the learning rate, or look at the batch"
+            "checkpoint, lower the learning rate, or check the data of this step"
         )
 
     @contextmanager
@@ -187,7 +189,7 @@ class ModelEngine(EngineFacts):
         """Lets any number of backward passes inside accumulate gradients without step(). The step after the next
         backward pass outside reduces all of them."""
         if self._calls.owed:
-            raise ConfigError("engine.no_sync(): a backward pass awaits engine.step(); call that first")
+            raise ConfigError("engine.no_sync(): the last backward pass needs engine.step(); call engine.step() first")
         self._calls.adds_up = True
         try:
             yield
@@ -200,8 +202,8 @@ class ModelEngine(EngineFacts):
         if self.accumulated:
             raise ConfigError(
                 f"engine.zero_grad(): would drop the gradients of {self.accumulated} of "
-                f"{self.gradient_accumulation_steps()} micro-batches of this update; leave it out, the next update "
-                "begins without gradients"
+                f"{self.gradient_accumulation_steps()} micro-batches of this update; remove the call, because every "
+                "update begins without gradients"
             )
 
     def compile(self, backend: str | Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -240,8 +242,8 @@ class ModelEngine(EngineFacts):
         `save_latest` is false. All ranks call it."""
         if exclude_frozen_parameters:
             raise ConfigError(
-                "save_checkpoint: exclude_frozen_parameters is not supported, a checkpoint holds the whole model; "
-                "leave it out, or use save_16bit_model(save_dir, exclude_frozen_parameters=True)"
+                "save_checkpoint: exclude_frozen_parameters is not supported, because a checkpoint holds the whole "
+                "model; remove it, or use save_16bit_model(save_dir, exclude_frozen_parameters=True)"
             )
         self._grads.check_writes()
         self._checkpoints.save(
@@ -265,8 +267,9 @@ class ModelEngine(EngineFacts):
         `client_state`. All ranks call it."""
         if not load_module_strict or custom_load_fn is not None:
             raise ConfigError(
-                "load_checkpoint: load_module_strict=False and custom_load_fn are not supported, a checkpoint is for "
-                "the model that saved it; leave them out, or use engine.module.load_state_dict(state, strict=False)"
+                "load_checkpoint: load_module_strict=False and custom_load_fn are not supported, because a "
+                "checkpoint fits only the model that saved it; remove them, or use "
+                "engine.module.load_state_dict(state, strict=False)"
             )
         path, client_state = self._checkpoints.load(
             directory_of("load_checkpoint: load_dir", load_dir),
@@ -288,8 +291,8 @@ class ModelEngine(EngineFacts):
         """Returns the model's state dict, without a collective; raises where ranks shard the weights."""
         if isinstance(self._grads, GuardedWeights):
             raise ConfigError(
-                f"engine.module_state_dict(): ranks divide weights at stage {self.settings.zero_stage} of ZeRO; "
-                "call engine.whole_state_dict() on all ranks"
+                f"engine.module_state_dict(): each rank has only a part of the weights at stage "
+                f"{self.settings.zero_stage} of ZeRO; call engine.whole_state_dict() on all ranks"
             )
         return self._without_frozen(self.whole_state_dict(), exclude_frozen_parameters)
 
@@ -339,9 +342,9 @@ class ModelEngine(EngineFacts):
         thawed = [name for name, one in self._frozen if one.requires_grad]
         if thawed:
             raise ConfigError(
-                f"engine.backward(loss): {thawed[0]} was frozen when megatron.compat.initialize() was called, and "
-                "requires a gradient now, which would train nothing; call initialize() before requires_grad_(False), "
-                "so that it can be trained later"
+                f"engine.backward(loss): {thawed[0]} was frozen when megatron.compat.initialize() was called; it "
+                "requires a gradient now, but would not be trained; call initialize() before you freeze it with "
+                "requires_grad_(False)"
             )
         if self._calls.owed and not self._calls.adds_up and (self._calls.boundary is None or self._calls.armed):
             raise ConfigError(
@@ -351,7 +354,7 @@ class ModelEngine(EngineFacts):
 
     def __deepcopy__(self, memo: Any) -> None:
         raise ConfigError(
-            "copy.deepcopy(engine): an engine belongs to its rank; copy the model before "
+            "copy.deepcopy(engine): an engine cannot be copied; copy the model before "
             "megatron.compat.initialize(), and fill the copy with load_state_dict(engine.whole_state_dict())"
         )
 
@@ -362,13 +365,14 @@ class ModelEngine(EngineFacts):
             )
 
     def _apply(self, fn: Any, recurse: bool = True) -> "ModelEngine":
-        """Rejects `.to()`, `.half()` and the like if they change the dtype or device that buffers and masters have."""
+        """Rejects `.to()`, `.half()` and the like if they would change a dtype or device, because buffers and masters
+        would not follow."""
         for tensor in [*self.parameters(), *self.buffers()]:
             new = fn(tensor.detach())
             if (new.dtype, new.device) != (tensor.dtype, tensor.device):
                 raise ConfigError(
-                    f"engine.to(), .half(), .cuda(): the engine has put the model on {tensor.device} as "
-                    f"{tensor.dtype}; leave the call out, and choose precision in the config (fp16, bf16)"
+                    f"engine.to(), .half(), .cuda(): the engine keeps the model on {tensor.device} as {tensor.dtype}; "
+                    "remove the call, and set the precision in the config (fp16, bf16)"
                 )
         return self
 

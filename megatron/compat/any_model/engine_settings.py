@@ -21,7 +21,7 @@ class BatchSizes:
 
     @staticmethod
     def fit(whole: int | None, micro: int | None, accumulation: int | None, ranks: int) -> "BatchSizes":
-        """Completes the sizes as DeepSpeed does. Given are two of the three, or only the batch or the micro-batch."""
+        """Computes the missing sizes as DeepSpeed does, from two of the three, or from `whole` or `micro` alone."""
         if whole is None and micro is None:
             raise ConfigError(
                 "train_batch_size: missing, and so is train_micro_batch_size_per_gpu; give at least one of them"
@@ -55,7 +55,7 @@ class EngineSettings:
     overlap: bool = True
     """True if gradients are reduced during the last backward pass."""
     log_interval: int | None = None
-    """Updates between two lines of the log; None logs none."""
+    """Number of updates between two log lines; None: no log lines."""
     given: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """The configuration's keys, such as fp16.enabled, with their values."""
     momentum: float | tuple[float, float] = 0.0

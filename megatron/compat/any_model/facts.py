@@ -147,8 +147,8 @@ class EngineFacts(nn.Module):
         return self._calls.counted + 1 >= self.gradient_accumulation_steps()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Sets whether the next backward passes end an accumulation; None returns to counting. Must be true before the
-        last backward pass of an update. While it is false, step() may be left out."""
+        """Sets whether the next backward passes end an accumulation; None returns to counting. Must be set to true
+        before the last backward pass of an update. While it is false, step() need not be called."""
         self._calls.boundary = is_boundary if is_boundary is None else bool(is_boundary)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -161,14 +161,14 @@ class EngineFacts(nn.Module):
         if self.training_dataloader is not None:
             self.log.info(
                 "set_train_micro_batch_size(): no effect on the loader of megatron.compat.initialize(), which keeps "
-                "its batches; make a DataLoader of your own"
+                "its batch size; make a DataLoader of your own"
             )
 
     def _set_batch(self, call: str, whole: int | None, micro: int, accumulation: int | None) -> None:
         if self.accumulated:
             raise ConfigError(
                 f"engine.{call}: {self.accumulated} of {self.gradient_accumulation_steps()} micro-batches of an update "
-                "are done; call it after an update (when engine.global_steps has moved)"
+                "are done; call it after the update (when engine.global_steps has increased)"
             )
         try:
             batch = BatchSizes.fit(whole, micro, accumulation, self.dp_world_size)
@@ -235,7 +235,7 @@ class EngineFacts(nn.Module):
         return self._block("scheduler.params")
 
     def _block(self, path: str) -> dict[str, Any] | None:
-        """Keys of a block, or None if it has none."""
+        """Given keys of a block, with their values; None if there are none."""
         given = self.settings.given
         return {key[len(path) + 1 :]: value for key, value in given.items() if key.startswith(f"{path}.")} or None
 

@@ -56,7 +56,7 @@ class EngineConfig:
             refusals.refuse(
                 ConfigError(
                     f"in {self._read.origin}: {directory}: the engine for any model keeps optimizer state in memory; "
-                    "use offload_optimizer.device cpu, or leave offload_optimizer out"
+                    "use offload_optimizer.device cpu, or remove offload_optimizer"
                 )
             )
         refusals.end()
@@ -113,7 +113,8 @@ class EngineConfig:
         return None if settings.lr_schedule is None else ConfiguredSchedule(optimizer, settings)
 
     def lines(self, *, own_optimizer: bool, own_scheduler: bool) -> list[str]:
-        """Returns notices about what has no effect. `own_optimizer`, `own_scheduler`: the caller gave one."""
+        """Returns notices about settings without effect. `own_optimizer`, `own_scheduler`: True if the caller gave
+        one."""
         lines = list(self._read.notices)
         if own_optimizer and self.optimizer_key is not None:
             lines.append(f"{self.optimizer_key}: no effect, because optimizer= is given and is used")

@@ -10,8 +10,8 @@ from megatron.errors import ConfigError
 
 
 class GatheredWrites:
-    """Finds writes by torch's version counters. `fully_shard` gathers into the same tensors again without changing
-    them."""
+    """Finds writes by torch's version counters. `fully_shard` gathers into the same tensors every time, without
+    changing their counters."""
 
     def __init__(self, model: nn.Module, units: Iterable[nn.Module]) -> None:
         """Registers hooks that see a unit while it is gathered. Must run before `fully_shard` adds its hooks."""
@@ -30,8 +30,8 @@ class GatheredWrites:
         return {id(parameter) for parameter, _ in self._counts.values()}
 
     def follow_freezing(self, shards: Mapping[str, nn.Parameter]) -> None:
-        """Gives a gathered tensor and its shard the same requires_grad: the one that changed since the last call.
-        (`fully_shard` gathers with the shard's.)"""
+        """Makes requires_grad of a gathered tensor and of its shard equal: both get the value that one of them got
+        since the last call. (`fully_shard` gathers with the value of the shard.)"""
         for name, (gathered, _) in self._counts.items():
             shard, before = shards.get(name), self._trained[name]
             if shard is not None and not shard.requires_grad == gathered.requires_grad == before:
@@ -40,7 +40,7 @@ class GatheredWrites:
                 gathered.requires_grad_(not before)
 
     def _count(self, unit: nn.Module, *_: object) -> None:
-        """Notes the version counters in the first pass that trains; later passes gather into the same tensors."""
+        """Records the version counters in the first pass that trains; later passes gather into the same tensors."""
         for module in unit.modules():
             path = self._path_of.get(id(module))
             for own, parameter in module.named_parameters(recurse=False):
@@ -54,12 +54,12 @@ class GatheredWrites:
 
 
 def refuse_new_parameters(model: nn.Module, known: Container[int]) -> None:
-    """Raises a ConfigError for a parameter that was added after training was prepared. `known`: the ids of the
-    others."""
+    """Raises a ConfigError for a parameter that was added after training was prepared. `known`: ids of the parameters
+    that were there."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in known and not parameter.is_inference():
             raise ConfigError(
-                f"{name} was added after megatron.compat.initialize(), so nothing would train it; write into the "
+                f"{name} was added after megatron.compat.initialize(), so it would not be trained; write into the "
                 "parameter that was there (copy_(), load_state_dict() without assign=True), or call initialize() "
                 "after the change"
             )

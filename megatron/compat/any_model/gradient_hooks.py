@@ -40,8 +40,8 @@ class GradientHooks:
             for name in {**here, **other}:
                 if here.get(name) != other.get(name):
                     raise ConfigError(
-                        f"megatron.compat.initialize(): {name} has other gradient hooks on one rank than on another; "
-                        "they are called with the reduced gradient, so set the same hooks on all ranks"
+                        f"megatron.compat.initialize(): the gradient hooks of {name} differ between ranks; they get "
+                        "the gradient that was averaged over all ranks, so set the same hooks on all ranks"
                     )
 
     def refuse_those_after(self, stage: int) -> None:
@@ -49,8 +49,8 @@ class GradientHooks:
         for name, hooks in self._hooks.items():
             if any(hook.kind == _AFTER for hook in hooks):
                 raise ConfigError(
-                    f"zero_optimization.stage {stage}: {name} has a hook of {_AFTER}(), and the ranks divide "
-                    f"parameter.grad; use {_BEFORE}(), which gets the reduced gradient, or stage 1"
+                    f"zero_optimization.stage {stage}: {name} has a hook of {_AFTER}(), but each rank has "
+                    f"only a part of parameter.grad; use {_BEFORE}(), which gets the reduced gradient, or stage 1"
                 )
 
     @torch.no_grad()
@@ -79,8 +79,8 @@ class GradientHooks:
         if not isinstance(result, Tensor) or result.shape != grad.shape:
             found = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise ConfigError(
-                f"the gradient hook of {name} gives {found} for a gradient of shape {tuple(grad.shape)}; return a "
-                "gradient of that shape, or None"
+                f"the gradient hook of {name} returned {found} for a gradient of shape {tuple(grad.shape)}; return a "
+                "tensor of that shape, or None"
             )
         return result.to(grad.dtype)
 

@@ -41,7 +41,7 @@ Client = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds `--deepspeed` and `--deepspeed_config FILE`, which `initialize(args=...)` reads."""
     group = parser.add_argument_group("DeepSpeed")
-    group.add_argument("--deepspeed", action="store_true", help="no effect: initialize() needs no switch")
+    group.add_argument("--deepspeed", action="store_true", help="no effect; accepted for DeepSpeed's scripts")
     group.add_argument("--deepspeed_config", metavar="FILE", help="the settings, as DeepSpeed's JSON")
     return parser
 
@@ -61,18 +61,19 @@ def initialize(
     config: Mapping[str, Any] | str | Path | None = None,
     config_params: Mapping[str, Any] | str | Path | None = None,
 ) -> tuple[ModelEngine, torch.optim.Optimizer, EpochLoader | None, Any]:
-    """Returns the engine of `model`, its optimizer, a loader of `training_data` and the scheduler; a part that was not
-    asked for is None. Every rank calls it: in your own process group, under torchrun, or as a single process.
+    """Returns the engine of `model`, its optimizer, a loader of `training_data` and the scheduler. Loader and scheduler
+    may be None. Every rank calls it: in your own process group, under torchrun, or as a single process.
 
-    The `optimizer` is an instance or a function of the parameters; without one the config names it. The `config` is
-    DeepSpeed's JSON, a dict or a path; `config_params` is its older name, `args.deepspeed_config` a path.
+    The `optimizer` is an instance, or a function from the parameters to one; without it, the config names one. The
+    `config` has DeepSpeed's settings, as a dict or the path of a JSON file. It can also be given as `config_params`, or
+    as the path `args.deepspeed_config`.
     """
     del dist_init_required  # an open group is used, else one is opened for torchrun's ranks
     for name, value in {"mpu": mpu, "mesh_param": mesh_param}.items():
         if value is not None:
             raise ConfigError(
-                f"megatron.compat.initialize(): {name} is not supported: every rank has the whole model; leave it out, "
-                "or use pretrain_gpt.py for tensor and pipeline parallelism"
+                f"megatron.compat.initialize(): {name} is not supported, because every rank has the whole model; "
+                "remove it, or use pretrain_gpt.py for tensor and pipeline parallelism"
             )
     model = _checked_model(model)
     read = EngineConfig(_one_config(args, config, config_params))
@@ -109,8 +110,8 @@ def initialize(
 def _checked_model(model: Any) -> nn.Module:
     if model is None:
         raise ConfigError(
-            "megatron.compat.initialize(): no model; give model=, an nn.Module (settings of a run: "
-            "megatron.pretrain.setup)"
+            "megatron.compat.initialize(): no model; give model=, an nn.Module (for the settings of pretrain_gpt.py, "
+            "use megatron.pretrain.setup)"
         )
     if isinstance(model, type) or not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
@@ -125,16 +126,16 @@ def _checked_model(model: Any) -> nn.Module:
     lazy = [name for name, one in model.named_parameters() if isinstance(one, UninitializedParameter) or one.is_meta]
     if lazy:
         raise ConfigError(
-            f"megatron.compat.initialize(): {lazy[0]} has no values yet; run a lazy module once on a batch; for one "
-            "on the meta device, call model.to_empty(device=...) and initialise it"
+            f"megatron.compat.initialize(): {lazy[0]} has no values yet; run a lazy module once on a batch, or, on "
+            "the meta device, call model.to_empty(device=...) and initialise the model"
         )
     refuse_complex(model, "megatron.compat.initialize()")
     for (first, (_, end)), (second, (start, _)) in itertools.pairwise(_places(model)):
         if start < end:
             raise ConfigError(
-                f"megatron.compat.initialize(): {first} and {second} are two parameters in the same memory, which "
-                "would separate here; use one of them in both places (F.linear(x, other.weight.t())), or give "
-                f"{second} its own with clone()"
+                f"megatron.compat.initialize(): {first} and {second} are two parameters that share memory, which "
+                "the engine would separate; use one parameter in both places (F.linear(x, other.weight.t())), or give "
+                f"{second} its own memory with clone()"
             )
     return model
 
@@ -203,12 +204,13 @@ def _check_on_pieces(optimizer: torch.optim.Optimizer, settings: EngineSettings,
     if differs is None:
         return
     found = (
-        f"{type(optimizer).__name__} {differs}, and with zero_optimization.stage 1 and higher each rank updates pieces"
+        f"{type(optimizer).__name__} {differs}, but with zero_optimization.stage 1 and higher each rank updates pieces"
     )
     if not settings.given.get("zero_allow_untested_optimizer"):
-        raise ConfigError(f"{found}; use stage 0, or set zero_allow_untested_optimizer to true to accept that")
+        raise ConfigError(f"{found}; use stage 0, or set zero_allow_untested_optimizer to true to train with it anyway")
     log.info(
-        f"zero_allow_untested_optimizer true: {found}; training differs from stage 0, and between numbers of ranks"
+        f"zero_allow_untested_optimizer true: {found}; training may differ from stage 0, and may "
+        "depend on the number of ranks"
     )
 
 
@@ -314,7 +316,7 @@ def _make_optimizer(
     except (TypeError, ValueError, KeyError) as error:
         raise ConfigError(
             f"megatron.compat.initialize(): model_parameters is not a list of parameters or groups of them ({error}); "
-            "give model.parameters(), or leave it out"
+            "give model.parameters(), or remove it"
         ) from None
 
 
@@ -342,8 +344,8 @@ def _make_scheduler(given: Any, optimizer: torch.optim.Optimizer, read: EngineCo
         )
     if getattr(made, "optimizer", optimizer) is not optimizer:
         raise ConfigError(
-            "megatron.compat.initialize(): lr_scheduler steps another optimizer than the one given; make it from that "
-            "one, or give a function: lr_scheduler=lambda optimizer: ..."
+            "megatron.compat.initialize(): lr_scheduler belongs to another optimizer; make it from the optimizer that "
+            "you give, or give a function: lr_scheduler=lambda optimizer: ..."
         )
     return made
 
@@ -354,5 +356,5 @@ def _check_held(held: set[int], trained: list[tuple[str, nn.Parameter]]) -> None
     if not trained or len(held) != len(trained):
         raise ConfigError(
             f"megatron.compat.initialize(): {len(held) - len(trained)} of the optimizer's {len(held)} parameters are "
-            "not the model's; make the optimizer from model.parameters() of the model that you give"
+            "not parameters of the model; make the optimizer from model.parameters() of the same model"
         )

@@ -1,4 +1,5 @@
-"""Gradient stores of the engine for any model. The program must not use `parameter.grad` between passes."""
+"""Gradient stores of the engine for any model. They make a program that uses `parameter.grad` between passes raise an
+error."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -128,7 +129,7 @@ class GuardedWeights(FullySharded):
         if written := self._writes.found():
             raise ConfigError(
                 f"{written[0]} was written between a forward pass and engine.step(), while it was gathered (ZeRO), "
-                "and would lose its values; write after engine.step(), before the next forward pass"
+                "so its new values would be lost; write after engine.step(), before the next forward pass"
             )
 
     def absent(self) -> set[str]:

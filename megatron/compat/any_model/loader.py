@@ -11,8 +11,8 @@ from megatron.errors import ConfigError
 
 
 class EpochLoader:
-    """Iterates over an epoch per pass, in a new order that all ranks share. Drops a last, incomplete micro-batch, so
-    that all ranks make the same number of steps."""
+    """Iterates over one epoch at a time, each in a new order that all ranks share. Drops a last, incomplete
+    micro-batch, so that all ranks make the same number of steps."""
 
     def __init__(
         self, data: Dataset[Any], micro_batch: int, dp: Axis, collate: Callable[..., Any] | None, device: torch.device
@@ -27,7 +27,7 @@ class EpochLoader:
         if samples // dp.size < micro_batch:
             raise ConfigError(
                 f"megatron.compat.initialize(): training_data has {samples} samples for {dp.size} ranks, less than one "
-                f"micro-batch of {micro_batch} for each; give more, or lower train_micro_batch_size_per_gpu"
+                f"micro-batch of {micro_batch} for each; give more samples, or lower train_micro_batch_size_per_gpu"
             )
         self.sampler: DistributedSampler[Any] = DistributedSampler(data, dp.size, dp.rank, drop_last=True)
         self.loader: DataLoader[Any] = DataLoader(

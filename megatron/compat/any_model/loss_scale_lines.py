@@ -19,24 +19,25 @@ def lines_at_start(precision: PrecisionConfig) -> Iterator[str]:
     skipped = _more_halvings(precision.initial_loss_scale) + precision.hysteresis - 1
     yield (
         f"fp16: the loss scale begins at {_shown(precision.initial_loss_scale)}; about {skipped} updates are skipped "
-        f'until it is 2^{_FITS}, where gradients usually fit; "initial_scale_power": {_FITS} in fp16 begins there'
+        f"until it is 2^{_FITS}, where gradients usually fit; to begin there, set "
+        f'"initial_scale_power": {_FITS} in fp16'
     )
 
 
 def line_after_skips(scale: float, precision: PrecisionConfig) -> str:
-    """Returns the line after `SEVERAL` skipped updates in a row. `scale`: the next update's."""
+    """Returns the line after `SEVERAL` skipped updates in a row. `scale`: loss scale of the next update."""
     said = f"{SEVERAL} updates in a row were skipped: the loss scale is {_shown(scale)}"
     more = _more_halvings(scale)
     if more:
         return (
             f"{said}; about {more} more halvings are likely, one per skipped update, until it is 2^{_FITS}, where "
-            f'gradients usually fit; "initial_scale_power": {_FITS} in fp16 begins there'
+            f'gradients usually fit; to begin there, set "initial_scale_power": {_FITS} in fp16'
         )
     most = max(0, math.ceil(math.log2(scale / precision.min_loss_scale)))
     return (
         f"{said}; at most {most} more halvings follow (min_loss_scale {precision.min_loss_scale:g}); if that is "
-        f'not enough, lower the learning rate; "initial_scale_power": {max(0, math.floor(math.log2(scale)))} in fp16 '
-        "begins here"
+        f"not enough, lower the learning rate; to begin at this scale, set "
+        f'"initial_scale_power": {max(0, math.floor(math.log2(scale)))} in fp16'
     )
 
 

@@ -1,5 +1,4 @@
-"""Encodes what users keep in a checkpoint besides tensors, as values that the weights-only loader admits and
-restores."""
+"""Encodes a user's values in a checkpoint as types that the weights-only loader accepts, and decodes them."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,17 +15,21 @@ _DEEPEST, _LONGEST, _MOST = 80, 500, 900  # levels, bits of an integer, integers
 
 
 def mark_types(value: Any, place: str) -> Any:
-    """Encodes `value`, marking tuples and dicts whose keys are not text. Rejects, with its place, what a file cannot
-    hold."""
+    """Encodes `value`. Marks tuples, and dicts with keys that are not text. Rejects what a file cannot hold, and names
+    its place."""
     try:
         encoded = _encoded(value, place)
         if _depth(encoded) > _DEEPEST:
             raise RecursionError
         if (count := _long_integers(encoded)) > _MOST:
-            raise ConfigError(f"{place}: has {count} integers of over 64 bits, limit {_MOST}; give them as str(...)")
+            raise ConfigError(
+                f"{place}: has {count} integers of over 64 bits; give text, as in str(...), or at most {_MOST}"
+            )
         return encoded
     except RecursionError:
-        raise ConfigError(f"{place}: holds itself, or is nested too deeply; a checkpoint holds plain values") from None
+        raise ConfigError(
+            f"{place}: contains itself, or is nested more than {_DEEPEST} deep; give plain values"
+        ) from None
 
 
 def _within(value: Any) -> Iterable[Any]:
@@ -43,7 +46,9 @@ def _long_integers(value: Any) -> int:
 
 def _encoded(value: Any, place: str) -> Any:
     if isinstance(value, int) and value.bit_length() > _LONGEST:
-        raise ConfigError(f"{place}: is an integer of {value.bit_length()} bits; give text, as in str(...)")
+        raise ConfigError(
+            f"{place}: is an integer of {value.bit_length()} bits, more than {_LONGEST}; give text, as in str(...)"
+        )
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Tensor):
@@ -61,8 +66,8 @@ def _encoded(value: Any, place: str) -> Any:
     if isinstance(value, Path):
         return str(value)
     raise ConfigError(
-        f"{place}: is a {type(value).__name__}; a checkpoint holds tensors, numbers, text, lists and dicts, so that "
-        "nothing runs when it is loaded"
+        f"{place}: is a {type(value).__name__}, but a checkpoint holds only tensors, numbers, text, lists and dicts, "
+        "so that loading it runs no code; convert it to one of these"
     )
 
 

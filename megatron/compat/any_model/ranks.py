@@ -43,15 +43,15 @@ def init_distributed(
     world_size: int = -1,
 ) -> None:
     """Opens the process group of the launcher's ranks, or of this process alone, unless one is open. The launcher sets
-    where ranks meet."""
+    the address at which ranks meet."""
     del auto_mpi_discovery, distributed_port, verbose, dist_init_required, config
     if dist.is_initialized():
         return
     launch = LaunchInfo.detect()
     if init_method is not None or rank not in (-1, launch.rank) or world_size not in (-1, launch.world_size):
         raise ConfigError(
-            "init_distributed(): the launcher sets init_method, rank and world_size; start the program with "
-            "torchrun, or call torch.distributed.init_process_group() yourself: an open group is used"
+            "init_distributed(): the launcher sets init_method, rank and world_size; remove them and start the program "
+            "with torchrun, or call torch.distributed.init_process_group() yourself before"
         )
     device = resolve_device("auto", launch.local_rank)
     backend = resolve_backend(dist_backend, device, "init_distributed(): dist_backend")
@@ -63,7 +63,7 @@ def init_distributed(
 
 
 def find_place(model: nn.Module) -> RankPlacement:
-    """Finds this rank's place. Opens the launcher's process group, until the process ends, if none is open."""
+    """Finds this rank's place. If no process group is open, opens the launcher's group until the process ends."""
     if dist.is_initialized():
         rank, size, local_rank = dist.get_rank(), dist.get_world_size(), _own_local_rank()
         device = _device_of(model, local_rank, dist.get_backend_config())
@@ -101,8 +101,8 @@ def _device_of(model: nn.Module, local_rank: int, backends: str = "") -> torch.d
     devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
     if len(devices) > 1:
         raise ConfigError(
-            f"model: its tensors are on {', '.join(sorted(map(str, devices)))}; put all of it on one device, or leave "
-            "it on the CPU, from where the engine moves it"
+            f"model: its tensors are on {', '.join(sorted(map(str, devices)))}; put the whole model on one device, "
+            "or keep it on the CPU, from where the engine moves it"
         )
     own = devices.pop() if devices else torch.device("cpu")
     if own.type != "cpu":

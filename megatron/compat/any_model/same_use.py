@@ -1,10 +1,12 @@
 """Checks that all ranks use the same layers, because they gather a layer together (ZeRO 2 and 3).
 
-If ranks gather different layers of the same size, each gets halves of both, and wrong sums of gradients. Nothing fails
-by itself, so each parameter's number records the passes that used it, and ranks compare these once per step.
+If ranks gather different layers of the same size, each gets parts of both, and wrong sums of gradients, without any
+error. Each parameter therefore has a number that records which passes used it, and ranks compare these numbers once per
+step.
 
-If the layers have different sizes, gloo ends the process when the message arrives. Ranks that use different layers do
-so from the first step on, so they compare before every gather, but only in that step, as each compare costs a message.
+If the layers have different sizes, gloo ends the process when the message arrives. Ranks that use different layers
+usually do so from the first step on. In the first step they therefore compare before every gather; later they do not,
+because each comparison costs a message.
 """
 
 from collections.abc import Iterable
@@ -21,7 +23,7 @@ from megatron.errors import ConfigError
 _PASSES = 16
 """Number of passes of a step with their own bit in a parameter's number; later passes share these bits."""
 _WAY_OUT = (
-    "at stages 2 and 3 of ZeRO all ranks gather a layer at once; use the same layers on all ranks, or "
+    "at stages 2 and 3 of ZeRO all ranks gather a layer together; use the same layers on all ranks, or "
     "zero_optimization.stage 1"
 )
 
@@ -66,7 +68,7 @@ class SameUse:
         ranks = self._axis.size
         for name, total, square in zip(self._numbers, sums, squares, strict=True):
             if ranks * square != total * total:  # then the numbers are not all equal
-                raise ConfigError(f"{name}: was used by some ranks and not by others in this step, and {_WAY_OUT}")
+                raise ConfigError(f"{name}: was used by some ranks and not by others in this step, but {_WAY_OUT}")
         self._first_step = False
 
     def _before(self, number: int, unit: nn.Module, *_: Any) -> None:
@@ -88,15 +90,15 @@ class SameUse:
         first, *others = sorted({int(one) for one in collectives.all_gather(mine, self._axis)})
         if others:
             path = self._units[first][1]
-            raise ConfigError(f"{path}: is used by some ranks while others use another layer or none, and {_WAY_OUT}")
+            raise ConfigError(f"{path}: is used by some ranks while others use another layer or none, but {_WAY_OUT}")
 
     def unused(self, names: Iterable[str]) -> list[str]:
         """Returns the parameters without a gradient in this step, the same on all ranks after `check`."""
         return [name for name in names if not self._numbers[name]]
 
     def _listen(self, unit: nn.Module, *_: Any) -> None:
-        """Registers hooks on the parameters of a unit while they are gathered, because autograd gives gradients to
-        these."""
+        """Registers hooks on the parameters of a unit while they are gathered, because gradients arrive at the gathered
+        parameters."""
         for module in unit.modules():
             for own, parameter in module.named_parameters(recurse=False):
                 name = self._name_of.get((id(module), own))

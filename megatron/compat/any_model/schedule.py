@@ -24,7 +24,7 @@ def scheduler_arguments(scheduler: Any, lr_kwargs: Mapping[str, Any] | None, dp:
     if missing:
         raise ConfigError(
             f"engine.step(): lr_scheduler is a {type(scheduler).__name__}, whose step() needs {', '.join(missing)}; "
-            f"call engine.step(lr_kwargs={{'{missing[0]}': ...}}), or leave lr_scheduler out of "
+            f"call engine.step(lr_kwargs={{'{missing[0]}': ...}}), or do not give lr_scheduler to "
             "megatron.compat.initialize() and call its step() yourself"
         )
     for name, value in given.items() if dp.size > 1 else ():
@@ -51,7 +51,8 @@ def _required(scheduler: Any) -> list[str]:
 
 
 class ConfiguredSchedule:
-    """Sets the rate of the next update, at construction and after every update. It depends only on their number."""
+    """Sets the learning rate of the next update, at construction and after every update. The rate depends only on the
+    number of updates."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, settings: DeepSpeedSchedulerConfig) -> None:
         self.optimizer = optimizer

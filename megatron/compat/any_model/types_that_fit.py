@@ -24,14 +24,14 @@ class TypesThatFit:
         if not here <= self._at_first:
             raise ConfigError(
                 f"engine(x): the model was cast to {_listed(here - self._at_first)} after "
-                "megatron.compat.initialize(), which buffers and masters do not follow; leave the call out, and choose "
-                "precision in the config (fp16, bf16)"
+                "megatron.compat.initialize(), but gradient buffers and masters were not; remove the cast, and set "
+                "the precision in the config (fp16, bf16)"
             ) from error
         others = {one.dtype for one in tree_leaves(inputs) if isinstance(one, Tensor) and one.is_floating_point()}
         if others - here:
             raise ConfigError(
-                f"engine(x): an input is {_listed(others - here)} and the model {_listed(here)} ({error}); cast it, as "
-                "in x.float(), or the model before megatron.compat.initialize()"
+                f"engine(x): an input is {_listed(others - here)}, but the model is {_listed(here)} ({error}); cast "
+                "the input, as in x.float(), or cast the model before megatron.compat.initialize()"
             ) from error
 
 

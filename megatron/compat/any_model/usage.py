@@ -16,8 +16,9 @@ class Usage:
     """Finds the parameters that no rank has used in a step. torch's optimizers skip a parameter without a gradient: no
     weight decay, no decaying moments. A parameter may be left out, or frozen, at any time.
 
-    Ranks compare in every step in which the sums of gradients report that some rank lacked one. At ZeRO 1 they compare
-    in every step, while the sums are in flight. At ZeRO 2 and 3 all ranks use the same parts, which is checked there.
+    Ranks compare in every step in which the sums of gradients report that some rank lacked a gradient. At ZeRO 1 they
+    compare in every step, while the sums are in flight. At ZeRO 2 and 3 all ranks must use the same layers, which
+    `same_use.py` checks.
     """
 
     def __init__(self, grads: KeptGradients | GuardedWeights, model: nn.Module, dp: Axis) -> None:

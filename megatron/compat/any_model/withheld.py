@@ -17,11 +17,11 @@ _ADDITIONS = (_aten.add_.Tensor, _aten.add.Tensor)
 
 
 class WithheldGrad(Tensor):
-    """A tensor without memory that raises a ConfigError with the line `reason` when it is used."""
+    """A tensor without memory that raises a ConfigError with the text `reason` when it is used."""
 
     reason: str
     came: Tensor | None = None
-    """Gradient that a backward pass has added to it."""
+    """Gradient that a backward pass has added to this tensor."""
 
     @staticmethod
     def __new__(cls, parameter: nn.Parameter, reason: str) -> "WithheldGrad":
@@ -63,7 +63,8 @@ class Withholding:
         self._kept: list[tuple[nn.Parameter, Tensor | None]] = []
 
     def begin(self) -> None:
-        """Puts the stand-ins in place after a backward pass. (ZeRO 2 and 3 change the parameter objects in it.)"""
+        """Puts the stand-ins in place after a backward pass. (With ZeRO 2 and 3, a pass replaces the parameter
+        objects.)"""
         self.end()
         self._kept = [(one, one.grad) for one in self._model.parameters() if one.requires_grad]
         for parameter, _ in self._kept:

@@ -16,8 +16,8 @@ _OTHER_RATES = ("muon_lr", "adam_lr")
 
 @dataclass(frozen=True)
 class Kind:
-    """Type of optimizer: our name for it, and the fields that each parameter sets. `left_out` has the defaults of
-    torch.optim's class (DeepSpeed's where torch has none) that differ from ours."""
+    """Type of optimizer: our name for it, and the fields that each parameter sets. `left_out`: defaults of
+    torch.optim's class (DeepSpeed's if torch has none) that differ from ours."""
 
     name: str
     fields: Mapping[str, tuple[str, ...]]
@@ -81,7 +81,7 @@ def _set_parameter(reading: FileReading, name: str, parameter: str, value: Any) 
     spelled = reading.spelled(_START + parameter)
     fields = KINDS[name].fields.get(parameter)
     if fields is None:
-        raise ConfigError(f"{spelled}: {name} has no such parameter; leave it out")
+        raise ConfigError(f"{spelled}: {name} has no such parameter; remove it")
     values = value if len(fields) > 1 else [value]
     if len(values) != len(fields) or any(isinstance(one, bool) or not isinstance(one, int | float) for one in values):
         raise ConfigError(f"{_START}{parameter}: not {len(fields)} numbers; write them as in [0.9, 0.999]")
@@ -96,7 +96,7 @@ def _decide_decay(reading: FileReading, name: str, params: Mapping[str, Any]) ->
     if name == "Adam":
         reading.set("decoupled_weight_decay", params["adam_w_mode"], spelled)
     elif not params["adam_w_mode"]:
-        raise ConfigError(f"{spelled}: {name} always decouples decay; leave it out, or use the type Adam")
+        raise ConfigError(f"{spelled}: {name} always decouples weight decay; remove it, or use the type Adam")
 
 
 def _decide_rates(reading: FileReading, name: str, params: Mapping[str, Any]) -> None:
@@ -104,7 +104,7 @@ def _decide_rates(reading: FileReading, name: str, params: Mapping[str, Any]) ->
     rates = {parameter: params[parameter] for parameter in ("lr", *_OTHER_RATES) if parameter in params}
     others = [parameter for parameter in rates if parameter != "lr"]
     if others and name != "Muon":
-        raise ConfigError(f"{reading.spelled(_START + others[0])}: {name} has no such parameter; leave it out")
+        raise ConfigError(f"{reading.spelled(_START + others[0])}: {name} has no such parameter; remove it")
     if len(set(rates.values())) > 1:
         named = " and ".join(reading.spelled(_START + parameter) for parameter in rates)
         raise ConfigError(f"{named}: one rate is used for all parameters; give them the same value, or only lr")

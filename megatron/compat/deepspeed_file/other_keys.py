@@ -16,7 +16,7 @@ REPORTS = (
     ),
     *block(
         "wandb",
-        decided("enabled", "switch", "turns it on; the default project is `deepspeed`"),
+        decided("enabled", "switch", "turns Weights & Biases on; the default project is `deepspeed`"),
         sets("project", "text", "wandb_project"),
         sets("team", "text", "wandb_entity"),
         no_effect("group", "text", "runs are not grouped"),
@@ -50,7 +50,7 @@ REST = (
         "checkpoint",
         no_effect("tag_validation", "text", "ranks always agree on the step that they save"),
         no_effect("load_universal", "switch", "a checkpoint loads into any layout"),
-        refused("use_node_local_storage", "switch", "all ranks use one folder; leave it out", False),
+        refused("use_node_local_storage", "switch", "all ranks use one folder; remove it", False),
         no_effect("parallel_write", "block", "every rank writes its own share"),
     ),
     no_effect("vocabulary_size", "whole", "the tokenizer sets it, see --vocab-size"),
@@ -60,5 +60,5 @@ REST = (
     refused("expert_parallel", "block", "use --expert-model-parallel-size"),
     refused("pipeline", "block", "use --pipeline-model-parallel-size"),
     refused("compile", "block", "use --compile"),
-    *(refused(name, "block", "leave it out") for name in _OTHERS.split()),
+    *(refused(name, "block", "remove it") for name in _OTHERS.split()),
 )

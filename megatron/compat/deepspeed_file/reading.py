@@ -17,7 +17,7 @@ from megatron.errors import ConfigError
 
 @dataclass
 class DeepSpeedSettings(Assignments):
-    """Settings from a DeepSpeed configuration. Keys that it leaves out are in none of the mappings.
+    """Settings from a DeepSpeed configuration. Keys that the configuration does not have are in none of the mappings.
 
     `origin` is the file, or the configuration's name in messages; each notice begins with it.
     """
@@ -40,12 +40,13 @@ class FileReading:
 
     @property
     def given(self) -> dict[str, Any]:
-        """Values of the keys, by path."""
+        """Key with dots -> its value in the file, without null and "auto"."""
         return self.settings.content
 
     @contextmanager
     def naming(self, *doubted: str) -> Iterator[None]:
-        """Collects an error raised inside, prefixed by the file. `doubted`: flags whose values it leaves unknown."""
+        """Collects an error raised inside, prefixed by the file. `doubted`: flags whose values are unknown after the
+        error."""
         try:
             yield
         except ConfigError as error:
@@ -101,7 +102,7 @@ class FileReading:
             return
         wrong = wrong_kind(key.kind, value)
         if wrong is not None:
-            raise ConfigError(f"{path} {_quoted(value)}: {wrong}; correct it, or leave it out")
+            raise ConfigError(f"{path} {_quoted(value)}: {wrong}; correct it, or remove it")
         if key.has_rows:
             self.walk(path, value)
         elif not idle:
@@ -144,11 +145,11 @@ def _check_members(path: str, block: Mapping[Any, Any]) -> None:
     for name, value in block.items() if members else ():
         if name not in members:
             hint = nearest(str(name), list(members))
-            raise ConfigError(f"{path}.{_brief(name)}: unknown key{hint}; correct it, or leave it out")
+            raise ConfigError(f"{path}.{_brief(name)}: unknown key{hint}; correct it, or remove it")
         kind = members[name]
         wrong = None if kind is None or is_default(value) else wrong_kind(kind, value)
         if wrong is not None:
-            raise ConfigError(f"{path}.{name} {_quoted(value)}: {wrong}; correct it, or leave it out")
+            raise ConfigError(f"{path}.{name} {_quoted(value)}: {wrong}; correct it, or remove it")
         if isinstance(value, Mapping):
             _check_members(f"{path}.{name}", value)
 
@@ -159,9 +160,9 @@ def _unknown(parent: str, name: Any) -> ConfigError:
     hint = nearest(word, children(parent))
     elsewhere = [path for path in keys_by_path() if path.rpartition(".")[2] == word]
     if elsewhere:
-        hint = f" (it belongs to {elsewhere[0].rpartition('.')[0] or 'the top'})"
+        hint = f" (it belongs to {elsewhere[0].rpartition('.')[0] or 'the top level'})"
     path = f"{parent}.{_brief(name)}" if parent else _brief(name)
-    return ConfigError(f"{path}: unknown key{hint}; correct it, or leave it out; docs/from_deepspeed.md has a list")
+    return ConfigError(f"{path}: unknown key{hint}; correct it, or remove it; docs/from_deepspeed.md has a list")
 
 
 def _quoted(value: Any) -> str:

@@ -37,9 +37,9 @@ BATCH = (
         "gradient_accumulation_steps",
         "whole",
         "gradient_accumulation_steps",
-        "one of the three may be left out: train_batch_size = micro-batch x accumulation x data-parallel ranks",
+        "one of the three may be missing: train_batch_size = micro-batch x accumulation x data-parallel ranks",
     ),
-    refused("managed_gradient_accumulation", "switch", "accumulation is counted by the engine; leave it out", True),
+    refused("managed_gradient_accumulation", "switch", "accumulation is counted by the engine; remove it", True),
     no_effect("dataloader_drop_last", "switch", "a last, incomplete batch is never trained on"),
 )
 
@@ -70,13 +70,13 @@ OPTIMIZER = (
             decided("adam_w_mode", "switch", "Adam only; `false`: `--no-decoupled-weight-decay`"),
             decided("muon_lr adam_lr", "number", "Muon only; must equal `lr`, because one rate is used"),
             no_effect("ns_method", "text", "the Newton-Schulz steps have one implementation"),
-            refused("per_head_muon", "switch", "queries, keys and values are one matrix each; leave it out", False),
-            refused("max_grad_norm", "number", "clipping is the key gradient_clipping"),
-            refused("bias_correction", "switch", "Adam's moments are always corrected; leave it out", True),
-            refused("amsgrad", "switch", "leave it out", False),
-            refused("maximize", "switch", "a loss is minimised; leave it out", False),
-            refused("nesterov", "switch", "leave it out", False),
-            refused("dampening", "number", "leave it out", 0),
+            refused("per_head_muon", "switch", "queries, keys and values are one matrix each; remove it", False),
+            refused("max_grad_norm", "number", "use the key gradient_clipping"),
+            refused("bias_correction", "switch", "Adam's moments are always corrected; remove it", True),
+            refused("amsgrad", "switch", "remove it", False),
+            refused("maximize", "switch", "a loss is minimised; remove it", False),
+            refused("nesterov", "switch", "remove it", False),
+            refused("dampening", "number", "remove it", 0),
             no_effect("torch_adam fused foreach capturable differentiable", "switch", _ONE_OPTIMIZER),
         ),
     ),
@@ -102,7 +102,7 @@ SCHEDULER = (
                 "the momentum is constant; write false, because DeepSpeed's OneCycle cycles it by default",
                 False,
             ),
-            refused("last_batch_iteration", "whole", "--load resumes a schedule; leave it out", -1),
+            refused("last_batch_iteration", "whole", "--load resumes a schedule; remove it", -1),
         ),
     ),
 )
@@ -126,7 +126,7 @@ PRECISION = (
         sets("min_loss_scale", "number", "min_loss_scale"),
         no_effect("auto_cast", "switch", "token ids need no cast; the engine for other models casts its inputs"),
         no_effect("fused_mode", "switch", _ONE_OPTIMIZER),
-        refused("fp16_master_weights_and_grads", "switch", "masters are fp32; leave it out", False),
+        refused("fp16_master_weights_and_grads", "switch", "masters are fp32; remove it", False),
     ),
     *(
         key
@@ -136,14 +136,12 @@ PRECISION = (
             sets("enabled", "switch", "bf16"),
             no_effect("immediate_grad_update", "switch", "gradients are accumulated as backward makes them"),
             no_effect("check_grad_overflow", "switch", "see --no-check-for-nan-in-loss-and-grad"),
-            refused("bf16_master_weights_and_grads", "switch", "masters are fp32; leave it out", False),
-            refused("bf16_optimizer_states", "switch", "leave it out", False),
+            refused("bf16_master_weights_and_grads", "switch", "masters are fp32; remove it", False),
+            refused("bf16_optimizer_states", "switch", "remove it", False),
         )
     ),
     refused("amp", "block", "use fp16 or bf16"),
     refused("torch_autocast", "block", "use fp16 or bf16"),
-    *block(
-        "data_types", refused("grad_accum_dtype", "text", "gradients are accumulated in fp32; leave it out", "fp32")
-    ),
+    *block("data_types", refused("grad_accum_dtype", "text", "gradients are accumulated in fp32; remove it", "fp32")),
     sets("gradient_clipping", "number", "clip_grad", "0 disables clipping; default 1.0, as DeepSpeed documents"),
 )

@@ -11,15 +11,15 @@ _BY_LAYER = "parameters come to the device layer by layer"
 
 def _in_bf16(value: str) -> bool:
     if value not in ("fp32", "bf16"):
-        raise ValueError("gradients are reduced in fp32, or in bf16; give one of these, or leave it out")
+        raise ValueError("gradients are reduced in fp32, or in bf16; give one of these, or remove it")
     return value == "bf16"
 
 
 COMMUNICATION = (
     sets("communication_data_type", "text", "grad_reduce_in_bf16", "`fp32`, or `bf16` with bf16 weights", _in_bf16),
-    refused("seq_parallel_communication_data_type", "text", "leave it out", "fp32"),
-    refused("seq_parallel_comm_data_type", "text", "leave it out", "fp32"),
-    refused("gradient_allreduce_op", "text", "gradients are averaged; leave it out", "mean"),
+    refused("seq_parallel_communication_data_type", "text", "remove it", "fp32"),
+    refused("seq_parallel_comm_data_type", "text", "remove it", "fp32"),
+    refused("gradient_allreduce_op", "text", "gradients are averaged; remove it", "mean"),
     no_effect("prescale_gradients", "switch", "gradients are divided once, by the number of counted samples or tokens"),
     no_effect("gradient_predivide_factor", "number", "gradients are divided once, and reduced in fp32"),
     no_effect("sparse_gradients", "switch", "gradients of embeddings are dense, which changes no result"),
@@ -43,11 +43,11 @@ ZERO = (
         no_effect("allgather_bucket_size sub_group_size", "whole", _BUCKETS),
         no_effect("round_robin_gradients", "switch", "each rank copies its own share of the gradients"),
         no_effect("parameter_alignment", "switch", "how buffers are laid out changes no result"),
-        no_effect("compute_grad_norm", "switch", "the norm is computed when it is clipped or logged"),
+        no_effect("compute_grad_norm", "switch", "the norm is computed when gradients are clipped or it is logged"),
         no_effect("ignore_unused_parameters", "switch", "a parameter without a gradient stays unchanged"),
         no_effect("load_from_fp32_weights", "switch", "a checkpoint holds the fp32 masters"),
         no_effect("elastic_checkpoint", "switch", "a checkpoint loads into any layout"),
-        no_effect("legacy_stage1", "switch", "there is one stage 1"),
+        no_effect("legacy_stage1", "switch", "stage 1 has one implementation"),
         no_effect(
             "memory_efficient_linear override_module_apply pipeline_loading_checkpoint log_trace_cache_warnings "
             "enable_sanity_checks mics_hierarchical_params_gather save_muon_momentum_buffer_in_memory",
@@ -57,13 +57,13 @@ ZERO = (
         refused(
             "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
             "switch",
-            "it rounds communicated values; leave it out",
+            "it would round communicated values; remove it",
             False,
         ),
         refused(
             "zero_hpz_partition_size",
             "whole",
-            "no group of ranks keeps a second copy of the weights; leave it out, or give pretrain_gpt.py "
+            "no group of ranks keeps a second copy of the weights; remove it, or give pretrain_gpt.py "
             "--num-distributed-optimizer-instances",
             0,
             1,
@@ -71,12 +71,12 @@ ZERO = (
         refused(
             "mics_shard_size",
             "whole",
-            "leave it out; give pretrain_gpt.py --num-distributed-optimizer-instances (data-parallel ranks / this "
-            "size)",
+            "remove it, and give pretrain_gpt.py --num-distributed-optimizer-instances the number of data-parallel "
+            "ranks divided by this size",
             -1,
         ),
-        refused("zeropp_loco_param", "block", "it rounds communicated values; leave it out"),
-        refused("zenflow leaf_module", "block", "leave it out"),
+        refused("zeropp_loco_param", "block", "it would round communicated values; remove it"),
+        refused("zenflow leaf_module", "block", "remove it"),
     ),
     no_effect(
         "zero_allow_untested_optimizer",

@@ -1,1 +1,2 @@
-"""FairScale's OSS, an optimizer with sharded state, and ShardedDataParallel, which reduces gradients to its owners."""
+"""FairScale's OSS, an optimizer with sharded state, and ShardedDataParallel, which reduces a gradient to the owner of
+its state."""

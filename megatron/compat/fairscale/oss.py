@@ -107,12 +107,13 @@ class OSS(torch.optim.Optimizer):
         self._whole = found if recipient_rank in (-1, self.axis.rank) else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state dict of an `optim` over all parameters in one process, which can also load it."""
+        """Returns the whole state, in the format of `optim` over all parameters in one process. Such an optimizer can
+        also load it."""
         if self._whole is None:
             raise ConfigError(
                 "OSS.state_dict(): the state is divided over the ranks; call "
                 "consolidate_state_dict(recipient_rank=RANK) on all ranks after the last step(), then state_dict() on "
-                "that one"
+                "that rank"
             )
         groups, first = [], 0
         for group in self.param_groups:
@@ -127,7 +128,8 @@ class OSS(torch.optim.Optimizer):
         sizes, here = [len(group["params"]) for group in saved], [len(group["params"]) for group in self.param_groups]
         if sizes != here:
             raise ConfigError(
-                f"OSS.load_state_dict(): its groups have {sizes} parameters, those here {here}; load this model's state"
+                f"OSS.load_state_dict(): the loaded groups have {sizes} parameters, but those here have {here}; load "
+                "this model's state"
             )
         own: dict[int, Any] = {}
         groups, number = [], 0
@@ -191,7 +193,10 @@ def _check_arguments(params: Any, optim: Any, default: Mapping[str, Any]) -> Non
             f"OSS: optim is an instance ({type(optim).__name__}); give the class, and its options by name: {right}"
         )
     if not issubclass(optim, torch.optim.Optimizer):
-        raise ConfigError(f"OSS: optim is the class {optim.__name__}, which is not a torch.optim.Optimizer: {right}")
+        raise ConfigError(
+            f"OSS: optim is the class {optim.__name__}, which is not a torch.optim.Optimizer; give such a "
+            f"class: {right}"
+        )
     if issubclass(optim, torch.optim.LBFGS):
         raise ConfigError(
             f"OSS: optim is {optim.__name__}, which recomputes the loss of all parameters within its step; give "
@@ -202,6 +207,6 @@ def _check_arguments(params: Any, optim: Any, default: Mapping[str, Any]) -> Non
     unknown = [name for name in default if name not in known and not open_ended]
     if unknown:
         raise ConfigError(
-            f"OSS: {unknown[0]}: neither {optim.__name__} nor OSS has this option (the process group decides "
-            f"the ranks); leave it out: {right}"
+            f"OSS: {unknown[0]}: neither {optim.__name__} nor OSS has this option (the process group sets "
+            f"the ranks); remove it: {right}"
         )

@@ -14,7 +14,7 @@ from megatron.distributed.parallel_state import Axis
 
 @dataclass(frozen=True)
 class Entry:
-    """Value of a parameter's state: a tensor of this shape and dtype, or the value itself."""
+    """One value of a parameter's state: shape and dtype of a tensor, or any other value itself."""
 
     number: int
     kind: str

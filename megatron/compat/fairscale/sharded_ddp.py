@@ -27,7 +27,7 @@ from megatron.errors import ConfigError
 
 @dataclass
 class _Bucket:
-    """Parameters of one owner and type whose gradients travel together."""
+    """Parameters of one owner and dtype whose gradients are reduced in one message."""
 
     owner: int
     parameters: list[nn.Parameter]
@@ -86,7 +86,8 @@ class ShardedDataParallel(AveragingWrapper):
         trained = [one for one in self.module.parameters() if one.requires_grad]
         if any(id(one) not in self._hooked for one in trained):
             raise ConfigError(
-                "ShardedDataParallel: a frozen parameter is trained now; create OSS and ShardedDataParallel again"
+                "ShardedDataParallel: a parameter that was frozen requires a gradient now; create OSS and "
+                "ShardedDataParallel again"
             )
         self._buckets = list(self._make_buckets(reversed(trained)))
         self._bucket_of = {id(one): bucket for bucket in self._buckets for one in bucket.parameters}
@@ -121,8 +122,8 @@ class ShardedDataParallel(AveragingWrapper):
 
     @torch.no_grad()
     def _add_to_mean(self, parameter: nn.Parameter, grad: Tensor) -> None:
-        """Prepares a reduced gradient that was not zeroed for another addition. It is a mean over the ranks, so it is
-        multiplied by their number: the next reduction divides the whole sum."""
+        """Prepares a gradient that was reduced and not zeroed for another addition. It is a mean over the ranks, so it
+        is multiplied by their number: the next reduction divides the whole sum."""
         before = self._reduced.pop(id(parameter), None)
         if before is not None and before is parameter.grad:
             before.mul_(self._dp.size)

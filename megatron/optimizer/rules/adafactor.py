@@ -162,7 +162,7 @@ class _Job:
     grad: Tensor
     extent: Extent
     mixed: Tensor
-    """Weight of this step's gradient in the second moment."""
+    """Weight of this step's squared gradient in the second moment."""
     open: float | Tensor
 
     @property
@@ -202,7 +202,7 @@ class _Job:
 class Adafactor(LiveState):
     config: OptimizerConfig
     extents: Mapping[str, Extent]
-    """Extents by name, for every parameter that it updates."""
+    """Extents by name, for every parameter that this rule updates."""
     fused: bool = True
 
     def slot(self, name: str, tensor: Tensor) -> Slot:

@@ -37,7 +37,7 @@ class AsWeights(LiveState):
 
 @dataclass(frozen=True)
 class Narrow(AsWeights):
-    """--use-precision-aware-optimizer."""
+    """Keeps moments in narrower dtypes, for --use-precision-aware-optimizer."""
 
     exp_avg: torch.dtype
     exp_avg_sq: torch.dtype

@@ -31,7 +31,8 @@ class Control(NamedTuple):
     lr: float
     weight_decay: float
     skip: Tensor | None = None
-    """Number on the device; the update is skipped unless it is 0. For fused rules."""
+    """Device tensor: 0 applies the update, another number skips it. None: the update is applied. Only fused rules
+    support it."""
 
 
 class Slots(NamedTuple):
@@ -51,8 +52,8 @@ class UpdateRule(Protocol):
 
     @property
     def loads_in_place(self) -> bool:
-        """True if `saved` returns the live tensors. A checkpoint may then be read into them, and `restore` may get the
-        same ones."""
+        """True if `saved` returns the live tensors. A checkpoint may then be read into them, and `restore` may be
+        called with these same tensors."""
 
     def slot(self, name: str, tensor: Tensor) -> Slot:
         """Allocates the state before the first step, so that memory is known and a checkpoint can be loaded."""
@@ -84,8 +85,8 @@ class LiveState:
 
 @dataclass(frozen=True)
 class Gated:
-    """Gradients of a possibly skipped step. `open` is 1, or 0 for a skipped step. A rule that multiplies its rates
-    by it changes no bit in a skipped step, because the gradients are then 0 and not NaN."""
+    """Gradients of a possibly skipped step. `open` is 1, or 0 for a skipped step. A rule that multiplies its rates by
+    `open` changes no bit in a skipped step, because the gradients are then 0 and not NaN."""
 
     grads: list[Tensor]
     open: float | Tensor

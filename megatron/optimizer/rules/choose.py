@@ -54,8 +54,8 @@ def build_rule(config: OptimizerConfig, device: torch.device) -> UpdateRule:
     """Builds an elementwise rule, for tensors with unknown roles, as in a user's own model."""
     if config.uses_muon or config.optimizer in ("adafactor", "adam8bit"):
         raise ConfigError(
-            "not supported for your own model, whose hidden matrices are unknown; use AdamW, SGD or Lion, or pass an "
-            "optimizer of your own, such as torch.optim.Muon"
+            "not supported for your own model, because it is unknown which parameters are hidden matrices; use AdamW, "
+            "SGD or Lion, or give an optimizer of your own, such as torch.optim.Muon"
         )
     return elementwise_rule(config.optimizer, config, device)
 
@@ -125,6 +125,6 @@ def _in_blocks(grads: TrainingStore, name: str, specs: Mapping[str, Shard]) -> I
 
 
 def uncut_dim(spec: Shard | None, parameter: Tensor) -> int:
-    """Dimension of a parameter's matrix that no layout cuts."""
+    """Dimension of a parameter's matrix that tensor parallelism never cuts."""
     cut = spec is not None and parameter.dim() > 1 and splits_columns(spec, parameter.shape[0])
     return 0 if cut else 1

@@ -1,4 +1,5 @@
-"""Lion: every element moves by the learning rate, in the sign of its momentum (Chen et al., 2023)."""
+"""Lion: every element moves by the learning rate; the sign of a mix of momentum and gradient gives the direction (Chen
+et al., 2023)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -81,7 +81,11 @@ def test_a_generators_state_comes_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("value", "words"),
-    [(2**2100, "integer of 2101 bits"), (None, "nested too deeply"), ([2**64] * 901, "has 901 integers of over")],
+    [
+        (2**2100, "integer of 2101 bits"),
+        (None, "is nested more than 80 deep"),
+        ([2**64] * 901, "has 901 integers of over"),
+    ],
 )
 def test_what_could_not_be_read_is_not_saved(value: Any, words: str) -> None:
     for _ in range(120 if value is None else 0):

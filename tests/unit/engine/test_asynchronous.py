@@ -225,7 +225,7 @@ def test_the_gradients_of_the_bad_step_are_looked_at() -> None:
         return (total + model.final_layernorm.weight.sum() * (float("nan") if bad in ids else 0.0), count)
 
     engine.passes.forward_step = wrong
-    with pytest.raises(NonFiniteError, match=r"not finite, first in the gradients: final_layernorm\.weight"), parts:
+    with pytest.raises(NonFiniteError, match=r"first non-finite gradients: final_layernorm\.weight"), parts:
         parts.trainer.fit()
     assert seen.count(bad) == 2 and all(torch.isfinite(p).all() for p in model.parameters())
 

@@ -124,7 +124,7 @@ def test_a_new_shape_is_recorded_too_and_a_fifth_is_refused() -> None:
             assert torch.equal(ours, theirs), "what recording a later shape computed is in no gradient"
     assert len(made) == 4
     fifth = {key: value[:, :3] if value.dim() > 1 else value for key, value in batch.items()}
-    with pytest.raises(ConfigError, match=r"--cuda-graphs: a fifth shape of micro-batches \(labels \[1, 3\]"):
+    with pytest.raises(ConfigError, match=r"micro-batches have more than 4 shapes \(new: labels \[1, 3\]"):
         gradients(graphed, [fifth])
     graphed.forget()  # and with them, what they hold
     for ours, theirs in zip(gradients(graphed, shapes[:1]), gradients(plain, shapes[:1]), strict=True):
@@ -159,7 +159,7 @@ def test_it_needs_a_cuda_device() -> None:
 
 def test_other_models_are_refused() -> None:
     engine = make_parts(flags())[1].trainer.engine
-    with pytest.raises(ConfigError, match="--cuda-graphs: supports only the package's GPT, not a model of type Linear"):
+    with pytest.raises(ConfigError, match="--cuda-graphs: supports only the package's GPT, not a Linear"):
         build_module._graphed(engine.passes, torch.nn.Linear(1, 1), engine.store, torch.device("cuda"))
 
 

@@ -248,7 +248,7 @@ def test_a_weight_and_its_remainder_are_the_master_exactly() -> None:
 
 
 def test_remainders_are_refused_where_nothing_can_keep_them() -> None:
-    with pytest.raises(ConfigError, match="--store-param-remainders: requires the native AdamW"):
+    with pytest.raises(ConfigError, match="--store-param-remainders: needs the native AdamW"):
         make(make_model(BF16), None, store_param_remainders=True)
 
 

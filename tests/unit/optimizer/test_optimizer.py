@@ -234,9 +234,9 @@ def test_the_state_is_per_name_and_plain() -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda state, extra: state.pop("1.bias"), ["missing: 1.bias"]),
+        (lambda state, extra: state.pop("1.bias"), ["missing in the checkpoint: 1.bias"]),
         (lambda state, extra: state.update(other={}), ["not in this model: other"]),
-        (lambda state, extra: state["1.bias"].pop("exp_avg"), ["1.bias", "missing: exp_avg"]),
+        (lambda state, extra: state["1.bias"].pop("exp_avg"), ["1.bias", "missing in the checkpoint: exp_avg"]),
         (lambda state, extra: state["1.bias"].update(exp_avg=torch.zeros(3)), ["exp_avg of 1.bias", "(3,)", "(16,)"]),
         (lambda state, extra: state["1.bias"].update(exp_avg=torch.zeros(16).half()), ["float16", "float32"]),
         (lambda state, extra: extra.clear(), ["counters", "step"]),

@@ -149,7 +149,7 @@ def test_changes_after_construction_are_refused_where_they_would_be_lost(change:
     model = plain()
     change(model)
     for settings in (TP2, {"pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}):
-        with pytest.raises(ConfigError, match=r"GPT was changed after it was made \(.*\): a layout that splits"):
+        with pytest.raises(ConfigError, match=r"GPT was changed after it was made \(.*\): tensor, pipeline"):
             built(model, **settings)
 
 

@@ -32,7 +32,7 @@ from tests.unit.checkpoint.support import make_params, make_state, one_process, 
 from tests.unit.checkpoint.test_strange_files import hugging_face_folder
 from tests.unit.interop.megatron_lm.test_step import GPT2, LLAMA, make, params_of
 
-DAMAGED = r"is damaged \(CRC-32 [0-9a-f]{8}, when it was written [0-9a-f]{8}\); copy or download"
+DAMAGED = r"is damaged \(its CRC-32 is [0-9a-f]{8}, but [0-9a-f]{8} was written\); copy or download"
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def test_every_storage_of_a_rank_tree(tmp_path: Path, optimizer: str) -> None:
                 again = loaded(tmp_path)
             except CheckpointError as error:
                 assert f"{storage.path}: tensor " in str(error)
-                assert " is damaged (CRC-32 " in str(error)
+                assert " is damaged (its CRC-32 " in str(error)
             else:
                 assert not differ(sound, again), storage
                 unseen.append(storage)
@@ -198,7 +198,7 @@ def test_a_file_without_checksums_is_taken_with_a_line(
         torch.serialization.set_crc32_options(True)
     code, told = converted(tmp_path / "theirs", tmp_path / "ours", capsys)
     assert code == 0
-    assert told.count("was written without the checksums that torch.save adds: damage to it and to similar files") == 1
+    assert told.count("was written without the checksums that torch.save adds; damage to this file, and to other") == 1
     with storage.damaged():  # nothing in the file says otherwise
         assert converted(tmp_path / "theirs", tmp_path / "again", capsys)[0] == 0
 

@@ -42,20 +42,20 @@ def doubled(levels: int, leaf: bytes, make: Callable[[bytes], bytes]) -> bytes:
 ATTACKS = {
     "a list that contains itself": (b"]" + put(0) + get(0) + b"a", "contains itself"),
     "a list that contains itself through a dict": (b"]" + put(0) + b"}" + b"K\x01" + get(0) + b"sa", "contains itself"),
-    "a list shared over 60 levels": (doubled(60, b"]", lambda two: b"](" + two + b"e"), "more than 1000000 times"),
-    "a tuple shared over 60 levels": (doubled(60, b")", lambda two: two + b"\x86"), "more than 1000000 times"),
+    "a list shared over 60 levels": (doubled(60, b"]", lambda two: b"](" + two + b"e"), "have over 1000000 parts"),
+    "a tuple shared over 60 levels": (doubled(60, b")", lambda two: two + b"\x86"), "have over 1000000 parts"),
     "a key that takes for ever to hash": (
         b"}" + doubled(60, b"K\x01", lambda two: two + b"\x86") + b"K\x01s",
-        "more than 1000000 times",
+        "have over 1000000 parts",
     ),
     "a list that is filled after it was shared": (b"]" + put(0) + get(0) + b"K\x01a", "changes after its use"),
-    "a byte array of 3 GB": (b"c__builtin__\nbytearray\nJ\x00\x00\x00\x7f\x85R", "asks for builtins.bytearray"),
-    "a counter": (b"ccollections\nCounter\n)R", "asks for collections.Counter"),
+    "a byte array of 3 GB": (b"c__builtin__\nbytearray\nJ\x00\x00\x00\x7f\x85R", "refers to builtins.bytearray"),
+    "a counter": (b"ccollections\nCounter\n)R", "refers to collections.Counter"),
     "a meta tensor": (b"ctorch._utils\n_rebuild_meta_tensor_no_storage\n)R", "_rebuild_meta_tensor_no_storage"),
-    "code": (b"cos\nsystem\nX\x04\x00\x00\x00true\x85R", "asks for os.system"),
+    "code": (b"cos\nsystem\nX\x04\x00\x00\x00true\x85R", "refers to os.system"),
     "integers of one hash": (
         b"(" + b"".join(b"\x8a\x0b" + ((2**61 - 1) * n << 8).to_bytes(11, "little") for n in range(1, 1100)) + b"t",
-        "many long ones",
+        "many of more than 8 bytes",
     ),
     "tuples of one hash": (
         b"}(" + b"".join(b"J" + struct.pack("<i", n) + b"K\x02\x86N" for n in range(5001)) + b"u",
@@ -63,16 +63,16 @@ ATTACKS = {
     ),
     "a set of a tensor": (
         b"c__builtin__\nset\nctorch._utils\n_rebuild_tensor_v2\n(tR\x85R",
-        "makes a set of something that is not a list",
+        "creates a set from something that is not a list",
     ),
-    "a storage of 2 GB": (b"ctorch.storage\nUntypedStorage\nJ\x00\x00\x00\x7f\x85R", "makes a torch.storage.Untyped"),
-    "a very long integer": (b"\x8a\x50" + (2**600).to_bytes(80, "little"), "more than 64 bytes"),
+    "a storage of 2 GB": (b"ctorch.storage\nUntypedStorage\nJ\x00\x00\x00\x7f\x85R", "creates a torch.storage.Untyped"),
+    "a very long integer": (b"\x8a\x50" + (2**600).to_bytes(80, "little"), "over 64 bytes"),
     "deep nesting": (b"]" * 200 + b"a" * 199, "more than 100 deep"),
     "an empty stack": (b"a", "malformed"),
     "a mark that is missing": (b"]e", "malformed"),
     "something never stored": (get(7), "malformed"),
     "no end": (b"]" * 3, None),
-    "persistent identifiers of text": (b"Pfoo\n", "the pickle instruction PERSID"),
+    "persistent identifiers of text": (b"Pfoo\n", "has the instruction PERSID"),
 }
 
 
@@ -117,7 +117,7 @@ def test_what_checkpoints_hold_is_read(tmp_path: Path) -> None:
 
 def test_a_tensor_that_repeats_its_elements_is_refused(tmp_path: Path) -> None:
     """Copying four such bytes could make a tensor of any size."""
-    with pytest.raises(CheckpointError, match="holds a tensor that repeats its elements"):
+    with pytest.raises(CheckpointError, match="holds a tensor that is larger than its storage"):
         roundtrip(torch.zeros(1).expand(10**12), tmp_path / "x.pt")
     assert torch.equal(roundtrip(torch.arange(4)[::2], tmp_path / "y.pt"), torch.tensor([0, 2]))
 

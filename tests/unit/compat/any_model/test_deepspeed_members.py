@@ -155,7 +155,7 @@ def test_attributes_of_the_model_come_first_and_unknown_ones_are_attribute_error
     model.config = {"hidden": 4}  # type: ignore[assignment]
     engine = make(model)
     assert engine.config == {"hidden": 4}
-    with pytest.raises(ConfigError, match=r"engine.monitor = ...: nothing is sent"):
+    with pytest.raises(ConfigError, match=r"engine.monitor = ...: the engine sends no metrics"):
         engine.monitor = None
     with pytest.raises(AttributeError, match="no_such_thing"):
         engine.no_such_thing  # noqa: B018
@@ -262,7 +262,7 @@ def test_a_checkpoint_that_latest_does_not_name(tmp_path: Path) -> None:
     again.load_checkpoint(tmp_path, "global_step1")
     assert (again.global_steps, again.global_samples) == (1, 4)
     for refused in ({"load_module_strict": False}, {"custom_load_fn": print}):
-        with pytest.raises(ConfigError, match="not supported, a checkpoint is for the model that saved it"):
+        with pytest.raises(ConfigError, match="not supported, because a checkpoint fits only the model"):
             again.load_checkpoint(tmp_path, "global_step1", **refused)
     with pytest.raises(ConfigError, match="exclude_frozen_parameters is not supported"):
         again.save_checkpoint(tmp_path, exclude_frozen_parameters=True)

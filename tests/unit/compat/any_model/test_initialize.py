@@ -281,13 +281,13 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "another model's optimizer": (
         lambda: make(config=BATCH, optimizer=torch.optim.AdamW(nn.Linear(2, 2).parameters())),
-        "2 of the optimizer's 2 parameters are not the model's",
+        "2 of the optimizer's 2 parameters are not parameters of the model",
     ),
     "another optimizer's scheduler": (
         lambda: make(
             lr_scheduler=torch.optim.lr_scheduler.StepLR(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), 1)
         ),
-        "lr_scheduler steps another optimizer",
+        "lr_scheduler belongs to another optimizer",
     ),
     "a scheduler without step": (lambda: make(lr_scheduler=3), "lr_scheduler is a int without step"),
     "no batch size": (lambda: make(config=ADAMW), "train_batch_size: missing"),
@@ -331,7 +331,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "Muon": (
         lambda: make(config={**BATCH, "optimizer": {"type": "Muon"}}),
-        "in config: optimizer.type Muon: not supported for your own model, whose hidden matrices are unknown",
+        "in config: optimizer.type Muon: not supported for your own model, because it is unknown which parameters",
     ),
     "a number as text": (lambda: make(config={**ADAMW, "train_batch_size": "4"}), 'train_batch_size "4": not a whole'),
     "a number out of range": (
@@ -440,11 +440,11 @@ WRONG_ORDERS: dict[Callable[[ModelEngine], Any], str] = {
     twice: r"called again before engine.step\(\)",
     by_hand: r"optimizer.step\(\): .* call engine.step\(\) instead",
     dropped: "would drop the gradients of 1 of 1 micro-batches",
-    inside_no_sync: r"not inside no_sync\(\)",
+    inside_no_sync: r"was called inside no_sync\(\)",
     half_done: "1 of 1 micro-batches of an update are done",
     lambda engine: engine.backward(engine(torch.randn(4, 10))): "a tensor of shape (4, 10), not one number",
     lambda engine: engine.backward(1.0): "the loss is float, not one number",
-    lambda engine: engine.half(): "choose precision in the config",
+    lambda engine: engine.half(): "set the precision in the config",
 }
 
 
@@ -465,7 +465,7 @@ def test_numbers_that_are_not_finite_stop_with_their_names() -> None:
     engine = make()
     before = engine.module.weight.clone()
     engine.backward(loss_of(engine) * math.inf)
-    with pytest.raises(NonFiniteError, match=r"step 1: a gradient is not finite; first in the gradients: weight, bias"):
+    with pytest.raises(NonFiniteError, match=r"step 1: a gradient is not finite; first non-finite gradients: weight"):
         engine.step()
     assert torch.equal(engine.module.weight, before)
 
@@ -476,7 +476,7 @@ def test_numbers_that_are_not_finite_stop_with_their_names() -> None:
 def test_checkpoints_that_cannot_be_are_one_line(tmp_path: Path) -> None:
     engine = make()
     take_step(engine)
-    with pytest.raises(ConfigError, match=r"client_state\.model: is a Linear; a checkpoint holds"):
+    with pytest.raises(ConfigError, match=r"client_state\.model: is a Linear, but a checkpoint holds"):
         engine.save_checkpoint(tmp_path / "a", client_state={"model": nn.Linear(1, 1)})
     with pytest.raises(ConfigError, match=r"'\.\./a' is not a directory name"):
         engine.save_checkpoint(tmp_path / "a", tag="../a")

@@ -158,8 +158,8 @@ def halve_both(engine: ModelEngine) -> None:
 SLIPS: dict[Callable[[ModelEngine], None], str] = {
     save_nowhere: "save_checkpoint: save_dir is None, which is not a path; give a directory",
     load_nowhere: "load_checkpoint: load_dir is 3, which is not a path; give a directory",
-    double_inputs: r"engine\(x\): an input is float64 and the model float32 .*; cast it, as in x.float\(\)",
-    halve: "the model was cast to float16 after megatron.compat.initialize.* choose precision in the config",
+    double_inputs: r"engine\(x\): an input is float64, but the model is float32 .*; cast the input, as in x.float\(\)",
+    halve: "the model was cast to float16 after megatron.compat.initialize.* set the precision in the config",
     halve_both: "the model was cast to float16 after megatron.compat.initialize",
 }
 
@@ -193,8 +193,8 @@ def by_columns(engine: ModelEngine) -> None:
 @pytest.mark.parametrize(
     ("does", "said"),
     [
-        (by_columns, "weight got another memory format after megatron.compat.initialize.*; leave that out"),
-        (thaw, "weight was frozen when megatron.compat.initialize.* call initialize.. before requires_grad_.False."),
+        (by_columns, "weight got another memory format after megatron.compat.initialize.*; remove the conversion"),
+        (thaw, "weight was frozen when megatron.compat.initialize.* call initialize.. before you freeze it"),
         (another_group, r"add_param_group\(\): the engine has no gradient buffers .* give the optimizer all of them"),
         (another_engine, "bias was taken by an earlier engine of this model; use that engine"),
     ],
@@ -224,7 +224,7 @@ UNFIT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "complex": (complex_weights, "phases is complex, .* make it a real parameter with a last dimension of 2"),
     "shared memory": (
         transposed_pair,
-        "0.weight and 1.weight are two parameters in the same memory, .* use one of them",
+        "0.weight and 1.weight are two parameters that share memory, .* use one parameter",
     ),
     "an engine": (make, "model is an engine already; use that"),
 }
@@ -247,5 +247,5 @@ def test_parameters_that_are_all_frozen_are_refused() -> None:
 def test_a_client_state_that_holds_itself_is_refused(tmp_path: Path) -> None:
     state: dict[str, object] = {}
     state["again"] = state
-    with pytest.raises(ConfigError, match="client_state: holds itself, or is nested too deeply"):
+    with pytest.raises(ConfigError, match="client_state: contains itself, or is nested more than"):
         make().save_checkpoint(tmp_path, client_state=state)

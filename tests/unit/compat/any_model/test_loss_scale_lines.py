@@ -35,6 +35,6 @@ def test_below_the_usual_scale_the_line_says_how_far_it_can_fall() -> None:
     precision = PrecisionConfig(fp16=True, min_loss_scale=3.0)
     said = line_after_skips(48.0, precision)
     assert "the loss scale is 48; at most 4 more halvings follow (min_loss_scale 3)" in said
-    assert re.search(r'"initial_scale_power": 5 in fp16 begins here$', said)
+    assert re.search(r'set "initial_scale_power": 5 in fp16$', said)
     assert not list(lines_at_start(PrecisionConfig(fp16=True, loss_scale=2.0**30)))
     assert not list(lines_at_start(PrecisionConfig(bf16=True)))

@@ -62,7 +62,7 @@ def test_the_first_lines_of_a_program_for_deepspeed(tmp_path: Path) -> None:
         ({"dist_backend": "nccl"}, r"dist_backend nccl: needs an accelerator, .* use gloo, or leave it out"),
         (
             {"init_method": "env://"},
-            "the launcher sets init_method, rank and world_size; start the program with torchrun, or call",
+            "the launcher sets init_method, rank and world_size; remove them and start the program with",
         ),
         ({"rank": 1, "world_size": 2}, "the launcher sets init_method, rank and world_size"),
     ],

@@ -30,7 +30,7 @@ def notices(content: dict[str, Any]) -> list[str]:
         ({"train_batchsize": 4}, "train_batchsize: unknown key (did you mean train_batch_size?)"),
         ({"zero_optimization": {"stge": 1}}, "zero_optimization.stge: unknown key (did you mean stage?)"),
         ({"stage": 1}, "stage: unknown key (it belongs to zero_optimization)"),
-        ({"fp16": {"gradient_clipping": 1}}, "fp16.gradient_clipping: unknown key (it belongs to the top)"),
+        ({"fp16": {"gradient_clipping": 1}}, "fp16.gradient_clipping: unknown key (it belongs to the top level)"),
         ({"fp16.enabled": True}, "fp16.enabled: unknown key"),
         ({3: 4}, "3: unknown key"),
         ({"a\nb": 1}, "'a\\nb': unknown key"),
@@ -61,7 +61,7 @@ def notices(content: dict[str, Any]) -> list[str]:
         ),
         (
             {"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}},
-            "optimizer.params.adam_w_mode false: AdamW always decouples decay; leave it out, or use the type Adam",
+            "optimizer.params.adam_w_mode false: AdamW always decouples weight decay; remove it, or use the type Adam",
         ),
         (
             {"optimizer": {"type": "Muon", "params": {"muon_lr": 0.5, "adam_lr": 0.25}}},

@@ -182,5 +182,5 @@ def test_a_malformed_tensor_among_the_counters_is_refused_by_name(tmp_path: Path
 
     one = {"optimizer": {"state": {}, "param_groups": [{"params": [], "step": Negative()}]}}
     folder = write(tmp_path, make(GPT2), state=one)
-    with pytest.raises(CheckpointError, match="has a tensor that is not described as torch does"):
+    with pytest.raises(CheckpointError, match="has a tensor that is not described in the way"):
         open_foreign(folder)
