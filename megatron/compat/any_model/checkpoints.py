@@ -15,6 +15,7 @@ from megatron.checkpoint.all_ranks import do_on_first, run_on_first
 from megatron.checkpoint.besides_tensors import saved_values
 from megatron.checkpoint.found_step import FoundStep, find_checkpoint
 from megatron.checkpoint.load import load_checkpoint
+from megatron.checkpoint.paths import TRACKER
 from megatron.checkpoint.run_state import LoadedState, RunHistory, TrainState, writes
 from megatron.checkpoint.save import save_checkpoint
 from megatron.compat.any_model.facts import EngineFacts
@@ -229,7 +230,7 @@ def _chosen(load_dir: Path, tag: str | None) -> Path:
     if tag is None:
         named = load_dir / LATEST
         if not named.is_file():
-            if (load_dir / "latest_checkpointed_iteration.txt").is_file():
+            if (load_dir / TRACKER).is_file():
                 return load_dir  # a tag's own directory, or another run's
             raise ConfigError(
                 f"load_checkpoint: {load_dir} has no file {LATEST}, so nothing was saved there; give the directory of "
@@ -237,7 +238,7 @@ def _chosen(load_dir: Path, tag: str | None) -> Path:
             )
         tag = named.read_text(encoding="utf-8").strip()
     if not tag or Path(tag).name != tag or not (load_dir / tag).is_dir():
-        there = sorted(path.name for path in load_dir.iterdir() if path.is_dir())
+        there = sorted(path.parent.name for path in load_dir.glob(f"*/{TRACKER}"))
         raise ConfigError(f"load_checkpoint: {load_dir} has no tag {tag!r}; it has {', '.join(there[:8]) or 'none'}")
     return load_dir / tag
 

@@ -486,6 +486,7 @@ def test_checkpoints_that_cannot_be_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         engine.load_checkpoint(tmp_path / "none")
     engine.save_checkpoint(tmp_path / "b", tag="best")
+    (tmp_path / "b" / "logs").mkdir()
     with pytest.raises(ConfigError, match="has no tag 'worst'; it has best"):
         engine.load_checkpoint(tmp_path / "b", tag="worst")
 
