@@ -229,7 +229,7 @@ def run_of_one_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("opt_param_scheduler", "lr_decay_style"), "\ud800", r"--lr-decay-style is linear here and \\ud800 in"),
         (("optimizer", "extra"), None, "its optimizer's counters cannot be restored .*; give --no-load-optim"),
         (("optimizer", "extra", "step"), "x", "its optimizer state cannot be restored .*; give --no-load-optim"),
-        (("extra",), 7, "its values of the engine cannot be restored"),
+        (("extra",), 7, "its extra values cannot be restored"),
         ("data", {"train_samples": "x"}, "its number of training samples cannot be restored"),
         ("consumed_train_samples", 10**30, "or a size is negative or too large"),
     ],
