@@ -23,7 +23,7 @@ from megatron.utils.foreign import ADAPTER, is_not_a_directory, read_finite_json
 
 @dataclass(frozen=True)
 class Stored:
-    """Location of a tensor. Some files of the Hub leave out the prefix of its name."""
+    """Location of a tensor. In some files of the Hub, its name lacks the prefix."""
 
     file: WeightsFile
     name: str
@@ -96,7 +96,7 @@ class HuggingFaceFolder:
 
 
 def open_folder(folder: Path, say: Say = lambda text: None, *, compare: bool = True) -> HuggingFaceFolder:
-    """Opens a folder. With `compare`, what is read is compared with the file's checksums, which reads whole storages.
+    """Opens a folder. With `compare`, tensors are compared with their checksums, which reads whole storages.
     `say` reports files without checksums, and settings that are not imported."""
     if not folder.is_dir():
         raise ConfigError(f"--load {folder}: {is_not_a_directory(folder)}")
@@ -124,8 +124,8 @@ def _check_tied(source: HuggingFaceFolder) -> None:
     words, head = source.family.table(WORD_TABLE), source.family.table(HEAD_TABLE)
     if source.config.tied and head in source.files and not torch.equal(source.tensor(head), source.tensor(words)):
         raise CheckpointError(
-            f"{source.folder}: tie_word_embeddings states that {head} is {words}, but the two differ; set it to false "
-            "in config.json, or save the model without the wrong one"
+            f"{source.folder}: {head} and {words} differ, but tie_word_embeddings in config.json is true; set it to "
+            f"false, or save the model without {head}"
         )
 
 

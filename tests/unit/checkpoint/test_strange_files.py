@@ -136,7 +136,10 @@ def test_whole_hugging_face_folders(tmp_path: Path) -> None:
             "vocab_size is a number of 100 bits; it has to be a whole number from 1 to 2147483647",
         ),
         ({"hidden_size": "8"}, "hidden_size is '8'; it has to be a whole number"),
-        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "3 attention heads do not fit"),
+        (
+            {"num_attention_heads": 3, "num_key_value_heads": 2},
+            "3 attention heads are not divisible by 2 key-value heads",
+        ),
         ({"rope_scaling": []}, r"rope_scaling is \[\]; it has to be an object or null"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; it has to be true or false"),
     ],

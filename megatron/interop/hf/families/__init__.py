@@ -22,7 +22,7 @@ FAMILIES: tuple[Family, ...] = (GPT2(), GPTNeoX(), Qwen2(), Llama(), Qwen3(), Ol
 
 
 def choose(config: ModelConfig, moe: MoEConfig, *, came_as: str | None = None) -> Family:
-    """Returns the family that the model `came_as` if that can express it, else the simplest family that computes it."""
+    """Returns the family of model_type `came_as` if it can express the model, else the simplest family that can."""
     if came_as is not None and by_model_type(came_as).unsupported(config, moe) is None:
         return by_model_type(came_as)
     for family in FAMILIES:

@@ -50,7 +50,7 @@ class LlamaLike(Family):
     def lacks(self, c: ModelConfig) -> Lacking:
         activation = "--squared-relu" if c.squared_relu else "GELU"
         together = "--qk-layernorm with " if self.normalizes_qk else ""
-        qkv_alone = self.has_qkv_bias or self.may_have_biases  # elsewhere it can be zeros
+        qkv_alone = self.has_qkv_bias or self.may_have_biases  # a family with all biases can set the others to zero
         return [
             (positions_flag(c), c.positions != "rope"),
             (f"--normalization {c.normalization}", c.normalization != "RMSNorm"),

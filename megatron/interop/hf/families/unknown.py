@@ -1,4 +1,4 @@
-"""Models without a family: the nearest family, and what it would lose."""
+"""Model types that are not supported: the nearest family of each, and the features that it lacks."""
 
 from difflib import get_close_matches
 
@@ -54,9 +54,9 @@ _NEAREST: dict[str, tuple[str, str]] = {
 
 
 def nearest_family(model_type: str, known: list[str]) -> str:
-    """Returns what to add to the rejection of this type; empty if no family is near."""
+    """Returns an addition to the error message about this type; empty if no family is near."""
     if model_type in _NEAREST:
         family, lost = _NEAREST[model_type]
-        return f"; nearest is {family}, which would lose {lost}"
+        return f"; the nearest is {family}, which lacks {lost}"
     near = get_close_matches(model_type, known, n=1, cutoff=0.75)
     return f"; did its author mean {near[0]}?" if near else ""
