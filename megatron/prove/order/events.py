@@ -7,7 +7,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class MessageSide:
-    """Side of a point-to-point message."""
+    """One side of a point-to-point message."""
 
     side: Literal["send", "recv"]
     peer: int
