@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda body: next(iter(body["divisions"].values())).update(
             first={kind: start + 2 for kind, start in starts_of(body).items()}, starts={}
         ),
-        "has no start|begins at byte",
+        "has no first byte|begins at byte",
     ),
     "no start": (lambda body: starts_of(body).pop(SQUARE), "has no first byte"),
     "an offset shifted by one element": (
@@ -211,7 +211,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "a share of another length": (
         lambda body: piece_of(body, QKV).update(share=piece_of(body, QKV)["share"] + 1),
-        "overlap in row",
+        "overlap or have different shares",
     ),
     "a share beyond all numbers": (
         lambda body: piece_of(body, QKV).update(share=2**61),
