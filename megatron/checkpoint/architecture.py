@@ -114,7 +114,9 @@ def check_architecture(
     refused = {name: pair for name, pair in found.items() if name not in allowed}
     if refused:
         listed = "; ".join(f"{_flag(name)}: checkpoint {old}, this run {new}" for name, (old, new) in refused.items())
-        raise CheckpointError(f"the checkpoint has another model ({listed}); give the same settings, or another --load")
+        raise CheckpointError(
+            f"the checkpoint has another model ({listed}); give the checkpoint's settings, or another --load"
+        )
     return [f"{_flag(name)} changes from {found[name][0]} to {found[name][1]}" for name in sorted(allowed)]
 
 

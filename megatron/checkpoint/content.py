@@ -39,8 +39,8 @@ saved with the whole buffer."""
 
 
 def plain_copy(tensor: Tensor) -> Tensor:
-    """Copies a tensor to host memory, unless it is already there, contiguous and with its own storage. For saves during
-    which no tensor changes."""
+    """Copies a tensor to host memory, unless it is already there, contiguous and with its own storage. Used for saves
+    during which no tensor changes."""
     if isinstance(tensor, Deferred):
         return tensor
     tensor = tensor.detach()

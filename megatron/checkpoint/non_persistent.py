@@ -78,8 +78,8 @@ class NonPersistent:
                 line = manifest.read(directory).line
                 if line is None or line.save != name:
                     raise ConfigError(
-                        f"{_FLAG} {self.directory}: holds {directory.name}, written by another run than the one of "
-                        f"--save {self.save_directory}; remove it, or give another directory"
+                        f"{_FLAG} {self.directory}: holds {directory.name}, which the run of --save "
+                        f"{self.save_directory} did not write; remove it, or give another directory"
                     )
 
     def steps_here(self) -> list[int]:

@@ -72,8 +72,8 @@ class RunHistory:
         return max(self.committed_steps(directory), default=self.loaded_step(directory))
 
     def moved(self, step: int, to: int) -> None:
-        """Records that the loaded `step` became iteration `to`. Later steps than the smaller one are not of this
-        run."""
+        """Records that the loaded `step` became iteration `to`. Steps after the smaller of the two do not belong
+        to this run."""
         self.started_from = min(step, to)
         if to < step:
             self.loaded.clear()  # this run may still save steps with these numbers

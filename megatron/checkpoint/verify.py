@@ -275,7 +275,7 @@ _PARTS = {"optimizer": ("optimizer", "extra"), "scheduler": ("opt_param_schedule
 
 
 def _plain_values(record: Manifest, file: str, content: Any) -> Iterator[str]:
-    """Finds plain values that a load needs and that a file lacks, and an iteration that is not the manifest's."""
+    """Finds plain values that a load needs but a file lacks, and an iteration that differs from the manifest's."""
     step = classic.lookup(content, ("iteration",))
     if step != record.step:
         yield f"has iteration {step!r:.40}, but the manifest has {record.step}"
@@ -336,7 +336,7 @@ def model_problems(record: Manifest) -> list[str]:
             whole = record.model.get(name)
             in_shape = kind in _IN_SHAPE and each.dtype == "torch.float32"
             if in_shape and whole is not None and each.logical_shape != whole.logical_shape:
-                found.append(f"{name} ({kind}) has shape {each.logical_shape}, its parameter {whole.logical_shape}")
+                found.append(f"{name} ({kind}) has shape {each.logical_shape}, but its parameter {whole.logical_shape}")
     return found + (_against_settings(record) if describes_gpt(record) else [])
 
 

@@ -63,7 +63,7 @@ def read_published(path: Path) -> Published:
                 )
         return replace(found, rows=tuple(replace(row, published=True) for row in found.rows))
     except (ValueError, RecursionError) as error:
-        raise _unusable("--published", path, f"not a source with rows ({error})") from None
+        raise _unusable("--published", path, f"does not hold a source and its rows ({error})") from None
 
 
 def _number(path: Path, line: dict[str, Any], name: str) -> float:

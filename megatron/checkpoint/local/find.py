@@ -64,8 +64,8 @@ class Search:
             missing = [rank for rank in range(ranks) if not holders.get(rank)]
             if missing:
                 said.append(
-                    f"local step {step} is incomplete (the share of rank {missing[0]}"
-                    f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''} is missing): it is skipped"
+                    f"local step {step} is incomplete (missing: the share of rank {missing[0]}"
+                    f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}): it is skipped"
                 )
                 continue
             try:

@@ -56,8 +56,8 @@ def check_export(
         return
     result = compare_logits(export, folder)
     log(
-        f"check: logits equal those of {export.family.architecture} at all {result.positions} positions to "
-        f"{result.relative:.1e} of the largest (tolerance {TOLERANCE:.0e})"
+        f"check: logits equal those of {export.family.architecture} at all {result.positions} positions; "
+        f"largest difference: {result.relative:.1e} of the largest logit (tolerance {TOLERANCE:.0e})"
     )
 
 

@@ -1,8 +1,8 @@
 """Converts weights between our logical views and the tensors of a Hugging Face model.
 
 A `TensorLayout` holds both directions side by side, so that import(export(x)) is x. Nothing is permuted for RoPE: both
-rotate half-split heads. Import uses views of the other model's tensors, so only what is copied is read from a mapped
-file.
+models rotate half-split heads. Import uses views of the other model's tensors, so only what is copied is read from a
+mapped file.
 """
 
 from collections.abc import Callable

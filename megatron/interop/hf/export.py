@@ -84,7 +84,9 @@ def plan_export(
         raise CheckpointError(f"{found.directory} holds no token embedding; only GPTs can be exported")
     trained = words.dtype.removeprefix("torch.")
     if dtype is None and trained not in DTYPES:
-        raise ConfigError(f"--dtype: needed, because {trained} cannot be exported; give one of {', '.join(DTYPES)}")
+        raise ConfigError(
+            f"--dtype: {trained} weights cannot be exported in their own dtype; give one of {', '.join(DTYPES)}"
+        )
     context = config.max_position_embeddings or int(saved.config.get("data", {}).get("seq_length") or 0)
     rows, tokenizer = words.logical_shape[0], found.tokenizer_files
     has_json = tokenizer is not None and tokenizer.has_json

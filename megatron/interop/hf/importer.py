@@ -50,8 +50,8 @@ class HuggingFaceFolder:
         return [*kept_files(self.folder).values()]
 
     def settings(self) -> dict[str, dict[str, Any]]:
-        """Returns the settings as a native checkpoint would have them. The embedding table decides the vocabulary size:
-        most tables have more rows than their tokenizer has entries."""
+        """Returns the settings as a native checkpoint would have them. The token embedding decides the vocabulary size:
+        most have more rows than their tokenizer has entries."""
         window = self.config.window_size
         tokenizer: dict[str, Any] = {"vocab_size": self.vocab_size}
         if (self.folder / "tokenizer.json").is_file():
@@ -89,7 +89,7 @@ class HuggingFaceFolder:
             if shape != tuple(expected.shape):
                 raise CheckpointError(
                     f"{self.folder}: {name} is {_sizes(shape)}, but config.json describes {_sizes(expected.shape)}; "
-                    "they belong to different models"
+                    "the files belong to different models"
                 )
             if dtype not in DTYPES:
                 raise CheckpointError(f"{self.folder}: {name} is {dtype:.20}; supported: {', '.join(DTYPES)}")
@@ -146,7 +146,7 @@ def _refuse_quantised(values: Mapping[str, Any]) -> None:
         name = str(method or "by some method")
         raise ConfigError(
             f"config.json: quantization_config: the weights are quantised ({name:.40}), which is not supported; give "
-            "the model from before the quantisation"
+            "the unquantised model"
         )
 
 
@@ -160,7 +160,7 @@ def _refuse_more_than_stored(folder: Path, config: ModelConfig, moe: MoEConfig, 
     if config.num_layers + experts > held:
         raise CheckpointError(
             f"{folder}: config.json describes {config.num_layers} layers and {experts} experts, but the weights are "
-            f"{held} tensors; they belong to different models"
+            f"{held} tensors; the files belong to different models"
         )
 
 

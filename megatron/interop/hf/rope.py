@@ -70,5 +70,5 @@ def _described(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of RoPE. Raises if there are two that differ: versions of transformers disagree on them."""
     newer, older = (values.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
     if newer and older and newer != older:
-        raise ConfigError("config.json: rope_parameters and rope_scaling differ; keep the right one")
+        raise ConfigError("config.json: rope_parameters and rope_scaling differ; keep only the right one")
     return dict(newer or older)

@@ -154,7 +154,7 @@ class ClassicTree:
             _check_shape(self.directory, parameter, ranges, shape)
             places[Slice(f"{tp}.{pp}.{ep}", (held.key, found), ranges, shape)] = SliceLocation(at, held.key, found)
         if len(dtypes) != 1:
-            raise CheckpointError(f"{self.directory}: {name} is {' and '.join(sorted(dtypes))} on its ranks")
+            raise CheckpointError(f"{self.directory}: {name} is {' and '.join(sorted(dtypes))} on different ranks")
         record = TensorRecord(parameter.shape, dtypes.pop(), row.split_dim or 0, tuple(places), row.fold)
         return record, places
 

@@ -297,7 +297,7 @@ def _plan(found: FoundStep, target: TargetLayout, reading: Reading, log: Callabl
     nowhere = [what for what, has in _NOWHERE_THERE.items() if has(config)]
     nowhere += [what for what, has in _NOT_IN_CORE.items() if target.names != "classic" and has(config, moe)]
     if nowhere:
-        log(f"note: Megatron-LM has no {', no '.join(nowhere)}; it would compute another function of these weights")
+        log(f"note: Megatron-LM has no {', no '.join(nowhere)}; with these weights it would compute other results")
     if moe.is_on and config.linear_bias:
         log(_NO_ROUTER_BIAS)
     trained = [name for name, parameter in wanted.items() if parameter.row.trained]

@@ -212,7 +212,7 @@ def _verdict(differences: Sequence[Difference], tolerance: float, ranks: int) ->
     first = min(off, key=_distance_to_cause)
     return False, (
         f"DIFFERENT beyond {tolerance:g}: first the {first.kind} of {first.where} ({first.size:.1e}); "
-        f"{len(off)} of {len(differences)} comparisons"
+        f"{len(off)} of {len(differences)} comparisons differ"
     )
 
 

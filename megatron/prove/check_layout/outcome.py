@@ -181,7 +181,9 @@ def _relative(difference: float, scale: float) -> float:
 
 def _check_same_names(kind: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     if ours.keys() != theirs.keys():
-        raise ReplicaError(f"{', '.join(sorted(ours.keys() ^ theirs.keys()))}: a {kind} in one of the two runs only")
+        raise ReplicaError(
+            f"{', '.join(sorted(ours.keys() ^ theirs.keys()))}: only one of the two runs has this {kind}"
+        )
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:

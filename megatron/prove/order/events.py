@@ -11,7 +11,7 @@ class MessageSide:
 
     side: Literal["send", "recv"]
     peer: int
-    """Rank in the world."""
+    """Global rank of the other side."""
     size: int
     dtype: str
     tag: int = 0

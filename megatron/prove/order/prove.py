@@ -135,7 +135,7 @@ def _introduction(given: RunConfig, config: RunConfig, world_size: int) -> list[
         f"{len(compared_ranks(config, world_size))} others, with made-up peers",
         f"two runs: start, two steps, {evaluations}{saves} and stop{left_out}; start, load of a "
         "checkpoint, a step and stop",
-        f"cut to what the order of operations depends on: {', '.join(cut)}",
+        f"reduced without changing the order of operations: {', '.join(cut)}",
         "rules (docs/proofs.md): A collective or a first message connects and waits for its peers. The operations of a "
         "communicator run in order. All streams share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) or have "
         "their own",

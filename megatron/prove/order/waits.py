@@ -21,7 +21,7 @@ Key = tuple[object, ...]
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules of what blocks what. The default is a GPU with a queue for every stream."""
+    """Rules about what blocks a host and a stream. The default is a GPU with a queue for every stream."""
 
     first_use_blocks: bool = True
     """True if the first operation of a communicator, and the first message of a pair of ranks, connect them: the host
@@ -50,7 +50,7 @@ STRICTEST = Rules(wait_blocks=True, one_queue=True, collectives_connect=True)
 
 @dataclass
 class Outcome:
-    """Time at which all ended, or the ranks that wait for each other forever."""
+    """Time in seconds at which all ranks ended, or the ranks that wait for each other forever."""
 
     seconds: float
     stuck: list[str] = field(default_factory=list)

@@ -122,7 +122,9 @@ class LlamaLike(Family):
         if not self.may_have_biases:
             refuse_unless({"attention_bias": attention, "mlp_bias": mlp}, attention_bias=False, mlp_bias=False)
         if mlp and not attention:
-            raise ConfigError("config.json: attention_bias False with mlp_bias True is not supported; both or none")
+            raise ConfigError(
+                "config.json: attention_bias False with mlp_bias True is not supported; set both or neither"
+            )
         return mlp
 
     def _only_attention_is_biased(self, values: Mapping[str, Any]) -> bool:

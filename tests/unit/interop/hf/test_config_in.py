@@ -141,7 +141,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (
             "qwen3",
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": YARN},
-            "rope_parameters and rope_scaling differ; keep the right one",
+            "rope_parameters and rope_scaling differ; keep only the right one",
         ),
         (
             "llama",
