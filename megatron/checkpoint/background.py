@@ -30,7 +30,7 @@ from megatron.utils.dtype import resolved
 from megatron.utils.task import Task
 
 _STOPS_WITHIN = 10.0
-"""Time in seconds that a failing run waits for its writing thread to end. Files written so far are no checkpoint."""
+"""Time in seconds that a failing run waits for its writing thread to end. Files written so far are not a checkpoint."""
 
 
 @dataclass

@@ -115,7 +115,7 @@ def write_tracker(directory: Path, text: str) -> None:
 
 
 def member(root: Path, relative: str) -> Path:
-    """Returns the path of a file that a manifest names. Raises if the name leads outside of the step's directory, is
+    """Returns the path that a manifest gives for a file. Raises if the name leads outside of the step's directory, is
     too long, or has a symbolic link in its path."""
     pure = PurePosixPath(relative)
     strange = pure.is_absolute() or not pure.parts or ".." in pure.parts or "\0" in relative

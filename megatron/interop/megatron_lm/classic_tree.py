@@ -177,7 +177,7 @@ class ClassicTree:
         if self.version < 2 and slots != 3:
             raise CheckpointError(
                 f"{self.directory} has checkpoint_version {self.version:g} and grouped-query attention, which "
-                "only later versions have, so the order of its rows is unknown; save it as version 3 with the program "
+                "only later versions have. So the order of its rows is unknown; save it as version 3 with the program "
                 "that wrote it"
             )
 

@@ -45,9 +45,9 @@ def keeping_tokenizer(family: Family, tokenizer: Mapping[str, Any], config: Mode
     llama = by_model_type("llama")
     raise ConfigError(
         f"{llama.unsupported(config, moe)}: only {family.architecture} computes this, but transformers 5.8 and later "
-        f"read every tokenizer in a {family.model_type} folder as Qwen2's: texts would get other ids; train with "
-        f"Qwen2's tokenizer, or without this setting, which makes it a {llama.architecture} (tools/generate.py can "
-        "use the checkpoint)"
+        f"read every tokenizer in a {family.model_type} folder as Qwen2's, so texts would get other ids. Train with "
+        f"Qwen2's tokenizer, or without this setting, so that the model is a {llama.architecture} (tools/generate.py "
+        "can use the checkpoint)"
     )
 
 
