@@ -211,5 +211,7 @@ def storage_errors(doing: str, path: Path) -> Iterator[None]:
 def storage_message(doing: str, path: Path, error: OSError) -> str:
     reason = error.strerror or str(error)
     place = error.filename or path
-    fix = "Make sure that this path has free space and is writable, or change --save"
-    return f"{doing} failed at {place}: {reason}; earlier checkpoints are untouched. {fix}"
+    return (
+        f"{doing} failed at {place}: {reason}; earlier checkpoints are untouched. Make sure that this path has free "
+        "space and is writable, or change --save"
+    )
