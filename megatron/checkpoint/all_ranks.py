@@ -26,7 +26,7 @@ _TOLD = {
 
 @dataclass(frozen=True)
 class _Outcome:
-    """Outcome of `work` on one rank: the error's name in `_TOLD` and its text, or neither."""
+    """Outcome of `work` on one rank: the name of its error in `_TOLD` and the error's text; both empty on success."""
 
     error: str = ""
     text: str = ""
@@ -51,17 +51,18 @@ def run_on_all(work: Callable[[], T], axis: Axis) -> T:
 
 
 def run_on_first(work: Callable[[], T], axis: Axis, kind: type[T]) -> T:
-    """Runs `work` on the axis' first rank; every rank returns its result, of type `kind`, or raises its error."""
+    """Runs `work` on the axis' first rank. All ranks return the result, of type `kind`, or raise the error."""
     return broadcast_json(run_on_all(lambda: work() if axis.rank == 0 else None, axis), axis, kind)
 
 
 def do_on_first(work: Callable[[], object], axis: Axis) -> None:
-    """Runs `work`, which returns nothing that others need, on the axis' first rank; every rank raises its error."""
+    """Runs `work` on the axis' first rank and ignores its result. If it fails, all ranks raise the error."""
     run_on_all(lambda: work() if axis.rank == 0 else None, axis)
 
 
 def share(identify: Callable[[], str], world: Axis) -> tuple[int, int]:
-    """This rank's number among the ranks that see the same files, by the id from `identify`, and their count."""
+    """Returns (index of this rank, number of ranks) among the ranks that see the same files. `identify` returns an id
+    that is equal for the same files."""
     seen = all_gather_json(run_on_all(identify, world), world, str)
     sharing = [rank for rank, each in enumerate(seen) if each == seen[world.rank]]
     return sharing.index(world.rank), len(sharing)

@@ -54,7 +54,7 @@ Section = TypeVar("Section", ModelConfig, MoEConfig)
 
 
 def _section(what: str, values: Any, section: type[Section]) -> Section:
-    """Builds a section and checks its values as flags are checked, because the file may come from anyone."""
+    """Builds a section and checks its values in the same way as flags, because the file is not trusted."""
     if isinstance(values, Mapping):
         _refuse_unknown(what, values, section)
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
@@ -79,7 +79,7 @@ def _refuse_unknown(what: str, values: Mapping[str, Any], section: type[ModelCon
 
 
 def architecture(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
-    """The effective settings that define what a model computes, including those of experts if it has any."""
+    """Returns the effective settings that define what a model computes, with the MoE settings if it has experts."""
     values = {name: getattr(config, name) for name in _EFFECTIVE}
     if config.positions == "learned":
         values["max_position_embeddings"] = config.max_position_embeddings
@@ -114,7 +114,9 @@ def check_architecture(
     refused = {name: pair for name, pair in found.items() if name not in allowed}
     if refused:
         listed = "; ".join(f"{_flag(name)}: checkpoint {old}, this run {new}" for name, (old, new) in refused.items())
-        raise CheckpointError(f"the checkpoint has another model ({listed}); give the same settings, or another --load")
+        raise CheckpointError(
+            f"the checkpoint has another model ({listed}); give the checkpoint's settings, or another --load"
+        )
     return [f"{_flag(name)} changes from {found[name][0]} to {found[name][1]}" for name in sorted(allowed)]
 
 

@@ -30,7 +30,7 @@ from megatron.utils.dtype import resolved
 from megatron.utils.task import Task
 
 _STOPS_WITHIN = 10.0
-"""Seconds that a failing run waits for its thread. The files written so far are not a checkpoint."""
+"""Time in seconds that a failing run waits for its writing thread to end. Files written so far are not a checkpoint."""
 
 
 @dataclass
@@ -44,9 +44,9 @@ class _Flight:
     """Seconds that the training waited for the copy."""
     task: Task
     writes: bool = True
-    """True while ranks still write their files; then the step is committed."""
+    """True while ranks write their files; False while rank 0 commits the step."""
     exchanged: ToHost | None = None
-    """Flags exchanged after the last iteration: [1 if a rank failed, 1 if a rank has not ended]."""
+    """Flags exchanged after the last iteration: [1 if a rank failed, 1 if a rank's thread still works]."""
     stop: Event = field(default_factory=Event)
 
 
@@ -54,7 +54,8 @@ class Background:
     """The background saves of one run. All ranks make the same calls in the same order."""
 
     def __init__(self, parallel: ParallelState, device: torch.device, *, later: bool) -> None:
-        """Reads progress flags one iteration after their exchange if `later`, as the outcome of a step is read."""
+        """Reads the progress flags of an iteration in the next one if `later`, so that the host does not wait for the
+        device."""
         self._parallel, self._device, self._later = parallel, device, later
         self._memory = HostMemory(pinned=device.type != "cpu")
         self._flight: _Flight | None = None
@@ -95,7 +96,7 @@ class Background:
         if flight is None:
             return None
         mine = [float(flight.task.failed), float(not flight.task.ended)]
-        # Filled on the device: a copy from the host would wait for it.
+        # Filled on the device: a copy from the host would wait for the device.
         flags = torch.stack([torch.full((), number, device=self._device) for number in mine])
         before, flight.exchanged = flight.exchanged, ToHost(all_reduce(flags, self._parallel.world, op="max"))
         readable = before if self._later else flight.exchanged
@@ -113,7 +114,8 @@ class Background:
         return info
 
     def _move_on(self, flight: _Flight) -> SavedInfo | None:
-        """Moves a save to its commit, or past it. All ranks call it. Waits for slower ranks and raises their errors."""
+        """Ends the current phase of a save: the writing, after which the commit starts, or the commit. Waits for slower
+        ranks and raises their errors. All ranks call it."""
         flight.exchanged = None
         if flight.writes:
             try:
@@ -129,7 +131,8 @@ class Background:
         return flight.save.conclude(flight.task.result, flight.started, flight.blocked)
 
     def close(self) -> None:
-        """Ends the thread after an error, maybe on this rank only. A partly written step is not committed."""
+        """Stops the writing thread after an error, which may be on this rank only. A partly written step is not
+        committed."""
         if self._flight is not None:
             self._flight.stop.set()
             self._flight.task.wait(_STOPS_WITHIN)
@@ -148,9 +151,10 @@ _ALIGNED = 64
 
 
 class HostMemory:
-    """Host memory for copies. Each copy is a tensor with its own storage, so that a file holds no more than the tensor.
+    """Host memory for copies of tensors. Each copy has its own storage, so that a file gets only the tensor's bytes.
 
-    Blocks are allocated once, because fresh pages cost several times as much as a copy, and pinned ones more."""
+    Blocks are allocated once and reused. To allocate pages takes several times as long as a copy, and longer still for
+    pinned pages."""
 
     def __init__(self, *, pinned: bool) -> None:
         """Uses pinned memory if `pinned`, so that copies from an accelerator are asynchronous."""
@@ -159,13 +163,13 @@ class HostMemory:
         self._block = self._used = 0
 
     def begin(self) -> None:
-        """Starts over: earlier copies may be overwritten."""
+        """Makes all memory free again: new copies may overwrite earlier ones."""
         self._block = self._used = 0
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Returns a copy in host memory. From an accelerator, it is complete after
         `torch.accelerator.synchronize()`."""
-        tensor = resolved(tensor.detach())  # before the copy, which may still be in flight when it returns
+        tensor = resolved(tensor.detach())  # before the copy, which may be asynchronous
         if tensor.numel() == 0:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         copied = self._empty(tensor.shape, tensor.dtype)

@@ -1,5 +1,6 @@
 """Plain values of a checkpoint besides the model's and the optimizer's tensors: counters, schedules, random states.
-They are in each `.pt` file, for other programs, and in a `.state.json` beside it, from which they are read."""
+They are stored twice: in each `.pt` file, for other programs, and in a `.state.json` file beside it, which a load
+reads."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -22,15 +23,16 @@ def values_file(file: str) -> str:
 
 
 def values_of_file(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Selects the values of a `.pt` file that are also written beside it. The `extra` of a user's script may have any
-    size and is only in the `.pt` file; without one, an entry of None is written."""
+    """Selects the values of a `.pt` file that its `.state.json` also has. The `extra` of a user's script may have any
+    size, so only the `.pt` file has it. If there is no `extra`, the entry is None, so that a load need not open the
+    `.pt` file."""
     found = {key: content[key] for key in ("iteration", "opt_param_scheduler", "rng_state") if key in content}
     found["optimizer"] = {"extra": (content["optimizer"] or {}).get("extra")}
     return found if "extra" in content else {**found, "extra": None}
 
 
 def encode_values(values: Mapping[str, Any]) -> bytes:
-    """Encodes values as JSON. Tensors, which are small, are in a list of their own with the keys that lead to them."""
+    """Encodes values as JSON. Tensors are small and are in a separate list, each with its path of keys."""
     tensors: list[dict[str, Any]] = []
 
     def plain(value: Any, key: tuple[str | int, ...]) -> Any:
@@ -61,21 +63,23 @@ def read_values(path: Path) -> dict[str, Any]:
         return values
     except (OSError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise CheckpointError(f"{path} cannot be read as the plain values of a checkpoint ({reason})") from error
+        raise CheckpointError(
+            f"{path} cannot be read as the plain values of a checkpoint ({reason}); use another checkpoint"
+        ) from error
 
 
 def _tensor(described: Mapping[str, Any]) -> Tensor:
     data, dtype, shape = bytearray.fromhex(described["hex"]), dtype_named(described["dtype"]), described["shape"]
     if prod(shape) * dtype.itemsize != len(data):
-        raise ValueError(f"{len(data)} bytes for a tensor of {shape}")
+        raise ValueError(f"{len(data)} bytes for a tensor of shape {shape} and {dtype}")
     return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
 
 
 @contextmanager
 def saved_values(what: str, step: Path, way_out: str) -> Iterator[None]:
     """Turns errors from reading or restoring a checkpoint's plain values into a CheckpointError that names them.
-    Checksums do not catch forged values, because a forger computes them too. A RuntimeError passes through, because a
-    lost peer may have caused it."""
+    Such errors are possible although checksums match: a forger can compute the checksums of forged values. A
+    RuntimeError is not caught, because a lost peer may have caused it."""
     try:
         yield
     except MegatronError:

@@ -36,14 +36,15 @@ def lookup(tree: Any, key: Iterable[str]) -> Any:
 
 
 def attribute_dict(values: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Makes `args` that the weights-only loader admits and that also answer `args.hidden_size`."""
+    """Returns `args` that the weights-only loader accepts. Each value is also an attribute, as in
+    `args.hidden_size`."""
     arguments: OrderedDict[str, Any] = OrderedDict((key, plain(value)) for key, value in values.items())
     arguments.__dict__.update(arguments)
     return arguments
 
 
 def model_arguments(config: ModelConfig, vocab_size: int, tp: int) -> dict[str, Any]:
-    """The `args` that the old converters read, under their names."""
+    """Returns the values of `args` that old converters read, under the names that these use."""
     tanh = config.activation == "gelu_tanh"
     return {
         "num_layers": config.num_layers,
@@ -53,7 +54,7 @@ def model_arguments(config: ModelConfig, vocab_size: int, tp: int) -> dict[str, 
         "kv_channels": config.head_dim,
         "max_position_embeddings": config.max_position_embeddings,
         "padded_vocab_size": padded_vocab_size(vocab_size, config.make_vocab_size_divisible_by, tp),
-        "bias_gelu_fusion": tanh,  # read as "the tanh form"
+        "bias_gelu_fusion": tanh,  # converters take it for "GELU in its tanh form"
         "openai_gelu": tanh,
         "layernorm_epsilon": config.norm_epsilon,
         "untie_embeddings_and_output_weights": not config.tied,
@@ -63,7 +64,8 @@ def model_arguments(config: ModelConfig, vocab_size: int, tp: int) -> dict[str, 
 
 
 def plain(value: Any) -> Any:
-    """Converts to values that the weights-only loader admits and JSON can represent. Anything else is a bug."""
+    """Converts a value to types that the weights-only loader accepts and JSON can represent. A value of any other type
+    is a bug."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):

@@ -1,8 +1,8 @@
-"""Content that one rank writes: its tensors in the classic tree, and a record of the logical slice that each one is.
+"""Content that one rank writes: its tensors in the classic tree, and a record of the logical slice of each tensor.
 
-After writing, a rank leaves the records as a note beside its files, and the rank that makes the manifest reads all
-notes. So ranks send each other nothing, and a background thread can do it. Notes are deleted before the step is
-committed, so they are not synced.
+After writing, each rank stores the records in a file beside its other files, its note. The rank that makes the manifest
+reads all notes. Ranks need no communication for this, so a background thread can do it. Notes are deleted before the
+step is committed, so they are not synced.
 """
 
 import json
@@ -39,7 +39,8 @@ saved with the whole buffer."""
 
 
 def plain_copy(tensor: Tensor) -> Tensor:
-    """Copies a tensor unless it has its own storage already. Used for saves during which no tensor changes."""
+    """Copies a tensor to host memory, unless it is already there, contiguous and with its own storage. Used for saves
+    during which no tensor changes."""
     if isinstance(tensor, Deferred):
         return tensor
     tensor = tensor.detach()
@@ -60,7 +61,7 @@ class Share:
     number: int
     of: int
     starts: dict[str, int] = field(default_factory=dict)
-    """First byte of each kind in this file, as in `DividedFiles` of the manifest."""
+    """First byte of each kind of optimizer state in this file, as in `DividedFiles` of the manifest."""
     order: str = ""
     """Digest of the divided tensors in their order: the same on all ranks."""
 
@@ -73,7 +74,7 @@ class Part:
     model: Records = field(default_factory=dict)
     optimizer: dict[str, Records] = field(default_factory=dict)
     shares: dict[str, Share] = field(default_factory=dict)
-    """Share of this rank in each division, by name."""
+    """This rank's share of each division, by the division's name."""
 
 
 @dataclass
@@ -91,7 +92,8 @@ class RankContent:
         return [storage for (name, _), storage in self.divided.items() if self.part.shares[name].file == file]
 
     def written(self, file: str, record: FileRecord, starts: Mapping[int, int]) -> None:
-        """Records a written file and where its storages and tensors begin; `starts` is by their ids."""
+        """Records a written file, and the first byte of its storages and tensors: `starts` has them by Python's
+        `id`."""
         self.part.files[file] = record
         for records in (self.part.model, *self.part.optimizer.values()):
             for name, tensor in records.items():
@@ -151,13 +153,13 @@ def _main_content(
     part: Part,
     kept: Callable[[str, Tensor], Tensor],
 ) -> dict[str, Any]:
-    """The content of a `model_optim_rng.pt`, still without optimizer state."""
+    """Returns the content of a `model_optim_rng.pt`, without the optimizer's tensors."""
     padded = arguments.get("padded_vocab_size")
     padded_rows = None if padded is None else int(padded) // parallel.tp.size
     base = min((layer for name in state.params if (layer := layer_of(name)) is not None), default=0)
     tensors: dict[tuple[str, ...], Tensor] = {}
     for name, (spec, tensor) in state.params.items():
-        if name in VOCABULARY_TABLES:  # before the copy, which may still be in flight from the device
+        if name in VOCABULARY_TABLES:  # before the copy, which may be asynchronous
             tensor = _pad_rows(tensor, padded_rows)
         stored = kept(name, tensor)
         key = ("model", *classic_path(name, base))
@@ -180,7 +182,7 @@ def _main_content(
 
 
 def classic_arguments(state: TrainState, tp: int) -> dict[str, Any]:
-    """Returns `args` for old tools: derived from the model's settings, then overridden by the run's."""
+    """Returns `args` for old tools: derived from the model's settings, then overridden by `state.args`."""
     derived: dict[str, Any] = {}
     words = state.params.get(WORD_TABLE)
     if "model" in state.config and words is not None:
@@ -197,7 +199,7 @@ def classic_arguments(state: TrainState, tp: int) -> dict[str, Any]:
 def _optimizer(
     state: TrainState, parallel: ParallelState, content: RankContent, kept: Callable[[str, Tensor], Tensor]
 ) -> None:
-    """Adds this rank's share of the state: its parts of divided state, or its dealt part of replicated state."""
+    """Adds the optimizer state that this rank saves: its parts of divided state, and its share of replicated state."""
     shared = _dealt(state)
     divided: dict[tuple[Members, str], list[_Divided]] = {}
     for name, kinds in (state.optimizer or {}).items():
@@ -234,8 +236,9 @@ def _storages(
     divided: Mapping[tuple[Members, str], list[_Divided]], shares: dict[str, Share]
 ) -> dict[tuple[str, str], Storage]:
     """Groups parts into storages, by division and kind. A storage begins at the same byte in all files of its division,
-    so those before it are padded to the longest. A smaller group lies within one larger group, which comes first. The
-    first file, which is dealt less, is not padded: storages of dealt tensors may begin elsewhere in it."""
+    so the storages before it are padded to the longest among the ranks. A smaller group of ranks lies within one larger
+    group, whose storages come first. Exception: the first file gets fewer dealt elements and is not padded, so storages
+    of dealt tensors may begin at another byte there."""
 
     def order(of: tuple[Members, str]) -> tuple[int, str, int, str]:
         return -of[0].size, of[0].name, -sum(division.elements for division, *_ in divided[of]), of[1]
@@ -255,13 +258,13 @@ def _storages(
 
 
 def _division(kinds: Mapping[str, Sharded]) -> Division | None:
-    """Division of one parameter's state among ranks. Some kinds, such as sums of rows, are whole on each."""
+    """Division of one parameter's state among ranks. Some kinds of state, such as row sums, are whole on each rank."""
     return next((shard.division for shard, _ in kinds.values() if shard.division is not None), None)
 
 
 def _dealt(state: TrainState) -> dict[str, Division]:
-    """Deals the optimizer state that all replicas have to the replicas that save it. The first one, which also writes
-    the weights, gets a smaller part."""
+    """Divides replicated optimizer state among the replicas, so that each saves a part. The first replica, which also
+    writes the weights, gets a smaller part."""
     by_axis: dict[str, tuple[Axis, list[str]]] = {}
     for name, kinds in (state.optimizer or {}).items():
         axis = state.replicas.get(name)

@@ -1,6 +1,6 @@
-"""Determinism fingerprint of a run: everything besides the settings that must be equal for a bit-equal next loss.
+"""Determinism fingerprint of a run: conditions, besides settings, that must be equal for a bit-equal next loss.
 
-The manifest holds it; a resume under other conditions prints a warning.
+The manifest stores the fingerprint. A run that resumes under other conditions logs a warning.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ Fingerprint = Mapping[str, Any]
 
 
 def determinism_fingerprint(device: torch.device, kernels: Kernels) -> dict[str, Any]:
-    """Returns plain values. The layout is left out: the manifest has it, and the load reports a changed one."""
+    """Returns plain values. They omit the layout, because the manifest has it and the load reports a changed layout."""
     return {
         "device": device_name(device),
         **(_cpu() if device.type == "cpu" else {}),
@@ -40,7 +40,7 @@ def _cpu() -> dict[str, Any]:
 
 
 def changes(saved: Fingerprint, ours: Fingerprint) -> list[str]:
-    """Lists the values that differ among those that both fingerprints record. Earlier versions recorded nothing."""
+    """Lists the values that both fingerprints have and that differ. Earlier versions saved no fingerprint."""
     theirs = dict(_flat(saved))
     return [
         f"{name} {theirs[name]} -> {value}" for name, value in _flat(ours) if name in theirs and theirs[name] != value

@@ -55,7 +55,7 @@ def find_candidates(
         older = [s for s in steps if s < tracker.step]
         if strict:
             newest = paths.step_directory(directory, tracker.step)
-            return Candidates((newest,), if_damaged=_not_taken(f"step {tracker.step} alone", older))
+            return Candidates((newest,), if_damaged=_not_taken(f"step {tracker.step} of {paths.TRACKER}", older))
         return Candidates(tuple(paths.step_directory(directory, s) for s in (tracker.step, *older)))
     problem = tracker.problem or f"{directory / paths.TRACKER} names step {tracker.step}, which does not exist"
     if not steps:
@@ -76,8 +76,8 @@ def refuse_shares(directory: Path, given: str) -> None:
     if any(True for depth in depths for _ in directory.glob(depth + paths.SHARE)):
         raise CheckpointError(
             f"{given}: holds shares of a local non-persistent checkpoint, which needs the shares of all ranks. Restart "
-            "its run with the same --save, --load and --non-persistent-local-ckpt-dir: it resumes from there, and its "
-            "next persistent checkpoint can be given here"
+            "the run that saved them, with the same --save, --load and --non-persistent-local-ckpt-dir; then give its "
+            "next persistent checkpoint here"
         )
 
 
@@ -90,14 +90,17 @@ def _explicit(directory: Path, step: int) -> Path:
 
 
 def _not_taken(asked: str, others: list[int]) -> str:
-    there = f"the other steps are {_some(others)}: name one with --ckpt-step" if others else "there is no other"
-    return f"{asked} was asked for, so no other step was tried; {there}"
+    there = f"to use another step, give --ckpt-step ({_some(others)})" if others else "there is no other step"
+    return f"only {asked} was tried; {there}"
 
 
 def _release(directory: Path) -> Path:
     chosen = directory / paths.RELEASE
     if not paths.is_plain_directory(chosen):
-        raise CheckpointError(f"--load {directory}: its tracker names the release, but {chosen} does not exist")
+        raise CheckpointError(
+            f"--load {directory}: {paths.TRACKER} names {paths.RELEASE!r}, but {chosen} does not exist; "
+            "name a step with --ckpt-step"
+        )
     return chosen
 
 
@@ -114,12 +117,12 @@ def _way_out(directory: Path) -> str:
         return f"it is one step of a run; give --load {directory.parent} --ckpt-step {step}"
     if (directory / "config.json").is_file() or any(True for _ in directory.glob("*.gguf")):
         return (
-            "if it is a Hugging Face model, it has no weights in safetensors or .bin: run its download again (other "
-            "formats, such as GGUF, are not read)"
+            "if this is a Hugging Face model, its folder has no weights in safetensors or .bin files: download it "
+            "again with such files (GGUF and other formats are not supported)"
         )
     return "give the directory that a run's --save names"
 
 
 def _set_aside(directory: Path) -> str:
     names = sorted(entry.name for entry in directory.iterdir() if entry.name.startswith(paths.SET_ASIDE))
-    return f"; set aside earlier: {', '.join(names[:4])}" if names else ""
+    return f"; renamed by earlier runs: {', '.join(names[:4])}" if names else ""

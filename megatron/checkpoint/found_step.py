@@ -37,7 +37,7 @@ class FoundStep:
     manifest: Manifest
     release: bool
     foreign: ForeignStep | None = None
-    """A step that Megatron-LM wrote; the manifest is then made from its files."""
+    """The opened step, if Megatron-LM wrote it. `manifest` is then made from its files."""
     save: Path | None = None
     """Save directory of the run, for a non-persistent step."""
     at_hand: AtHand | None = None
@@ -46,18 +46,18 @@ class FoundStep:
     """True if only sizes were compared. The load then hashes what it reads and may raise a DamagedCheckpointError."""
 
     def reader(self, directory: Path | None = None) -> StepReader:
-        """Returns a reader. The files are in `directory` if they were collected elsewhere."""
+        """Returns a reader of the step. `directory` has the files if they were collected outside of the step."""
         return StepReader(directory or self.directory, self.manifest) if self.foreign is None else self.foreign.reader
 
     def in_save_directory(self) -> dict[Path, int]:
-        """Maps the save directory to the step that a run resumes from."""
+        """Maps the save directory to its step that training continues from; empty if there is none."""
         line = self.manifest.line
         step = self.manifest.step if line is None else line.base
         return {} if step is None else {self.saved_by.resolve(): step}
 
     @property
     def saved_by(self) -> Path:
-        """The save directory of the run that saved it."""
+        """Save directory of the run that saved this step."""
         return self.directory.parent if self.save is None else self.save
 
     def with_vocabulary(self, rows: int) -> "FoundStep":
@@ -81,7 +81,8 @@ class FoundStep:
         return None if folder is None or not names else TokenizerFiles(folder, names)
 
     def saved_settings(self) -> dict[str, dict[str, Any]]:
-        """Saved configuration. An unset vocabulary size is taken from the saved table: a tokenizer may be smaller."""
+        """Returns the saved configuration. A vocabulary size that was not set is the number of rows of the saved token
+        embedding, because the tokenizer may have fewer tokens."""
         settings = {section: dict(values) for section, values in self.manifest.config.items()}
         words, tokenizer = self.manifest.model.get(WORD_TABLE), settings.setdefault("tokenizer", {})
         if words is not None and tokenizer.get("vocab_size") is None:
@@ -105,9 +106,9 @@ def find_checkpoint(
 ) -> FoundStep | None:
     """Finds the step that --load takes and verifies it on every rank. Returns None for a fresh start, which is logged.
 
-    A `newer` step is taken instead if it continues from that one. With `hash_later` the load verifies the checksums, so
-    that the files are read once; the caller falls back to an older step if it raises. Steps of other programs are
-    opened by `source`. All ranks call this function; `log` is called on the first one only.
+    If `newer` finds a step that continues from this one, that step is taken. With `hash_later` the load verifies the
+    checksums, so that the files are read only once. If the load raises, the caller falls back to an older step.
+    `source` opens steps of other programs. All ranks call this function; `log` is called on the first one only.
     """
     say = log if parallel.world.rank == 0 else say_nothing
     candidates = run_on_first(
@@ -171,7 +172,7 @@ def say_nothing(text: str) -> None:
 
 
 describe_step = partial(find_checkpoint, parallel=ParallelState.plan(Layout(1), 0), check_hashes=False, log=say_nothing)
-"""Finds the step that --load takes, for one process, and prints nothing. Hashes are left to the load."""
+"""Finds the step that --load takes, in one process. Logs nothing and leaves the checksums to the load."""
 
 
 def saved_tokenizer(found: FoundStep) -> Tokenizer | None:

@@ -1,7 +1,7 @@
 """Lineage of a non-persistent step: the save directory of its run, and the step there that the run continued from.
 
-A load takes only steps of its own lineage. Other runs may have left steps in the same place, the save directory may
-have been emptied or copied since, and the run may have been rewound past a step.
+A load takes only non-persistent steps with its own lineage. Other steps there may be from another run, from a save
+directory that was emptied or copied since, or from iterations before which the run was rewound.
 """
 
 import hashlib
@@ -19,11 +19,12 @@ class Line:
     save: str
     """Id of the save directory (`name_of`)."""
     base: int | None
-    """The step there that the run saved or loaded last; None if it started afresh and had saved none."""
+    """Step in that directory that the run saved or loaded last; None if there was no such step."""
 
 
 def name_of(save: Path) -> str | None:
-    """Id of this directory at this place. None if it has none, so that no non-persistent step belongs to it."""
+    """Id of a save directory at its path; a moved or copied directory has another id. None if the directory has no id:
+    then no non-persistent step belongs to it."""
     try:
         with open(save / paths.LINEAGE, "rb") as file:
             token = file.read(64)
@@ -32,13 +33,13 @@ def name_of(save: Path) -> str | None:
     except OSError as error:
         raise CheckpointError(
             f"{save / paths.LINEAGE} cannot be read ({error.strerror}); it identifies this run's non-persistent "
-            "checkpoints: make it readable, or leave out --non-persistent-save-interval"
+            "checkpoints: make it readable, or remove --non-persistent-save-interval"
         ) from error
     return hashlib.sha256(token + b"\0" + str(save.resolve()).encode()).hexdigest()[:16]
 
 
 def named(save: Path) -> str:
-    """Returns `name_of`, after giving the directory a permanent id if it has none."""
+    """Returns `name_of` of a directory. Gives the directory a permanent id first if it has none."""
     if name_of(save) is None:
         durable.write_once(save / paths.LINEAGE, [secrets.token_hex(16).encode()])
     name = name_of(save)

@@ -1,4 +1,4 @@
-"""Loads a checkpoint: rejects what does not fit, and copies the slices that this rank holds."""
+"""Loads a checkpoint: checks that it fits the run, and copies the slices that this rank holds."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -54,8 +54,8 @@ def load_checkpoint(
     """Fills `params` in place and returns the rest of the run's state. All ranks call it.
 
     The function `take` is described in `in_memory`. The function `held` gives the elements of a parameter's optimizer
-    state that this rank keeps (default: all). This rank's optimizer tensors are `own`; the result may have some of
-    them, filled. With `finetune` only the weights are taken, at iteration 0. The `fingerprint` is this run's
+    state that this rank keeps (default: all). `own` has this rank's optimizer tensors; the result has those that were
+    filled in place. With `finetune` only the weights are taken, at iteration 0. The `fingerprint` is this run's
     (`determinism.py`). With `deterministic`, the load raises if the kernels differ from those of the saving run.
     """
     say = log if parallel.world.rank == 0 else say_nothing
@@ -119,14 +119,14 @@ class _Load:
                 )
 
     def report_changes(self, ours: determinism.Fingerprint, deterministic: bool) -> None:
-        """Warns if this run computes under other conditions than the run that saved the step. Raises for other kernels
-        if it is to be `deterministic`."""
+        """Warns if this run computes under other conditions than the run that saved the step. Raises if the
+        kernels differ and `deterministic` is set."""
         changed = [] if self.weights_only else determinism.changes(self.found.manifest.fingerprint, ours)
         kernels = [change for change in changed if change.startswith("kernels.")]
         if kernels and deterministic:
             raise CheckpointError(
                 f"--deterministic-mode: {self.found.directory} was saved with other kernels ({', '.join(kernels)}); "
-                "resume with the same (--kernels), or without --deterministic-mode"
+                "give the same --kernels, or remove --deterministic-mode"
             )
         if changed:
             self.say(
@@ -135,8 +135,8 @@ class _Load:
             )
 
     def _check_names(self, saved: Manifest) -> None:
-        # A pipeline stage or expert-parallel rank holds some of the names: extra ones are an error only on a whole
-        # model.
+        # A pipeline stage or expert-parallel rank holds only some of the saved names. Other saved names are an error
+        # only if this rank holds the whole model.
         whole = self.parallel.pp.size == 1 and self.parallel.ep.size == 1
         missing = [name for name in self.params if name not in saved.model]
         extra = [name for name in saved.model if name not in self.params] if whole else []
@@ -160,7 +160,7 @@ class _Load:
         if ours is None or theirs is None or ours[0].logical_shape[0] == theirs.logical_shape[0]:
             return ""
         rows = theirs.logical_shape[0]
-        return f"; the checkpoint's vocabulary is --vocab-size {rows}, and --use-checkpoint-args takes it"
+        return f"; give --vocab-size {rows}, as in the checkpoint, or --use-checkpoint-args"
 
     def _check_holds(self, part: str, wanted: bool, flag: str) -> None:
         if wanted and part not in self.found.manifest.holds:
@@ -194,12 +194,12 @@ class _Load:
             if tensor.is_meta and self.take is not None:
                 mapped = reader.mapped(spec, tensor, saved.model[name], cast=self.weights_only)
                 if mapped is not None:
-                    self.take(name, mapped)  # reads only the piece that it keeps
+                    self.take(name, mapped)  # only the piece that the rank keeps is read
                     continue
             with in_memory(name, tensor, self.take) as target:
                 reader.fill(spec, target, saved.model[name], cast=self.weights_only)
         step = self.found.directory
-        with saved_values("values of the engine", step, "use another checkpoint"):
+        with saved_values("extra values", step, "use another checkpoint"):
             extra = dict(reader.main_value("extra") or {})
         if self.weights_only:
             return LoadedState(path=step, step=saved.step, extra=extra)

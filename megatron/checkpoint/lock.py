@@ -31,11 +31,11 @@ class DirectoryLock:
                 exclusive = _lock(descriptor, directory, flag)
                 _sign(descriptor, run_id)
             except BaseException:
-                os.close(descriptor)  # an open descriptor would keep the lock
+                os.close(descriptor)  # an open descriptor would hold the lock
                 raise
         lock = cls(descriptor, exclusive)
         held = weakref.ref(lock)
-        os.register_at_fork(after_in_child=lambda: _release(held()))  # a child that kept it open would hold the lock
+        os.register_at_fork(after_in_child=lambda: _release(held()))  # else the child's descriptor would hold the lock
         return lock
 
     def is_of(self, directory: Path) -> bool:
@@ -78,7 +78,7 @@ def _holder(descriptor: int, path: Path) -> str:
         signed = json.loads(os.pread(descriptor, 4096, 0))
         holder = f"run {signed['run_id']} (pid {signed['pid']} on {signed['host']})"
         if signed["host"] == socket.gethostname() and not process_exists(signed["pid"]):
-            holder += f", which has ended, but a process that it started has not (`fuser {path}` names it)"
+            holder += f", which has ended, but a process that it started still runs (`fuser {path}` names it)"
         return holder
     except (ValueError, KeyError, TypeError, OSError, RecursionError):
         return "another run"

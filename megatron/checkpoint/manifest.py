@@ -1,7 +1,7 @@
 """manifest.json: the checksums of every file, and the byte position of every slice of every logical tensor.
 
-The manifest verifies itself: it contains its own hash, and its text must equal the serialisation of its content. That
-hash is sha256 in every schema, so an older version can read the schema of a newer manifest and report it as unknown.
+The manifest verifies itself: it contains its own hash, and its text must equal the serialisation of its content. The
+hash is sha256 in every schema, so an older version can verify a newer manifest and report that its schema is unknown.
 """
 
 import hashlib
@@ -67,7 +67,7 @@ class DividedFiles:
 
     files: tuple[str, ...]
     starts: Mapping[str, int] = field(default_factory=dict)  # the same in all; empty before schema 4
-    first: Mapping[str, int] = field(default_factory=dict)  # in the first file, if it was dealt less than others
+    first: Mapping[str, int] = field(default_factory=dict)  # in the first file, if others there: it is dealt less
 
     def start(self, kind: str, rank: int) -> int | None:
         return (self.first if self.first and rank == 0 else self.starts).get(kind)
@@ -148,11 +148,14 @@ def decode(raw: bytes, path: Path) -> Manifest:
         if not _is_unchanged(raw, outer["sha256"]):
             raise BrokenManifestError(f"{path} does not match its own checksum: it was damaged or edited")
         if body["schema"] not in range(1, SCHEMA + 1):
-            raise BrokenManifestError(f"{path} has schema {body['schema']}; this version reads 1 to {SCHEMA}")
+            raise BrokenManifestError(
+                f"{path} has schema {body['schema']}; this version reads 1 to {SCHEMA}; use a newer version"
+            )
         manifest = typed(Manifest, _upgraded(body))
         if manifest.hash not in storage.HASHES:
             raise BrokenManifestError(
-                f"{path} has {manifest.hash[:40]} checksums; this version knows {', '.join(storage.HASHES)}"
+                f"{path} has {manifest.hash[:40]} checksums; this version knows {', '.join(storage.HASHES)}; "
+                "use a newer version"
             )
         check_numbers(manifest)
         return manifest
@@ -162,8 +165,9 @@ def decode(raw: bytes, path: Path) -> Manifest:
 
 
 def _upgraded(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Converts to today's schema. Schema 1 had only sha256, of every block and of the whole file. Schema 3 had only the
-    files of a division. Before schema 4 there were no starts: tensors are found by each file's own description."""
+    """Converts to the current schema. Schema 1 had only sha256, of every block and of the whole file. In schema 3, a
+    division had only its files. Before schema 4 there were no first bytes: each file itself describes where its
+    tensors begin."""
     if body["schema"] == 1:
         files = {name: {"size": file["size"], "blocks": file["blocks"]} for name, file in body["files"].items()}
         body = {**body, "files": files, "hash": "sha256"}
@@ -190,15 +194,19 @@ def check_numbers(manifest: Manifest) -> None:
             raise ValueError(f"{name[:100]} has a negative size or position")
         stored = [piece.elements for piece in record.slices]
         if max(map(len, shapes)) > _MOST_DIMENSIONS or (stored and prod(record.logical_shape) > sum(stored)):
-            raise ValueError(f"{name[:100]} is larger than its slices")
+            raise ValueError(
+                f"{name[:100]} has more than {_MOST_DIMENSIONS} dimensions, or more elements than its slices"
+            )
         for piece, elements in zip(record.slices, stored, strict=True):
             if piece.share < 0 or piece.offset < 0:
-                raise ValueError(f"{name[:100]} is divided into shares of {piece.share} from {piece.offset}")
+                raise ValueError(f"{name[:100]} has a negative share ({piece.share}) or offset ({piece.offset})")
             files = len(manifest.divisions[piece.file].files) if piece.file in manifest.divisions else 0
             if piece.share and ((files and piece.offset + elements > piece.share * files) or not piece.key):
-                raise ValueError(f"{name[:100]} has elements in none of its {files} files")
+                raise ValueError(
+                    f"{name[:100]} has a slice without a key, or elements after the last of its {files} files"
+                )
             if piece.share * max(files, 1) > _LARGEST:
-                raise ValueError(f"{name[:100]} is divided into shares of {piece.share} elements")
+                raise ValueError(f"{name[:100]} has too many elements: shares of {piece.share} in {files} files")
             if elements > (of_divisions if piece.share else of_files).get(piece.file, elements):
                 raise ValueError(f"{name[:100]} has a slice of {elements} elements, more than the bytes of its file")
 
@@ -219,7 +227,7 @@ def _indented(text: bytes) -> bytes:
 
 
 def read(directory: Path) -> Manifest:
-    """The manifest of one step directory."""
+    """Reads the manifest of a step directory."""
     path = directory / paths.MANIFEST
     if path.is_symlink():
         raise paths.UnsafePathError(f"{path} is a symbolic link; a checkpoint holds plain files only")

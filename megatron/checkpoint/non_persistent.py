@@ -1,6 +1,7 @@
 """Non-persistent checkpoints, between two checkpoints of `--save`: only the newest one of each run is kept.
 
-This is the kind "global": one directory that all ranks see, saved and loaded as any other. `local` is the other kind.
+This is the kind "global": one directory that all ranks see, saved and loaded like any other. The folder `local` has
+the other kind.
 """
 
 from collections.abc import Mapping
@@ -32,7 +33,7 @@ def _emptied(directory: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class _Candidates:
-    """Steps of this run, the newest first, and names of steps that are not of it."""
+    """Steps that continue this run, the newest first, and the names of all other steps."""
 
     directories: tuple[Path, ...]
     others: tuple[str, ...]
@@ -77,8 +78,8 @@ class NonPersistent:
                 line = manifest.read(directory).line
                 if line is None or line.save != name:
                     raise ConfigError(
-                        f"{_FLAG} {self.directory}: holds {directory.name}, written by another run than the one of "
-                        f"--save {self.save_directory}; remove it, or give another directory"
+                        f"{_FLAG} {self.directory}: holds {directory.name}, which the run of --save "
+                        f"{self.save_directory} did not write; remove it, or give another directory"
                     )
 
     def steps_here(self) -> list[int]:
@@ -86,7 +87,7 @@ class NonPersistent:
         return paths.list_steps(self.directory)
 
     def clear(self) -> list[str]:
-        """Deletes all steps, once a persistent one is newer. Returns a warning if this fails."""
+        """Deletes all steps, because a newer persistent step was saved. Returns a warning if the deletion fails."""
         return run_on_first(lambda: _emptied(self.directory), self.parallel.world, list[str])
 
     def newer(self, than: int | None, say: Log, *, check_hashes: bool = True) -> FoundStep | None:
@@ -95,7 +96,7 @@ class NonPersistent:
         if candidates.others:
             say(
                 f"warning: {self.directory} has steps ({', '.join(candidates.others)}) of another run, or steps that "
-                f"do not continue from the one loaded from {self.save_directory}: they are skipped"
+                f"do not continue from the step loaded from {self.save_directory}: they are skipped"
             )
         for directory in candidates.directories:
             try:

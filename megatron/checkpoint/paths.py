@@ -58,7 +58,7 @@ def list_steps(directory: Path) -> list[int]:
 
 
 def is_plain_directory(path: Path) -> bool:
-    """False for symbolic links: everywhere below a checkpoint directory they could lead anywhere, and change."""
+    """Returns True for a directory, but not for a symbolic link to one, whose target may be anywhere and may change."""
     try:
         return stat.S_ISDIR(path.lstat().st_mode)
     except OSError:
@@ -115,8 +115,8 @@ def write_tracker(directory: Path, text: str) -> None:
 
 
 def member(root: Path, relative: str) -> Path:
-    """Returns the path of a file in a manifest. Raises if it is, or links to, something outside of the step's
-    directory."""
+    """Returns the path that a manifest gives for a file. Raises if the name leads outside of the step's directory, is
+    too long, or has a symbolic link in its path."""
     pure = PurePosixPath(relative)
     strange = pure.is_absolute() or not pure.parts or ".." in pure.parts or "\0" in relative
     too_long = len(relative) > _LONGEST_PATH or any(len(os.fsencode(part)) > _LONGEST_NAME for part in pure.parts)
@@ -132,4 +132,4 @@ def member(root: Path, relative: str) -> Path:
 
 
 class UnsafePathError(CheckpointError):
-    """A name that leads outside of the checkpoint."""
+    """A path that leads, or could lead, outside of the checkpoint."""

@@ -1,8 +1,8 @@
 """Byte positions of a step's tensors in its files, and checks of the positions in a manifest of unknown origin.
 
 In each file of a division, one kind of optimizer state is one storage. It contains the rank's parts of the tensors, one
-after the other, in the order of the division. The manifest has the storage's first byte, the same in all files; the
-rest is arithmetic.
+after the other, in the order of the division. The manifest has the storage's first byte, the same in all files, from
+which the positions of its tensors are computed.
 """
 
 from collections import defaultdict
@@ -26,11 +26,11 @@ class Stretch:
     file: str
     elements: Range
     start: int | None
-    """The first byte. None before schema 4: the file's own description has it then."""
+    """First byte in the file. None before schema 4: the file itself then describes where its tensors begin."""
 
 
 def kind_in_file(kind: str, dtype: object) -> str:
-    """Name of the storage that a kind of state and a dtype have in the files of a division."""
+    """Name of the storage for one kind of state and one dtype, in the files of a division."""
     return f"{kind} {dtype}"
 
 
@@ -54,7 +54,7 @@ class Positions:
         self._before: dict[tuple[str, str, int], dict[tuple[str, ...], int]] = {}
 
     def stretches(self, record: TensorRecord, piece: Slice, held: Range | None = None) -> Iterator[Stretch]:
-        """Yields the places of a slice's elements in order: of all, or of those in `held`."""
+        """Yields the stretches of a slice in order, or only those with elements in `held`."""
         if not piece.share:
             yield Stretch(piece.file, (0, piece.elements), piece.start)
             return
@@ -72,7 +72,7 @@ class Positions:
 
     @cached_property
     def _divided(self) -> dict[tuple[str, str], list[tuple[tuple[str, ...], Division]]]:
-        """The (key, division) of each tensor, in order, by division and kind."""
+        """Maps (division, kind) to the (key, division) of its tensors, in their order in the storage."""
         found = defaultdict(list)
         for _, record in all_tensors(self._manifest):
             for piece in record.slices:
@@ -96,7 +96,8 @@ class Positions:
         return self._before[name, kind, rank]
 
     def check(self) -> None:
-        """Raises a ValueError if a start leads outside of its file, into another tensor or between two elements."""
+        """Raises a ValueError if a tensor begins between two elements, overlaps another tensor or ends after its
+        file."""
         used: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
         for name, record in all_tensors(self._manifest):
             itemsize = dtype_named(record.dtype).itemsize
@@ -114,7 +115,7 @@ class Positions:
             for rank, (file, length) in enumerate(zip(shared.files, lengths.tolist(), strict=True)):
                 start = shared.start(kind, rank)
                 if length and start is None:
-                    raise ValueError(f"{kind} of the {name[:60]} has no start in {file[:100]}")
+                    raise ValueError(f"{kind} of {name[:60]} has no first byte for {file[:100]}")
                 if length and start is not None:
                     _check_aligned(kind, start, itemsize)
                     used[file].append((start, start + itemsize * length, kind))
@@ -127,7 +128,9 @@ class Positions:
                 raise ValueError(f"{other[:100]} begins in {file[:100]} at byte {start}, within {name[:100]}")
         size = self._manifest.files[file].size
         if parts and parts[-1][1] > size:
-            raise ValueError(f"{parts[-1][2][:100]} ends at byte {parts[-1][1]} of {file[:100]}, which ends at {size}")
+            raise ValueError(
+                f"{parts[-1][2][:100]} ends at byte {parts[-1][1]} of {file[:100]}, which has {size} bytes"
+            )
 
 
 def _check_aligned(name: str, start: int, itemsize: int) -> None:
@@ -136,7 +139,9 @@ def _check_aligned(name: str, start: int, itemsize: int) -> None:
 
 
 def _check_rows(kind: str, divisions: Sequence[Division]) -> None:
-    """Raises unless the tensors of a row are cut alike and none begins within another."""
+    """Raises unless the tensors of a row have equal shares and do not overlap."""
     for one, other in pairwise(divisions):
         if one.row == other.row and (one.share != other.share or other.offset < one.offset + one.elements):
-            raise ValueError(f"two tensors of {kind} overlap in row {one.row} of their division")
+            raise ValueError(
+                f"two tensors of {kind} in row {one.row} of their division overlap or have different shares"
+            )

@@ -1,5 +1,5 @@
-"""Reads the tensors and the plain values of a step. The manifest gives each tensor's place by arithmetic, and nothing
-is unpickled. Steps from before schema 4 are read through `safe_load`."""
+"""Reads the tensors and the plain values of a step. Each tensor's position is computed from the manifest, so
+tensors are not unpickled. `safe_load` reads steps from before schema 4 and the `extra` of a user's script."""
 
 from bisect import bisect
 from collections.abc import Iterator, Mapping
@@ -31,11 +31,11 @@ Own = Mapping[str, Mapping[str, Tensor]]
 
 
 class StepReader:
-    """Opens files when they are first needed and maps them, so only what is copied is read."""
+    """Reader of one step. Maps each file when it is first needed, so only the bytes that are copied are read."""
 
     weights: Mapping[str, Tensor] = MappingProxyType({})
     own: Own = MappingProxyType({})
-    """Tensors that already hold the step's values, like `weights`. `fill` skips a target only if it is one of them."""
+    """Optimizer tensors that already hold the step's values. `weights` are such parameters, which `fill` skips."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self.directory = directory
@@ -55,7 +55,7 @@ class StepReader:
         return self._files[name]
 
     def value(self, name: str, *key: str) -> Any:
-        """A plain value at a path of the nested dicts of a file, or None."""
+        """Returns the plain value at a path of keys in a file, or None."""
         beside = values_file(name)
         if beside in self.manifest.files:
             if beside not in self._values:
@@ -95,7 +95,8 @@ class StepReader:
             slices.fill(spec, target, record, read, cast=cast)
 
     def mapped(self, spec: Shard, like: Tensor, record: TensorRecord, *, cast: bool) -> Tensor | None:
-        """Maps the tensor from its file, unread; None unless it is stored as `like` describes it."""
+        """Maps the tensor from its file without reading it. Returns None unless one file has it in the shape of
+        `like`."""
         piece = slices.same_slice(spec, like.shape, record)
         if piece is None or piece.share:
             return None
@@ -110,7 +111,7 @@ class StepReader:
         return full
 
     def model_dtype(self) -> torch.dtype:
-        """The dtype that the parameters were trained in."""
+        """Dtype of the saved parameters."""
         return dtype_named(next(iter(self.manifest.model.values())).dtype)
 
     def optimizer_like(
@@ -149,7 +150,7 @@ class StepReader:
     # ---------------------------------------------------------------- which files a rank reads
 
     def files_of_values(self, *names: str) -> set[str]:
-        """The files that hold the plain values of these files."""
+        """Returns the files from which the plain values of the files `names` are read."""
         return {beside if (beside := values_file(name)) in self.manifest.files else name for name in names}
 
     def files_of(self, spec: Shard, shape: torch.Size, record: TensorRecord, held: Range | None = None) -> set[str]:
@@ -168,9 +169,8 @@ class StepReader:
 def read_and_verify(
     directory: Path, manifest: Manifest, params: Mapping[str, Sharded], own: Own, held: Held | None, world: Axis
 ) -> StepReader:
-    """Hashes this rank's share of a step while reading parameters and the optimizer's own tensors. Where a tensor is
-    laid out as in the files, its bytes are read into place, each byte once. If one rank finds damage, all ranks
-    raise."""
+    """Verifies the checksums of this rank's share of a step. A tensor of `params` or `own` that has the layout of the
+    files is read directly into its memory in the same pass. If one rank finds damage, all ranks raise."""
     reader, places = StepReader(directory, manifest), _Places(manifest)
 
     def place() -> None:
@@ -188,7 +188,7 @@ class _Places:
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest, self._positions = manifest, Positions(manifest)
-        self._taken: list[int] = []  # the starts and stops of memory, in order
+        self._taken: list[int] = []  # start and end addresses of reserved memory, sorted
         self.by_file: dict[str, list[tuple[int, memoryview]]] = {}
 
     def of_weights(self, params: Mapping[str, Sharded]) -> dict[str, Tensor]:
@@ -236,7 +236,7 @@ class _Places:
             yield stretch.file, first, memory[(low - wanted[0]) * element : (high - wanted[0]) * element]
 
     def _take(self, target: Tensor) -> bool:
-        """Reserves the target's memory. Returns False if another tensor has some of it."""
+        """Reserves the target's memory. Returns False if another tensor has reserved a part of it."""
         start = target.data_ptr()
         at = bisect(self._taken, start)
         if at % 2 or (at < len(self._taken) and self._taken[at] < start + target.nbytes):

@@ -9,7 +9,8 @@ from megatron.utils import durable
 
 
 def sweep(directory: Path, run_id: str, *, exclusive: bool) -> list[str]:
-    """Removes files that dead runs left half-written or half-deleted. Under the lock, no other run is alive."""
+    """Removes files that ended runs left partly written or partly deleted. With `exclusive`, this run has the lock, so
+    no other run is writing."""
     messages = []
     for entry in sorted(directory.iterdir()):
         ours = exclusive or entry.name.endswith(f".{run_id}")
@@ -33,19 +34,19 @@ def warning_before_training(directory: Path, history: RunHistory) -> str | None:
     onward = f"--load {directory} (without --finetune, --ckpt-step or --override-ckpt-iteration) to resume from them"
     return (
         f"--save {directory}: holds {what} newer than iteration {start}, where this run starts; "
-        f"its first save renames them to {paths.ABANDONED}...; give {onward}, or another --save to keep them"
+        f"its first save renames them to {paths.ABANDONED}...; give {onward}, or another --save to leave them unchanged"
     )
 
 
 def _newer_than_start(directory: Path, history: RunHistory, saving: int | None = None) -> list[int]:
-    """The steps that are not this run's own and newer than its start, or equal to `saving`; the newest first."""
+    """Lists steps of other runs that are newer than this run's start or equal to `saving`, the newest first."""
     own = {history.loaded_step(directory), *history.committed_steps(directory)}
     steps = paths.list_steps(directory)
     return [step for step in steps if step not in own and (step > history.started_from or step == saving)]
 
 
 def set_aside_newer(directory: Path, step: int, history: RunHistory) -> list[str]:
-    """Renames steps newer than this run's start and not its own. They are never read again, and never deleted."""
+    """Renames steps of other runs that are newer than this run's start. Renamed steps are never read or deleted."""
     messages = []
     for other in _newer_than_start(directory, history, step):
         bad = other in history.bad_steps(directory)

@@ -34,7 +34,7 @@ class TrainState:
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
     optimizer: Mapping[str, Mapping[str, Sharded]] | None = None  # parameter -> {"exp_avg", "master", ...}
-    replicas: Mapping[str, Axis] = field(default_factory=dict)  # ranks that hold the same: each saves a share
+    replicas: Mapping[str, Axis] = field(default_factory=dict)  # ranks with equal state, of which each saves a share
     optimizer_extra: Mapping[str, Any] = field(default_factory=dict)  # step count, loss scaler: plain values
     scheduler: Mapping[str, Any] = field(default_factory=dict)  # Megatron's opt_param_scheduler keys
     rng: Mapping[str, Any] | None = None  # plain ints and uint8 tensors of this rank
@@ -72,13 +72,14 @@ class RunHistory:
         return max(self.committed_steps(directory), default=self.loaded_step(directory))
 
     def moved(self, step: int, to: int) -> None:
-        """Records that the loaded `step` became iteration `to`. Steps after either are not part of this run's past."""
+        """Records that the loaded `step` became iteration `to`. Steps after the smaller of the two do not belong
+        to this run."""
         self.started_from = min(step, to)
         if to < step:
             self.loaded.clear()  # this run may still save steps with these numbers
 
     def acquire(self, directory: Path, flag: str = "--save") -> DirectoryLock:
-        """Locks the save directory until `close`. A second run is rejected with the name of this one. Only rank 0 calls
+        """Locks the save directory until `close`. A second run gets an error that names this run. Only rank 0 calls
         it."""
         key = directory.resolve()
         if key not in self.locks:
@@ -93,10 +94,10 @@ class RunHistory:
 
 @dataclass(frozen=True)
 class Retention:
-    """Older steps that are kept; unset: all."""
+    """Rule for the older steps that a save keeps. If both fields are None, it keeps all."""
 
     last: int | None = None  # number of the newest steps
-    interval: int | None = None  # steps that are its multiples
+    interval: int | None = None  # steps that are multiples of this number
 
 
 @dataclass(frozen=True)

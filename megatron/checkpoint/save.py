@@ -65,7 +65,7 @@ def save_checkpoint(
     """Commits `state` as one step of `directory`. All ranks call it, at a step boundary.
 
     A `release` has only weights, under the name that Megatron uses for a model without training state. For
-    `fingerprint` see `determinism.py`. Later `directory` will be renamed to `known_as`.
+    `fingerprint` see `determinism.py`. The caller renames `directory` to `known_as` later.
     """
     save = Save(directory, state, parallel, history, save_tokenizer, fingerprint or {}, release, known_as=known_as)
     return save_now(save, Retention(retain_last, retain_interval))
@@ -100,7 +100,7 @@ def held_lock(given: str, directory: Path, history: RunHistory, iteration: int) 
     if not lock.is_of(directory):
         raise StorageError(
             f"{given}: was moved, removed or replaced while this run was training; iteration {iteration} is "
-            "not saved, earlier ones are where the directory was moved to. Move it back, and resume with --load"
+            "not saved. Earlier steps are where the directory was moved to: move it back, and resume with --load"
         )
     return lock
 
@@ -109,8 +109,8 @@ def _check_writable(directory: Path) -> None:
     """Rejects a directory in which the first save would fail, such as an immutable one."""
     if (directory / paths.TRACKER).is_dir():
         raise ConfigError(
-            f"--save {directory}: {paths.TRACKER} in it is a directory, where a save writes a file of that name; "
-            "remove it, or give another --save"
+            f"--save {directory}: {paths.TRACKER} there is a directory, but a save writes a file of that name; "
+            "remove that directory, or give another --save"
         )
     with storage.storage_errors("trying to write a checkpoint", directory):
         probe = durable.temporary_of(directory / paths.TRACKER)
@@ -160,8 +160,8 @@ class Save:
         return f"{flag} {self.directory}"
 
     def begin(self) -> SavedInfo | None:
-        """Locks, sweeps and makes the temporary directory. If this run has loaded or committed the step, which is on
-        disk then, returns it instead. All ranks call it."""
+        """Locks, sweeps and makes the temporary directory. If this run has loaded or committed the step, and the
+        step is on disk, returns it instead. All ranks call it."""
         world, step = self.parallel.world, self.state.iteration
         if run_on_first(self._is_done, world, bool):
             return SavedInfo(self._target, step, 0, 0.0, already_there=True)
@@ -170,7 +170,7 @@ class Save:
         return None
 
     def _is_done(self) -> bool:
-        """True if this run has loaded or committed the step. Also writes the tracker that a failed save left out."""
+        """True if this run has loaded or committed the step. Also writes the tracker if the save failed to do so."""
         step, committed = self.state.iteration, self.history.committed_steps(self.directory)
         known = step == self.history.loaded_step(self.directory) or step in committed
         done = known and not self.release and paths.is_plain_file(self._target / paths.MANIFEST)
@@ -181,7 +181,8 @@ class Save:
         return done
 
     def _bytes_to_write(self) -> int:
-        """Estimates the bytes: weights once, and this rank's part of the optimizer's state."""
+        """Estimates the bytes that this rank writes: its part of the optimizer's state, and weights if it writes
+        any."""
         tensors = [tensor for _, tensor in self.state.params.values()] if writes(self.parallel) else []
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         for name, kinds in (self.state.optimizer or {}).items():
@@ -257,7 +258,8 @@ class Save:
         do_on_first(self._discard, self.parallel.world)
 
     def _discard(self) -> None:
-        """Removes the temporary directory, best effort. Leftovers are never read, and the next save removes them."""
+        """Removes the temporary directory and ignores errors. Leftovers are never read, and the next save removes
+        them."""
         with suppress(OSError):
             shutil.rmtree(self._temporary)
 

@@ -1,7 +1,7 @@
 """Resharding: fills any split of a logical tensor from its stored slices.
 
 A Shard describes each stored slice. A load copies the intersections of the stored Shards with the wanted one, whatever
-layout saved them, and raises if an index is in none.
+layout saved them, and raises if no stored slice has a wanted index.
 """
 
 from collections.abc import Callable, Sequence
@@ -78,7 +78,7 @@ def whole_stored_shape(record: TensorRecord) -> tuple[int, ...]:
 
 
 def check_is_whole(name: str, record: TensorRecord) -> None:
-    """Raises unless a tensor that is not in its parameter's shape is stored whole, in its own shape."""
+    """Raises unless a tensor is stored whole, in its own shape. Used where this is not its parameter's shape."""
     for piece in record.slices:
         if piece.shape != record.logical_shape or not is_whole(source_spec(name, record, piece)):
             raise CheckpointError(f"{name}: {_contradiction(record, piece)}")
@@ -119,13 +119,15 @@ def wanted_slices(spec: Shard, shape: Sequence[int], record: TensorRecord) -> li
 
 
 def _sources(spec: Shard, record: TensorRecord) -> list[tuple[Shard, Slice]]:
-    """The slices without replicas. Raises if they lack an index that `spec` needs."""
+    """Returns the slices, one of each set of replicas. Raises if none of them has an index that `spec` needs."""
     first: dict[tuple[Range, ...] | None, Slice] = {}
     for piece in record.slices:
         first.setdefault(piece.ranges, piece)
     sources = [(source_spec(spec.name, record, piece), piece) for piece in first.values()]
     if missing := missing_ranges([source for source, _ in sources], spec):
-        raise CheckpointError(f"{spec.name}: indices {missing} of dimension {record.dim} are in no file")
+        raise CheckpointError(
+            f"{spec.name}: indices {missing} of dimension {record.dim} are in no file; use another checkpoint"
+        )
     return sources
 
 
@@ -186,10 +188,11 @@ def _rows(three: Shard, rows: Range) -> Shard:
 def check_compatible(spec: Shard, dtype: torch.dtype, record: TensorRecord, *, cast: bool) -> None:
     if tuple(spec.logical_shape) != record.logical_shape:
         raise CheckpointError(
-            f"{spec.name}: the model has shape {spec.logical_shape}, the checkpoint {record.logical_shape}"
+            f"{spec.name}: the model has shape {spec.logical_shape}, the checkpoint {record.logical_shape}; "
+            "give the settings of the saved model"
         )
     if not cast and str(dtype) != record.dtype:
         raise CheckpointError(
             f"{spec.name}: the model holds {dtype}, the checkpoint {record.dtype}; "
-            "resume with the precision it was trained in, or load only its weights with --finetune"
+            "resume with the checkpoint's precision, or load only its weights with --finetune"
         )

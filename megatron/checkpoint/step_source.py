@@ -19,7 +19,7 @@ Say = Callable[[str], object]
 
 
 class ForeignStep(Protocol):
-    """A step that another program saved: a manifest made from its files, and a reader of the slices in it."""
+    """A step that another program saved: a manifest made from its files, and a reader of the manifest's slices."""
 
     @property
     def manifest(self) -> Manifest: ...
@@ -29,7 +29,7 @@ class ForeignStep(Protocol):
 
     @property
     def optimizer_problem(self) -> str | None:
-        """Reason why the optimizer's state, which exists, cannot be read."""
+        """Reason why the step's optimizer state cannot be read; None if it can, or if the step has none."""
 
     def with_vocabulary(self, rows: int) -> ForeignStep:
         """Returns the step with its vocabulary tables cut to `rows` rows."""
@@ -58,8 +58,8 @@ class StepSource(Protocol):
     """Reads steps and models that other programs saved."""
 
     def open_step(self, directory: Path, say: Say, *, check_hashes: bool = True) -> ForeignStep | None:
-        """Opens a step that another program wrote; None if the step is native, or there is none. Data that is read is
-        compared with the checksums of its files; a file without any is reported through `say`."""
+        """Opens a step that another program wrote; None if the step is native or does not exist. Data that is read is
+        compared with the checksums in its files. `say` reports files without checksums."""
 
     def open_model(self, folder: Path) -> ForeignModel: ...
 

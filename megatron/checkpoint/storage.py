@@ -27,7 +27,7 @@ _SYNC_BYTES = 16 * 2**20
 HASHES: Mapping[str, Callable[[], Hash]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
 """Checksum algorithms, by their names in the manifest. They detect damage but not forgery, because they have no key."""
 HASH = "xxh3_128"
-"""Algorithm of new checkpoints. Before schema 2 it was sha256, which has a tenth of the speed of memory."""
+"""Algorithm of new checkpoints. Before schema 2 it was sha256, which is ten times slower than memory."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def blocks_in(size: int) -> int:
 
 
 Places = Sequence[tuple[int, memoryview]]
-"""Pairs (first byte in the file, memory for it and the bytes after it), in the file's order."""
+"""Pairs (first byte in the file, memory for the bytes from there on), in the file's order."""
 
 
 def blocks_for(places: Places) -> set[int]:
@@ -65,7 +65,7 @@ class FileHasher(BlockHasher):
 
 
 class HashingFile:
-    """A file that hashes bytes as they are written, not from a later re-read. A thread syncs them meanwhile."""
+    """File that hashes bytes while they are written, so that it need not be read again. A thread syncs it meanwhile."""
 
     def __init__(self, file: IO[bytes], algorithm: str, stop: Event | None = None) -> None:
         self._file, self._stop = file, stop
@@ -74,7 +74,7 @@ class HashingFile:
         self.hasher = FileHasher(algorithm)
 
     def write(self, data: bytes | memoryview) -> int:
-        """Writes in pieces, which are still in the processor's cache after they were hashed."""
+        """Hashes and writes small pieces, so that a piece is still in the CPU's cache when it is written."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), _WRITE_BYTES):
             piece = view[start : start + _WRITE_BYTES]
@@ -91,7 +91,7 @@ class HashingFile:
 
     def _sync_beside(self) -> None:
         self._raise_lost()
-        with suppress(RuntimeError):  # no thread can be started: it is synced at its end
+        with suppress(RuntimeError):  # if no thread can be started, only `sync` syncs the file
             self._sync, self._unsynced = Task(partial(os.fsync, self._file.fileno())), 0
 
     def _raise_lost(self) -> None:
@@ -139,7 +139,7 @@ def hash_blocks(
     path: Path, blocks: Sequence[int], algorithm: str, threads: int = 1, into: Places = ()
 ) -> tuple[str, ...]:
     """Hashes some blocks of a file, in order, and reads only these. The last block may be short. Bytes that have a
-    place in `into` stay there."""
+    place in `into` are read into that memory and stay there."""
     share = -(-len(blocks) // threads)
     parts = [blocks[start : start + share] for start in range(0, len(blocks), share or 1)]
     if len(parts) < 2:
@@ -211,4 +211,7 @@ def storage_errors(doing: str, path: Path) -> Iterator[None]:
 def storage_message(doing: str, path: Path, error: OSError) -> str:
     reason = error.strerror or str(error)
     place = error.filename or path
-    return f"{doing} failed at {place}: {reason}; earlier checkpoints are untouched. Make room there or change --save"
+    return (
+        f"{doing} failed at {place}: {reason}; earlier checkpoints are untouched. Make sure that this path has free "
+        "space and is writable, or change --save"
+    )

@@ -47,7 +47,8 @@ class Problem:
 
 
 def inspect_step(directory: Path, *, deep: bool = False) -> tuple[Manifest | None, list[Problem]]:
-    """All problems of one step directory. Sizes and hashes are always compared; `deep` also opens every tensor."""
+    """Returns the manifest and all problems of a step directory. Sizes and hashes are always compared; `deep` also
+    opens every tensor."""
     record, problems = _structure(directory)
     if record is not None and not problems:
         problems += [Problem("corrupt", f"{directory}: {text}") for text in model_problems(record)]
@@ -60,7 +61,7 @@ def inspect_step(directory: Path, *, deep: bool = False) -> tuple[Manifest | Non
 
 
 def verified_manifest(directory: Path) -> Manifest:
-    """Returns the manifest if all of its files exist in their sizes. Raises an error that names the first problem."""
+    """Returns the manifest if all of its files exist with their sizes. Raises an error that names the first problem."""
     record, problems = _structure(directory)
     _refuse(problems)
     assert record is not None
@@ -70,8 +71,8 @@ def verified_manifest(directory: Path) -> Manifest:
 def verify_share(
     directory: Path, record: Manifest, part: int, parts: int, into: Mapping[str, Places] = MappingProxyType({})
 ) -> None:
-    """Hashes one of `parts` equal parts of the step's bytes, and raises an error that names the first damaged file. The
-    memory in `into`, by file, is filled with the bytes that it is for, even outside of this part."""
+    """Hashes one of `parts` equal parts of the step's bytes, and raises an error that names the first damaged file.
+    Also fills the memory in `into`, by file, with its bytes, even if they are outside of this part."""
     share: dict[str, Sequence[int]] = dict(record.blocks_of(part, parts))
     for name, places in into.items():
         share[name] = sorted(storage.blocks_for(places).union(share.get(name, ())))
@@ -125,7 +126,9 @@ def _coverage(directory: Path, record: Manifest) -> list[Problem]:
     for name, tensor in manifest.all_tensors(record):
         unknown = [piece.file for piece in tensor.slices if piece.file not in (divisions if piece.share else files)]
         if unknown:
-            problems.append(Problem("incomplete", f"{directory}: {name} lies in {unknown[0]}, which is not listed"))
+            problems.append(
+                Problem("incomplete", f"{directory}: {name} lies in {unknown[0]}, which the manifest does not list")
+            )
         elif not slices.covers_exactly(tensor):
             problems.append(Problem("incomplete", f"{directory}: the slices of {name} do not cover it exactly once"))
     return problems
@@ -167,7 +170,7 @@ def unlisted(directory: Path, record: Manifest) -> str | None:
     some = ", ".join(f"{name!r:.80}" for name in sorted(found)[:_NAMED]) + ", ..." * (len(found) > _NAMED)
     return (
         f"{directory} has {len(found)} file(s) that its manifest does not list ({some}): they are not "
-        "verified, and exports leave them out; remove them"
+        "verified, and exports do not copy them; remove them"
     )
 
 
@@ -183,9 +186,13 @@ def _file(directory: Path, name: str, expected: FileRecord) -> list[Problem]:
     except OSError as error:
         return [_unreadable(path, name, error)]
     if size != expected.size:
-        return [Problem("corrupt", f"{path} has {size} bytes, {expected.size} were written", name)]
+        return [Problem("corrupt", f"{path} has {size} bytes, but {expected.size} were written", name)]
     if len(expected.blocks) != storage.blocks_in(size):
-        return [Problem("corrupt", f"{path} has {size} bytes, and {len(expected.blocks)} checksums", name)]
+        return [
+            Problem(
+                "corrupt", f"{path} has {storage.blocks_in(size)} blocks, but {len(expected.blocks)} checksums", name
+            )
+        ]
     return []
 
 
@@ -268,10 +275,10 @@ _PARTS = {"optimizer": ("optimizer", "extra"), "scheduler": ("opt_param_schedule
 
 
 def _plain_values(record: Manifest, file: str, content: Any) -> Iterator[str]:
-    """Finds plain values that a load needs and that a file lacks or has of another step."""
+    """Finds plain values that a load needs but a file lacks, and an iteration that differs from the manifest's."""
     step = classic.lookup(content, ("iteration",))
     if step != record.step:
-        yield f"is of iteration {step!r:.40}, but the manifest of {record.step}"
+        yield f"has iteration {step!r:.40}, but the manifest has {record.step}"
     for part in record.holds if file.endswith(paths.MODEL_FILE) else ():
         found = classic.lookup(content, _PARTS.get(part, (part,)))
         if part == "rng":  # one for each replica that has no file of its own
@@ -290,8 +297,8 @@ def _stored(record: TensorRecord, piece: Slice, stretch: Stretch, found: Any, de
     if stretch.start is not None and found.numel():
         place = described.place(classic.lookup(described.content, piece.key))
         if place is None or place[0] != stretch.start:
-            where = "out of order" if place is None else f"from byte {place[0]} on"
-            yield f"lies there {where}; in the manifest: byte {stretch.start}"
+            where = "is not stored in order" if place is None else f"begins at byte {place[0]}"
+            yield f"{where}, but in the manifest it begins at byte {stretch.start}"
 
 
 def stored_problem(record: TensorRecord, piece: Slice, found: Any, held: Range) -> str | None:
@@ -306,7 +313,7 @@ def description_problem(
 ) -> str | None:
     expected = (held[1] - held[0],) if piece.share else piece.shape
     if str(dtype) != record.dtype or shape != expected:
-        return f"is {dtype} {shape}, in the manifest {record.dtype} {expected}"
+        return f"is {dtype} {shape}, but in the manifest {record.dtype} {expected}"
     return None
 
 
@@ -314,7 +321,8 @@ def description_problem(
 
 
 def describes_gpt(record: Manifest) -> bool:
-    """Returns whether settings describe the model: not a script's own, and not one saved before experts existed."""
+    """Returns True if the saved settings describe the model. They do not for a model of a user's script, or one saved
+    by a version without experts."""
     told = {"model", "moe"} <= set(record.config) and "padded_vocab_size" in record.args
     return told and WORD_TABLE in record.model
 
@@ -328,7 +336,7 @@ def model_problems(record: Manifest) -> list[str]:
             whole = record.model.get(name)
             in_shape = kind in _IN_SHAPE and each.dtype == "torch.float32"
             if in_shape and whole is not None and each.logical_shape != whole.logical_shape:
-                found.append(f"{name} ({kind}) has shape {each.logical_shape}, its parameter {whole.logical_shape}")
+                found.append(f"{name} ({kind}) has shape {each.logical_shape}, but its parameter {whole.logical_shape}")
     return found + (_against_settings(record) if describes_gpt(record) else [])
 
 
@@ -339,7 +347,7 @@ def _contradictions(name: str, record: TensorRecord) -> list[str]:
         held, claimed = prod(piece.shape), prod(spec.local_shape)
         padded = record.dim == 0 and piece.shape[1:] == spec.local_shape[1:] and piece.shape[:1] > spec.local_shape[:1]
         if held != claimed and not (padded and name.partition(" ")[0] in VOCABULARY_TABLES):
-            return [f"{name} is stored as {piece.shape} where {spec.local_shape} belongs"]
+            return [f"{name} has a slice of shape {piece.shape}, but its indices give {spec.local_shape}"]
     return []
 
 
@@ -347,21 +355,21 @@ def _against_settings(record: Manifest) -> list[str]:
     try:
         config, moe = model_config(record.config["model"]), moe_config(record.config)
         if config.num_layers + len(moe.expert_layers(min(config.num_layers, _MOST_LAYERS))) > _MOST_LAYERS:
-            return [f"its settings describe {config.num_layers} layers"]
+            return [f"its settings describe too many layers ({config.num_layers})"]
         wanted = parameters(config, record.model[WORD_TABLE].logical_shape[0], moe)
     except MegatronError as error:
         return [f"its settings do not describe a model: {error}"]
     missing = [name for name in wanted if name not in record.model]
     extra = [name for name in record.model if name not in wanted]
     other = [
-        f"{name} has shape {record.model[name].logical_shape}, the model of its settings has {parameter.shape}"
+        f"{name} has shape {record.model[name].logical_shape}, but its settings give {parameter.shape}"
         for name, parameter in wanted.items()
         if name in record.model and record.model[name].logical_shape != parameter.shape
     ]
     return [
         *other,
-        *([f"the model of its settings also has {_some(missing)}"] if missing else []),
-        *([f"the model of its settings has no {_some(extra)}"] if extra else []),
+        *([f"its settings describe a model that also has {_some(missing)}"] if missing else []),
+        *([f"its settings describe a model without {_some(extra)}"] if extra else []),
     ]
 
 

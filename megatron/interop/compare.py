@@ -38,7 +38,7 @@ def first_difference(one: FoundStep, other: FoundStep) -> str | None:
         if difference := _difference(one, other, name, left[name], right[name]):
             return f"{name[0]}{_kind(name)} {difference}"
     if one.manifest.step != other.manifest.step:
-        return f"the tensors are equal; the step is {one.manifest.step} in one, {other.manifest.step} in the other"
+        return f"the tensors are equal, but the steps differ: {one.manifest.step} and {other.manifest.step}"
     return None
 
 

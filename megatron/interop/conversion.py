@@ -1,5 +1,5 @@
-"""Shared parts of the conversions: reads tensors one at a time, with progress, and writes a directory that gets its
-name when it is complete."""
+"""Operations that all conversions share: read one tensor at a time, with progress, and write a temporary directory that
+is renamed when it is complete."""
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -32,7 +32,7 @@ def no_progress(done: int, total: int) -> None:
 
 @dataclass
 class Reading:
-    """Makes the tensors of a conversion, and calls `show` after each one that was read."""
+    """Makes the deferred tensors of a conversion, and calls `show` after each tensor that was read."""
 
     show: Show
     total: int = 0
@@ -79,9 +79,11 @@ def refuse_what_must_stay(load: Path, save: Path) -> None:
     source, target = load.resolve(), save.resolve()
     within = target.parent == source and (paths.step_of(save.name) is not None or save.name == paths.RELEASE)
     if source == target or target in source.parents or within:
-        raise ConfigError(f"--overwrite: --save {save} holds what --load {load} reads; give another directory")
+        raise ConfigError(
+            f"--overwrite: replacing --save {save} would delete files of --load {load}; give another --save"
+        )
     if save.is_symlink() or (save.exists() and not save.is_dir()):
-        raise ConfigError(f"--overwrite: --save {save} is not a separate directory; give another name")
+        raise ConfigError(f"--overwrite: --save {save} is a file or a symbolic link; give another --save")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Source of checkpoints for a run that may begin with another program's files."""
+"""Source of steps and models for a run that may start from another program's files."""
 
 from collections.abc import Mapping
 from pathlib import Path

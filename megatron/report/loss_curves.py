@@ -54,7 +54,8 @@ def read_metrics(path: Path, value: str) -> LoggedRun:
 
 
 def read_log(path: Path, value: str) -> LoggedRun:
-    """Reads the curves of `value`, a key of the metrics file; a log has it in words, rounded, the loss as a mean."""
+    """Reads the curves of `value`, a key of the metrics file. A log has the name in words, rounded values and mean
+    losses."""
     run = LoggedRun(str(path))
     words = _NAMES_IN_LOGS.get(value, value.replace("_", " "))
     number = re.compile(rf"\| (?:{words}|{re.escape(value)})(?: value)?:? {_NUMBER}(?: \||$)", re.IGNORECASE)

@@ -127,7 +127,7 @@ def _after(time: float | None, transfer: float) -> float | None:
     return None if time is None else time + transfer
 
 
-# ---------------------------------------------------------------- what --pipeline-trace DIR wrote
+# ---------------------------------------------------------------- files of --pipeline-trace DIR
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,12 @@ class _Trace:
 
     def __post_init__(self) -> None:
         if not 0 <= self.place < self.ranks or not 0 < self.micro_batches < INT32 or not 0 < self.chunks < INT32:
-            raise ValueError(f"stage {self.place} of {self.ranks} with {self.chunks} chunks")
+            raise ValueError(
+                f"invalid counts: stage {self.place} of {self.ranks}, {self.micro_batches} micro-batches, "
+                f"{self.chunks} chunks"
+            )
         if not self.steps or not all(self.steps):
-            raise ValueError("no passes")
+            raise ValueError("a step has no passes, or there is no step")
         for kind, chunk, micro_batch, start, end in (each for step in self.steps for each in step):
             inside = chunk in range(self.chunks) and micro_batch in range(self.micro_batches)
             if kind not in ("F", "B", "W") or not inside or not -math.inf < start < end < math.inf:
@@ -166,10 +169,15 @@ def read_timelines(directory: Path) -> list[Timeline]:
         by_place.setdefault(trace.place, trace)
     first = by_place[min(by_place)]
     if sorted(by_place) != list(range(first.ranks)):
-        raise DataError(f"--trace {directory}: only stages {sorted(by_place)} of {first.ranks} are there; run again")
+        raise DataError(
+            f"--trace {directory}: has only stages {sorted(by_place)} of {first.ranks}; run again with --pipeline-trace"
+        )
     shapes = {(t.ranks, t.micro_batches, t.chunks, len(t.steps)) for t in by_place.values()}
     if len(shapes) > 1:
-        raise DataError(f"--trace {directory}: the stages come from different runs; run again into an empty directory")
+        raise DataError(
+            f"--trace {directory}: its stages come from different runs; run again with --pipeline-trace and "
+            "an empty directory"
+        )
     stages = [by_place[place].steps for place in range(first.ranks)]
     return [_timeline(first, passes) for passes in zip(*stages, strict=True)]
 

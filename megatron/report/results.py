@@ -58,10 +58,12 @@ def read_published(path: Path) -> Published:
             if not all(
                 0 <= value < math.inf for value in (row.samples_per_second, row.perplexity) if value is not None
             ):
-                raise ValueError(f"the row of {row.size[:100]}: a rate or a perplexity is not a positive number")
+                raise ValueError(
+                    f"the row of {row.size[:100]}: samples_per_second or perplexity is negative or not finite"
+                )
         return replace(found, rows=tuple(replace(row, published=True) for row in found.rows))
     except (ValueError, RecursionError) as error:
-        raise _unusable("--published", path, f"not a source with rows ({error})") from None
+        raise _unusable("--published", path, f"does not hold a source and its rows ({error})") from None
 
 
 def _number(path: Path, line: dict[str, Any], name: str) -> float:
@@ -103,7 +105,11 @@ def _text(flag: str, path: Path) -> str:
 
 
 def _unusable(flag: str, path: Path, reason: str) -> ConfigError:
-    wanted = "the file that a run with --metrics-jsonl wrote" if flag == "--run" else "a file like the recipe's own"
+    wanted = (
+        "the file that a run with --metrics-jsonl wrote"
+        if flag == "--run"
+        else "a file like examples/gpt2_8p/published.json"
+    )
     return ConfigError(f"{flag} {path}: {reason}; give {wanted}")
 
 

@@ -121,7 +121,7 @@ def test_planted_two_receives_ahead_hang_where_streams_share_a_queue(monkeypatch
     recordings = record_pipeline("1f1b", 4, 8)
     assert stuck(recordings, INDEPENDENT) == ""
     found = stuck(recordings, ONE_QUEUE)
-    assert "rank 0 waits for receive from rank 1" in found and "not there: rank 1" in found
+    assert "rank 0 waits for receive from rank 1" in found and "missing: rank 1" in found
 
 
 def test_planted_one_group_for_all_links_of_a_kind() -> None:
@@ -159,7 +159,7 @@ def test_planted_groups_in_another_order_whatever_their_names() -> None:
     recordings = record_pipeline("1f1b", 2, 2)
     turned = dict(reversed(recordings[1].groups.items()))
     first = disagreements({**recordings, 1: replace(recordings[1], groups=turned)})[0]
-    assert first.startswith("ranks make groups in different orders: number 0 is world "), first
+    assert first.startswith("ranks create groups in different orders: number 0 is world "), first
 
 
 def test_planted_a_swapped_receive_is_found() -> None:

@@ -98,7 +98,7 @@ def test_planted_groups_made_in_another_order_on_one_rank(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(parallel_state.ParallelState, "build", staticmethod(reordered))
     first = recorded(8, **SETTINGS).findings()[0]
-    by_count = first.startswith("ranks make groups in different orders: ") and "rank 1" in first
+    by_count = first.startswith("ranks create groups in different orders: ") and "rank 1" in first
     assert by_count or first.endswith("was made by rank 0 and not by rank 1"), first
 
 

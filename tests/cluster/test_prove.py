@@ -132,7 +132,7 @@ def test_an_error_and_a_death_in_a_worker(monkeypatch: pytest.MonkeyPatch, capsy
         assert told.endswith(said) and "in _record_rank" in told, "the calls that led there are those of the worker"
     monkeypatch.setattr(record, "held_save_directory", lambda run: os._exit(9))
     assert main(command) == 2
-    assert "the process that recorded ranks (0, 1) died (exit code 9); if it was for memory, give fewer --workers " in (
+    assert "the process that recorded ranks (0, 1) died (exit code 9); if memory ran out, lower --workers " in (
         capsys.readouterr().err
     )
 

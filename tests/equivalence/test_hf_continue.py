@@ -145,8 +145,8 @@ def test_the_vocabulary_can_be_given_and_is_asked_for(tmp_path: Path, capsys: py
     assert pretrain_here(command(native, data, **typed, vocab_size=ROWS)) == 0
     capsys.readouterr()
     for size, message in (
-        (None, f"the checkpoint's vocabulary is --vocab-size {ROWS}"),
-        (ROWS + 1, f"the checkpoint's vocabulary is --vocab-size {ROWS}"),
+        (None, f"give --vocab-size {ROWS}, as in the checkpoint"),
+        (ROWS + 1, f"give --vocab-size {ROWS}, as in the checkpoint"),
         (5, f"--vocab-size 5: the tokenizer has {len(WORDS)} entries"),
     ):
         assert pretrain_here(command(native, data, **typed, vocab_size=size)) in (2, 12)

@@ -304,7 +304,7 @@ BAD = {
     ),
     "a family with images": (
         lambda folder: edit_config(folder, model_type="qwen2_vl"),
-        "nearest is qwen2, which would lose images",
+        "the nearest is qwen2, which lacks images",
     ),
     "quantised": (
         lambda folder: edit_config(folder, quantization_config={"quant_method": "gptq"}),
@@ -318,7 +318,7 @@ BAD = {
     "a pointer to a file": (a_pointer, "download it again: a part may be missing"),
     "a known family of others": (
         lambda folder: edit_config(folder, model_type="gemma2"),
-        "nearest is llama, which would lose soft caps",
+        "the nearest is llama, which lacks soft caps",
     ),
     "a misspelt family": (lambda folder: edit_config(folder, model_type="qwen_2"), r"did its author mean qwen2\?"),
     "no model": (

@@ -142,10 +142,10 @@ def lose(folder: Path, what: str) -> None:
 
 
 CASES: dict[str, tuple[int, dict[str, Any], str]] = {
-    "as it was": (LAST_WHOLE, {}, "local step 7 is incomplete (the share of rank 2 is missing)"),
+    "as it was": (LAST_WHOLE, {}, "local step 7 is incomplete (missing: the share of rank 2)"),
     "machine 0": (LAST_WHOLE, {}, ""),
     "damaged": (LAST_WHOLE, {}, "differs from what was written: that copy of the share of rank 3 is not used"),
-    "damaged twice": (5, {}, "local step 6 is incomplete (the share of rank 3 is missing)"),
+    "damaged twice": (5, {}, "local step 6 is incomplete (missing: the share of rank 3)"),
     "both": (4, {}, "no local step continues from iteration 4"),
     "another run": (4, {}, "no local step continues from iteration 4"),
     "rewound": (2, {}, "no local step continues from iteration 2"),

@@ -77,10 +77,7 @@ def test_it_is_taken_by_the_run_that_saved_it_alone(
     killed_after(7, values)
     other = settings(second, non_persistent_global_ckpt_dir=shared)
     assert pretrain_here(flags(**other)) == 2
-    assert (
-        f"{shared}: holds iter_0000007, written by another run than the one of --save {second}"
-        in capsys.readouterr().err
-    )
+    assert f"{shared}: holds iter_0000007, which the run of --save {second} did not write" in capsys.readouterr().err
     assert steps(shared) == [7], "and it is left where it is"
     (shared / "iter_0000007/mp_rank_00/model_optim_rng.pt").write_bytes(b"")
     rest = losses(flags(**values))

@@ -64,8 +64,8 @@ class Search:
             missing = [rank for rank in range(ranks) if not holders.get(rank)]
             if missing:
                 said.append(
-                    f"local step {step} is incomplete (the share of rank {missing[0]}"
-                    f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''} is missing): it is skipped"
+                    f"local step {step} is incomplete (missing: the share of rank {missing[0]}"
+                    f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}): it is skipped"
                 )
                 continue
             try:
@@ -86,7 +86,7 @@ class Search:
         return {each: what for each, what in found.items() if each.step > base}
 
     def _places(self, seen: list[list[Seen]], save: str) -> dict[int, tuple[str, ...]]:
-        """Places that have a copy of each share."""
+        """Maps each rank to the places with a copy of its share. A place is the id of a directory (`place_of`)."""
         found: dict[int, dict[str, None]] = {}
         for rank, shares in enumerate(seen):
             for each in shares:
@@ -101,7 +101,8 @@ class Search:
         save: str,
         said: list[str],
     ) -> dict[int, tuple[str, ...]]:
-        """Places that have an undamaged copy of each share. Each rank hashes its part of the copies at its place."""
+        """Maps each rank to the places with an undamaged copy of its share. Each rank hashes its part of the copies at
+        its place."""
         verdicts = [
             Verdict(each.rank, self._place, share.damage(directory, record))
             for each, (directory, record) in mine.items()

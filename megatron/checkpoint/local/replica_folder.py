@@ -27,7 +27,8 @@ class Copies:
         if world % (jump * factor):
             raise ConfigError(
                 f"--replication: {world}, the number of ranks, is not a multiple of --replication-jump {jump} "
-                f"(default: ranks per machine) x --replication-factor {factor}; give others, or leave --replication out"
+                f"(default: ranks per machine) x --replication-factor {factor}; give other values, or remove "
+                "--replication"
             )
         return Copies(jump, factor)
 
@@ -48,8 +49,8 @@ class Copies:
                 if rank < other and places[rank] == places[other]:
                     raise ConfigError(
                         f"--replication-jump {self.jump}: ranks {rank} and {other} store each other's share, "
-                        f"but see the same --non-persistent-local-ckpt-dir {directory}; give the number of ranks of a "
-                        "machine, or leave --replication out"
+                        f"but see the same --non-persistent-local-ckpt-dir {directory}; give the number of ranks per "
+                        "machine, or remove --replication"
                     )
 
 
@@ -79,7 +80,7 @@ class ReplicaFolder:
 
     @property
     def duties(self) -> tuple[int, ...]:
-        """The ranks whose shares this rank writes: its own and its copies."""
+        """Ranks whose shares this rank writes: itself, and those of which it keeps copies."""
         return self.copies.group(self.rank)
 
     @property

@@ -1,4 +1,4 @@
-"""Saves a local step as any other save does, but each rank commits its own share and sends it to the ranks that keep
+"""Saves a local step like any other step, but each rank commits its own share and sends it to the ranks that keep
 copies."""
 
 import shutil
@@ -33,7 +33,7 @@ class LocalSave(Save):
         return f"--non-persistent-local-ckpt-dir {self.store.root.parent}"
 
     def begin(self) -> None:
-        """Prepares as any save does, but never returns an existing step: other ranks' shares of it may be lost."""
+        """Prepares like any other save, but never returns an existing step: other ranks may have lost their shares."""
         sizes = all_gather_json(self._bytes_to_write(), self.parallel.world, int)
         need = sum(sizes[rank] for rank in self.store.kept_here)
         run_on_all(lambda: self._prepare(need), self.parallel.world)

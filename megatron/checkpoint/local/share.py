@@ -55,7 +55,7 @@ def decode(raw: bytes, path: Path) -> ShareRecord:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path} cannot be read as a share of a checkpoint ({error})"[:400]) from error
     if record.header.schema not in _SCHEMAS or record.header.hash not in storage.HASHES:
-        raise DamagedCheckpointError(f"{path} was written by another version")
+        raise DamagedCheckpointError(f"{path} was written by another version; use that version")
     return record
 
 

@@ -37,7 +37,7 @@ class LocalNonPersistent(NonPersistent):
         return ReplicaFolder(self.directory / name, self.parallel.world.rank, self._places, self.copies)
 
     def _name(self) -> str:
-        """Name of the run; empty if it has none, and therefore no steps."""
+        """Name of the run (`name_of`); empty if the save directory has no id, so that there are no steps."""
         return run_on_first(lambda: name_of(self.save_directory) or "", self.parallel.world, str)
 
     def hold(self, history: RunHistory) -> None:

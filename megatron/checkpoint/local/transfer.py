@@ -44,7 +44,7 @@ class LocalStep:
     world: Axis
     manifest: Manifest
     holders: Mapping[int, tuple[str, ...]]
-    """Places that have an undamaged copy of each share."""
+    """Places (`place_of`) with an undamaged copy of each rank's share."""
     share_of: Mapping[str, int]
     """Rank that wrote each file."""
 
@@ -66,7 +66,7 @@ class LocalStep:
                 shutil.rmtree(folder, ignore_errors=True)  # mapped files stay readable
 
     def _link(self, folder: Path, files: list[str]) -> None:
-        with storage.storage_errors("bringing the files of a step together", folder):
+        with storage.storage_errors("collecting the files of a step", folder):
             for left_by_a_kill in self.store.root.glob(f"{paths.TEMPORARY}*.loaded"):
                 shutil.rmtree(left_by_a_kill)
             folder.mkdir(parents=True)
@@ -85,7 +85,7 @@ class LocalStep:
         return paths.step_directory(share.rank_directory(self.store.root, self.share_of[file]), self.manifest.step)
 
     def transfers(self, wanted: list[list[str]]) -> list[Transfer]:
-        """Lists the transfers, the same on all ranks. Each rank takes part in its own, in this order."""
+        """Lists the transfers, the same on all ranks. Each rank makes its own transfers in this order."""
         ranks_at: dict[str, list[int]] = {}
         for rank, place in enumerate(self.store.places):
             ranks_at.setdefault(place, []).append(rank)
@@ -160,7 +160,7 @@ class ReceivedFiles:
 
     def finish(self) -> None:
         if self._error is not None:
-            raise StorageError(storage_message("writing what another rank sent", self._folder, self._error))
+            raise StorageError(storage_message("writing a file that another rank sent", self._folder, self._error))
         for name, expected in self._files.items():
             if expected.size and self._hashers[name].record() != expected:
                 raise StorageError(f"{self._folder / name} arrived with other bytes than were written; try again")

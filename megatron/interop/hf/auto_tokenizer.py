@@ -52,7 +52,7 @@ def _encoded(tokenizer: Any, text: str) -> dict[str, Any]:
 
 
 def _batch(tokenizer: Any, texts: list[str]) -> dict[str, Any] | None:
-    """Returns the padded batch. A tokenizer without a padding token pads with the end of a text."""
+    """Returns the padded batch. A tokenizer without a padding token pads with its eos_token."""
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None:

@@ -1,4 +1,4 @@
-"""Checks an export: transformers must open it, encode texts like our run, and compute our logits.
+"""Checks an export: transformers must open it, encode texts like the run, and compute the same logits.
 
 Logits are compared in fp32 whatever the dtype of the weights, so rounding hides no difference.
 """
@@ -40,8 +40,8 @@ class Comparison:
 def check_export(
     export: Export, folder: Path, log: Callable[[str], object], *, insist: bool = False, show: Show = no_progress
 ) -> None:
-    """Raises unless the folder holds our model. Compares logits if transformers is installed and memory allows, else
-    weights. With `insist`, logits that cannot be compared are an error."""
+    """Raises unless the folder holds the exported model. Compares all weights, and also logits if transformers is
+    installed and memory suffices. With `insist`, it is an error if logits cannot be compared."""
     compare_weights(export, folder, show)
     log("check: every weight reads back bit-equal")
     if importlib.util.find_spec("transformers") is None:
@@ -52,17 +52,18 @@ def check_export(
     enough = (free := available_memory()) is None or need <= free
     _check_tokenizer(export, folder, log, pipeline=enough)
     if not enough:
-        _not_compared(f"that needs about {need} bytes of memory, and {free} are available", log, insist)
+        _not_compared(f"this needs about {need} bytes of memory, but {free} are available", log, insist)
         return
     result = compare_logits(export, folder)
     log(
-        f"check: logits equal those of {export.family.architecture} at all {result.positions} positions to "
-        f"{result.relative:.1e} of the largest (tolerance {TOLERANCE:.0e})"
+        f"check: logits equal those of {export.family.architecture} at all {result.positions} positions; "
+        f"largest difference: {result.relative:.1e} of the largest logit (tolerance {TOLERANCE:.0e})"
     )
 
 
 def _check_tokenizer(export: Export, folder: Path, log: Callable[[str], object], *, pipeline: bool) -> None:
-    """Compares tokenizers, and runs a pipeline if `pipeline`: memory must hold the weights."""
+    """Compares tokenizers. With `pipeline`, also runs a pipeline of transformers, which needs memory for the
+    weights."""
     if export.tokenizer is None or not export.tokenizer.has_json:
         log("check: tokenizers were not compared: the checkpoint has no tokenizer.json")
         return
@@ -73,20 +74,20 @@ def _check_tokenizer(export: Export, folder: Path, log: Callable[[str], object],
 
 def _not_compared(why: str, log: Callable[[str], object], insist: bool) -> None:
     if insist:
-        raise ConfigError(f"--verify: logits cannot be compared: {why}; leave it out to compare only the weights")
+        raise ConfigError(f"--verify: logits cannot be compared: {why}; remove --verify to compare only the weights")
     log(f"check: logits were not compared: {why}")
 
 
 def compare_weights(export: Export, folder: Path, show: Show = no_progress) -> None:
-    """Compares what an import would read with our weights and settings."""
+    """Compares the weights that an import would read with those that were exported."""
     source, done = open_folder(folder), 0
     ours = {name: partial(exported_tensor, export, name) for name in export.reader.manifest.model}
     for name, _, tensor in read_tensors(source):
         read = ours.pop(name, None)
         if read is None:
-            raise CheckpointError(f"{folder}: reading it back gives {name}, which was never written")
+            raise CheckpointError(f"{folder}: has a parameter {name} that was not exported")
         if not torch.equal(read(), tensor):
-            raise CheckpointError(f"{folder}: {name} reads back different from what was written")
+            raise CheckpointError(f"{folder}: {name} has other values than those that were written")
         done += tensor.nbytes
         show(done, export.bytes)
     if ours:
@@ -95,18 +96,20 @@ def compare_weights(export: Export, folder: Path, show: Show = no_progress) -> N
 
 @torch.no_grad()
 def compare_logits(export: Export, folder: Path) -> Comparison:
-    """Compares our logits with theirs on random tokens; raises if the difference is larger than rounding explains."""
+    """Compares our logits with those of transformers on random tokens. Raises if they differ by more than rounding."""
     generator = torch.Generator().manual_seed(1234)
     length = min(_POSITIONS, export.facts.context or _POSITIONS)
     tokens = torch.randint(0, export.facts.vocab_size, (2, length), generator=generator)
     ours, theirs = our_logits(export, tokens), their_logits(folder, tokens)
     if ours.shape != theirs.shape:
-        raise CheckpointError(f"{folder}: logits have shape {tuple(theirs.shape)}, ours {tuple(ours.shape)}")
+        raise CheckpointError(
+            f"{folder}: logits of transformers have shape {tuple(theirs.shape)}, this project's {tuple(ours.shape)}"
+        )
     result = Comparison(float((ours - theirs).abs().max()), float(ours.abs().max()), ours.shape[0] * ours.shape[1])
     if not result.relative <= TOLERANCE:
         raise CheckpointError(
-            f"{folder}: logits differ from ours by {result.relative:.1e} of the largest (tolerance {TOLERANCE:.0e}); "
-            "nothing was exported"
+            f"{folder}: logits of transformers differ from this project's by {result.relative:.1e} of the largest "
+            f"logit (tolerance {TOLERANCE:.0e}); nothing was exported"
         )
     return result
 
@@ -128,8 +131,8 @@ def their_logits(folder: Path, tokens: Tensor) -> Tensor:
         )
     except ValueError as error:  # version 4 knows fewer kinds of rope_scaling
         raise CheckpointError(
-            f"{folder}: transformers {__version__} does not open it ({error}); "
-            "nothing was exported: install a newer one"
+            f"{folder}: transformers {__version__} cannot open it ({error}); nothing was exported; "
+            "install a newer version"
         ) from error
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # torch's grouped product needs widths that are multiples of 4

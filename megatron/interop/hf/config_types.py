@@ -57,7 +57,7 @@ def check_types(values: Mapping[str, Any]) -> None:
         elif name in ("layer_types", "mlp_only_layers"):
             kind = str if name == "layer_types" else int
             fits = isinstance(value, list) and len(value) <= _LAYERS and all(type(item) is kind for item in value)
-            _demand(value is None or fits, name, value, "a list with an entry per layer at most, or null")
+            _demand(value is None or fits, name, value, "a list with at most one entry per layer, or null")
         elif name in ("activation_function", "hidden_act", "model_type"):
             _demand(isinstance(value, str), name, value, "text")
     for name in ("rope_parameters", "rope_scaling"):
@@ -69,7 +69,9 @@ def _check_rope(place: str, values: Mapping[str, Any]) -> None:
         if name in ("rope_type", "type"):
             _demand(isinstance(value, str), f"{place}: {name}", value, "text")
         elif isinstance(value, dict):
-            raise ConfigError(f"config.json: {place}: {name:.60} has its own rotation; all layers must share one")
+            raise ConfigError(
+                f"config.json: {place}: {name:.60} has its own RoPE settings; all layers must have the same"
+            )
         elif name in _ROPE or name in _ROPE_OR_NULL:
             fits = (value is None and name in _ROPE_OR_NULL) or _is_number(value, 0.0, 1e30)
             _demand(fits and (value != 0 or name != "factor"), f"{place}: {name}", value, "a positive number")

@@ -1,5 +1,5 @@
 """Fills a rank's part of the model from a Hugging Face folder, without a conversion. Files are mapped, and a rank reads
-only its slices. The weights are bit-equal to those of an import and a load."""
+only its slices. The weights are bit-equal to those of an import followed by a load."""
 
 from collections.abc import Mapping
 from math import prod
@@ -37,7 +37,8 @@ def load_hugging_face(
     log: Log,
 ) -> LoadedState:
     """Fills `params` in place, cast to their dtypes. All ranks call it; only the first one calls `log`. `take`: see
-    `in_memory`. A rank reads its slices, and a share of the tensors that have checksums as a whole, to verify them."""
+    `in_memory`. A rank reads its slices. To verify checksums, it also reads its share of the tensors that have some,
+    as a whole."""
     number, count = share(lambda: identity_of((file.path for file in weights_files(folder, None)), ""), parallel.world)
 
     def load() -> list[str]:
@@ -70,7 +71,7 @@ def _fill_one(source: HuggingFaceFolder, exchange: Exchange, spec: Shard, target
     """Fills one parameter. The folder is described as a native step whose slices are exactly those that this rank
     needs."""
     shape = exchange.parameter.shape
-    each = prod(shape[spec.dim + 1 : spec.dim + spec.fold])  # indices that `ranges` count in one of dimension `dim`
+    each = prod(shape[spec.dim + 1 : spec.dim + spec.fold])  # number of indices of `ranges` per index of `dim`
     spans = {(start * each, stop * each): (start, stop) for start, stop in needed(spec)}
     parts = tuple(
         Slice("", (), (counted,), (*shape[: spec.dim], stop - start, *shape[spec.dim + 1 :]))

@@ -1,8 +1,8 @@
 """Converts weights between our logical views and the tensors of a Hugging Face model.
 
 A `TensorLayout` holds both directions side by side, so that import(export(x)) is x. Nothing is permuted for RoPE: both
-rotate half-split heads. Import uses views of the other model's tensors, so only what is copied is read from a mapped
-file.
+models rotate half-split heads. Import uses views of the other model's tensors, so only what is copied is read from a
+mapped file.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class TensorLayout:
     blocks: Callable[[Tensors, Row], Tensors]
     """Function from the other model's tensors to views that, joined along one dimension, are our logical view."""
     along: int = 0
-    """Dimension along which blocks are joined. No rank layout splits it if there are several blocks."""
+    """Dimension along which blocks are joined. If there are several blocks, ranks do not split this dimension."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Exchange:
     def to_hf(self, stored: Tensor) -> dict[str, Tensor]:
         logical = stored[: self.parameter.stored_shape[0]].view(self.parameter.shape)
         if self.gain_less_one:
-            logical = logical.float() + 1  # half precision has fewer digits beside 1 than beside 0
+            logical = logical.float() + 1  # half precision has fewer digits near 1 than near 0
         parts = self.layout.split(logical, self.parameter.row)
         return {name: part.contiguous() for name, part in zip(self.theirs, parts, strict=True)}
 
@@ -75,7 +75,7 @@ def gain_less_one(config: ModelConfig, name: str) -> bool:
 
 
 def same(module: str) -> TensorLayout:
-    """Layout of a matrix or vector that both models store alike."""
+    """Layout of a matrix or vector that both models store in the same way."""
     return TensorLayout(
         (module,), lambda ours, row: (ours.reshape(row.stored_shape),), lambda parts, row: (parts[0].view(row.shape),)
     )

@@ -47,7 +47,7 @@ class Export:
     """True to write pytorch_model.bin instead of safetensors."""
     tokenizer: TokenizerFiles | None = None
     instead_of: Family | None = None
-    """Family that was not used because its tokenizer would be read differently."""
+    """Family that was not chosen, because transformers would change the tokenizer in its folder."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,8 +70,8 @@ def plan_export(
     shard_bytes: int = SHARD_BYTES,
     as_bin: bool = False,
 ) -> Export:
-    """Chooses the family, and checks that the checkpoint holds exactly that model. Uses the tokenizer's
-    `token_ids`, unless the model was imported: then it keeps the ids that it came with."""
+    """Chooses the family, and checks that the checkpoint holds exactly its tensors. Special token ids are `token_ids`,
+    or those of the tokenizer. An imported model keeps its original ids."""
     saved = found.manifest
     if "model" not in saved.config:
         raise CheckpointError(f"{found.directory} holds no configuration of a GPT; only GPTs can be exported")
@@ -84,7 +84,9 @@ def plan_export(
         raise CheckpointError(f"{found.directory} holds no token embedding; only GPTs can be exported")
     trained = words.dtype.removeprefix("torch.")
     if dtype is None and trained not in DTYPES:
-        raise ConfigError(f"--dtype: needed, because {trained} cannot be exported; give one of {', '.join(DTYPES)}")
+        raise ConfigError(
+            f"--dtype: {trained} weights cannot be exported in their own dtype; give one of {', '.join(DTYPES)}"
+        )
     context = config.max_position_embeddings or int(saved.config.get("data", {}).get("seq_length") or 0)
     rows, tokenizer = words.logical_shape[0], found.tokenizer_files
     has_json = tokenizer is not None and tokenizer.has_json
@@ -115,7 +117,8 @@ def _check_complete(export: Export, found: FoundStep) -> None:
     if expected != held:
         differing = sorted(n for n in expected.keys() | held.keys() if expected.get(n) != held.get(n))
         raise CheckpointError(
-            f"{found.directory} does not hold the model that its configuration describes: {', '.join(differing[:8])}"
+            f"{found.directory} does not hold the model that its configuration describes; tensors that differ: "
+            f"{', '.join(differing[:8])}"
         )
 
 
@@ -176,7 +179,7 @@ def _write_weights(export: Export, folder: Path, log: Callable[[str], object], s
     if len(shards) > 1:
         _write_json(folder / index_file, {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))})
     if so_far.error > 0:
-        log(f"--dtype {export.facts.dtype}: the largest error of narrowing a weight is {so_far.error:.3e}")
+        log(f"--dtype {export.facts.dtype}: the largest rounding error of a weight is {so_far.error:.3e}")
     log(f"wrote {total} bytes of {export.facts.dtype} weights in {len(shards)} file(s)")
 
 
@@ -186,7 +189,7 @@ class _SoFar:
     show: Show
     done: int = 0
     error: float = 0.0
-    """Largest error of narrowing a weight."""
+    """Largest rounding error of a weight."""
 
     def add(self, error: float, size: int) -> None:
         self.error = max(self.error, error)
@@ -232,7 +235,9 @@ def _convert(export: Export, exchange: Exchange) -> tuple[dict[str, Tensor], flo
             error = max(error, float((narrowed.to(torch.float64) - tensor.to(torch.float64)).abs().max()))
         converted[theirs] = narrowed
     if not error < float("inf"):
-        raise ConfigError(f"--dtype {export.facts.dtype}: {name} does not fit its range; use bfloat16 or float32")
+        raise ConfigError(
+            f"--dtype {export.facts.dtype}: {name} has values outside of its range; use bfloat16 or float32"
+        )
     return converted, error
 
 
@@ -244,6 +249,7 @@ def our_tensors(export: Export) -> Iterator[tuple[str, Tensor]]:
 
 
 def exported_tensor(export: Export, name: str) -> Tensor:
-    """Returns our logical view as an import reads it, in the export's dtype. Gains are whole, and rounded as such."""
+    """Returns a parameter's logical view as an import reads it, in the export's dtype. A gain that is stored as
+    gamma - 1 is rounded as gamma."""
     tensor = export.reader.logical(name, export.reader.manifest.model[name])
     return (tensor.float() + 1 if gain_less_one(export.config, name) else tensor).to(export.dtype)

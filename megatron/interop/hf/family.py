@@ -18,7 +18,8 @@ from megatron.tokenizer.for_transformers import is_qwen2
 Lacking = list[tuple[str, bool]]
 """List of (setting, True if this model has it), for each setting that a family cannot express."""
 
-# Biases that a family cannot express and zeros replace. Kept in config.json, so that an import restores the model.
+# Settings of biases that a family cannot express: an export writes zeros, and config.json keeps the settings for an
+# import.
 _OWN_KEY = "megatron_settings"
 _OWN_SETTINGS = ("add_bias_linear", "add_qkv_bias")
 
@@ -35,18 +36,19 @@ class Facts:
 
 
 class Family(ABC):
-    """Class of `transformers`: the models that it expresses, its tensors, its config.json in both directions."""
+    """Model class of `transformers`: which models it can express, its tensors, and reading and writing its
+    config.json."""
 
     architecture: ClassVar[str]
     model_type: ClassVar[str]
     tensors: ClassVar[Mapping[str, TensorLayout]]
-    """Layouts by our module, as the parameter table spells it."""
+    """Layouts, by the name of our module in the parameter table."""
     buffers: ClassVar[tuple[str, ...]] = ()
-    """Endings of buffers that old versions of transformers saved, which hold no weights."""
+    """Name endings of buffers that old versions of transformers saved. They hold no weights."""
     always_biased: ClassVar[bool] = False
     """True if its linear layers have biases regardless of config.json."""
     tied_by_default: ClassVar[bool] = False
-    """Meaning of a config.json without tie_word_embeddings."""
+    """Value of tie_word_embeddings if config.json lacks it."""
     rebuilds_tokenizer: ClassVar[bool] = False
     """True if `transformers` 5.8 and later rebuild every tokenizer of this type as Qwen2's."""
 
@@ -141,7 +143,7 @@ class Family(ABC):
         """Returns arguments of ModelConfig."""
 
     def not_taken_over(self, values: Mapping[str, Any]) -> str | None:
-        """Returns a notice about a training setting in a config.json that a run here cannot have."""
+        """Returns a notice about a training setting in a config.json that is not imported; None if there is none."""
         return None
 
     def experts_to_json(self, config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
@@ -160,8 +162,8 @@ def _check_heads(given: Mapping[str, Any]) -> None:
         or (not given.get("kv_channels") and given["hidden_size"] % heads)
     ):
         raise ConfigError(
-            f"config.json: {heads} attention heads do not fit {groups} key-value heads or the hidden size "
-            f"{given['hidden_size']}"
+            f"config.json: {heads} attention heads are not divisible by {groups} key-value heads, or the hidden size "
+            f"{given['hidden_size']} is not divisible by {heads}"
         )
 
 
@@ -169,8 +171,8 @@ def _check_rotation(config: ModelConfig) -> None:
     turned = int(config.head_dim * config.rotary_percent)
     if config.positions == "rope" and (turned < 2 or turned % 2):
         raise ConfigError(
-            f"config.json: {config.rotary_percent:g} of each head of {config.head_dim} channels rotates, that is "
-            f"{turned} channels; give an even number"
+            f"config.json: RoPE would rotate {config.rotary_percent:g} of the {config.head_dim} channels of a "
+            f"head, that is {turned}; the number must be even and at least 2"
         )
 
 

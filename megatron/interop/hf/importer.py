@@ -23,7 +23,7 @@ from megatron.utils.foreign import ADAPTER, is_not_a_directory, read_finite_json
 
 @dataclass(frozen=True)
 class Stored:
-    """Location of a tensor. Some files of the Hub leave out the prefix of its name."""
+    """Location of a tensor. In some files of the Hub, its name lacks the prefix."""
 
     file: WeightsFile
     name: str
@@ -50,8 +50,8 @@ class HuggingFaceFolder:
         return [*kept_files(self.folder).values()]
 
     def settings(self) -> dict[str, dict[str, Any]]:
-        """Returns the settings as a native checkpoint would have them. The embedding table decides the vocabulary size:
-        most tables have more rows than their tokenizer has entries."""
+        """Returns the settings as a native checkpoint would have them. The token embedding decides the vocabulary size:
+        most have more rows than their tokenizer has entries."""
         window = self.config.window_size
         tokenizer: dict[str, Any] = {"vocab_size": self.vocab_size}
         if (self.folder / "tokenizer.json").is_file():
@@ -89,14 +89,14 @@ class HuggingFaceFolder:
             if shape != tuple(expected.shape):
                 raise CheckpointError(
                     f"{self.folder}: {name} is {_sizes(shape)}, but config.json describes {_sizes(expected.shape)}; "
-                    "they belong to different models"
+                    "the files belong to different models"
                 )
             if dtype not in DTYPES:
                 raise CheckpointError(f"{self.folder}: {name} is {dtype:.20}; supported: {', '.join(DTYPES)}")
 
 
 def open_folder(folder: Path, say: Say = lambda text: None, *, compare: bool = True) -> HuggingFaceFolder:
-    """Opens a folder. With `compare`, what is read is compared with the file's checksums, which reads whole storages.
+    """Opens a folder. With `compare`, tensors are compared with their checksums, which reads whole storages.
     `say` reports files without checksums, and settings that are not imported."""
     if not folder.is_dir():
         raise ConfigError(f"--load {folder}: {is_not_a_directory(folder)}")
@@ -124,8 +124,8 @@ def _check_tied(source: HuggingFaceFolder) -> None:
     words, head = source.family.table(WORD_TABLE), source.family.table(HEAD_TABLE)
     if source.config.tied and head in source.files and not torch.equal(source.tensor(head), source.tensor(words)):
         raise CheckpointError(
-            f"{source.folder}: tie_word_embeddings states that {head} is {words}, but the two differ; set it to false "
-            "in config.json, or save the model without the wrong one"
+            f"{source.folder}: {head} and {words} differ, but tie_word_embeddings in config.json is true; set it to "
+            f"false, or save the model without {head}"
         )
 
 
@@ -146,7 +146,7 @@ def _refuse_quantised(values: Mapping[str, Any]) -> None:
         name = str(method or "by some method")
         raise ConfigError(
             f"config.json: quantization_config: the weights are quantised ({name:.40}), which is not supported; give "
-            "the model from before the quantisation"
+            "the unquantised model"
         )
 
 
@@ -160,7 +160,7 @@ def _refuse_more_than_stored(folder: Path, config: ModelConfig, moe: MoEConfig, 
     if config.num_layers + experts > held:
         raise CheckpointError(
             f"{folder}: config.json describes {config.num_layers} layers and {experts} experts, but the weights are "
-            f"{held} tensors; they belong to different models"
+            f"{held} tensors; the files belong to different models"
         )
 
 

@@ -24,7 +24,7 @@ _SCALING: dict[str, dict[str, str]] = {
         "attention_factor": "yarn_attention_factor",
     },
 }
-"""Names of the numbers of each kind of scaling: in config.json, and here."""
+"""Settings of each kind of scaling: name in config.json -> name in ModelConfig."""
 
 
 def rope_to_json(config: ModelConfig) -> dict[str, Any]:
@@ -49,9 +49,9 @@ def rope_from_json(values: Mapping[str, Any], *, partial: bool = False) -> dict[
     if kind not in _SCALING:
         raise ConfigError(f"config.json: rope_type {kind!r:.60} is not supported; supported: {', '.join(_SCALING)}")
     refuse_unless(scaling, mscale=None, mscale_all_dim=None, truncate=True)
-    if "original_max_position_embeddings" in scaling:  # transformers prefers it to the one outside
+    if "original_max_position_embeddings" in scaling:  # transformers prefers this value to the outer one
         refuse_unless(values, original_max_position_embeddings=scaling["original_max_position_embeddings"])
-    elif "original_max_position_embeddings" not in values:  # version 5 falls back to it, version 4 does not
+    elif "original_max_position_embeddings" not in values:  # transformers 5 uses the context length, 4 does not
         scaling["original_max_position_embeddings"] = values.get("max_position_embeddings")
     if kind == "yarn":
         scaling["beta_fast"] = scaling.get("beta_fast") or 32.0
@@ -67,8 +67,8 @@ def rope_from_json(values: Mapping[str, Any], *, partial: bool = False) -> dict[
 
 
 def _described(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the description of the rotation. Raises if two differ, because versions of transformers disagree."""
+    """Returns the settings of RoPE. Raises if there are two that differ: versions of transformers disagree on them."""
     newer, older = (values.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
     if newer and older and newer != older:
-        raise ConfigError("config.json: rope_parameters and rope_scaling differ; keep the right one")
+        raise ConfigError("config.json: rope_parameters and rope_scaling differ; keep only the right one")
     return dict(newer or older)

@@ -38,7 +38,7 @@ _TOKENS = 12
 
 @dataclass(frozen=True)
 class Expected:
-    """Readings of a run, in the form of the other program's answer."""
+    """Results of this project's tokenizer, in the form in which auto_tokenizer.py answers."""
 
     request: dict[str, Any]
     texts: list[dict[str, Any]]
@@ -47,7 +47,7 @@ class Expected:
 
 
 def ask_fresh(request: dict[str, Any]) -> dict[str, Any]:
-    """Returns the answer of a fresh process."""
+    """Returns the answer of auto_tokenizer.py in a fresh process."""
     command = [PYTHON, str(PROGRAM)]
     done = subprocess.run(
         command, input=json.dumps(request) + "\n", capture_output=True, encoding="utf-8", errors="replace"
@@ -74,12 +74,12 @@ def compare_tokenizer(expected: Expected, advice: str) -> str:
 
 
 def check_folder(folder: Path, run: TokenizerFiles | None) -> str:
-    """Raises unless `transformers` reads a folder's tokenizer as `run` does, the run that exported it; without `run`,
-    as the folder's own tokenizer.json defines. Returns one line."""
+    """Raises unless `transformers` reads a folder's tokenizer like `run`, the tokenizer of the run that exported it.
+    Without `run`, the folder's own tokenizer.json is the reference. Returns one line about what was compared."""
     if not folder.is_dir():
         raise ConfigError(f"--check {folder}: no such directory; give an exported folder")
     if importlib.util.find_spec("transformers") is None:
-        raise ConfigError(f"--check {folder}: needs transformers, which reads it: pip install transformers")
+        raise ConfigError(f"--check {folder}: needs the transformers package; run pip install transformers")
     own = TokenizerFiles.of(folder)
     if not own.has_json:
         raise ConfigError(f"--check {folder}: has no {JSON}; give an exported folder with a tokenizer")
@@ -102,7 +102,7 @@ def check_folder(folder: Path, run: TokenizerFiles | None) -> str:
 
 
 def expected_of(source: TokenizerFiles, folder: Path, rows: int, context: int, *, pipeline: bool) -> Expected:
-    """Returns what the tokenizer in `source` makes of the texts, to be compared with `folder`."""
+    """Returns the results of the tokenizer in `source` for the texts, to compare `folder` with them."""
     tokenizer, plain, roles = source.tokenizer(), load_tokenizers(source.folder / JSON), source.roles(rows)
     # transformers matches every special token in texts; a run never does in its documents.
     listed = {token.content for token in plain.get_added_tokens_decoder().values()}
@@ -137,7 +137,7 @@ def _around_each(tokens: Sequence[str]) -> list[str]:
 
 
 def first_misreading(expected: Expected, answer: dict[str, Any]) -> str | None:
-    """Describes the first difference in what the other program reads; None if there is none."""
+    """Describes the first difference in the answer of auto_tokenizer.py; None if there is none."""
     if "error" in answer:
         return f"does not open it ({answer['error']:.300})"
     for text, ours, theirs in zip(expected.request["texts"], expected.texts, answer["texts"], strict=True):
@@ -145,7 +145,7 @@ def first_misreading(expected: Expected, answer: dict[str, Any]) -> str | None:
             if ours[what] != theirs[what]:
                 return f"reads {text!r:.60} as the {name} {_around(theirs[what], ours[what])}"
         if ours["decoded"] != theirs["decoded"]:
-            return f"decodes {text!r:.60} to {theirs['decoded']!r:.80}, the run to {ours['decoded']!r:.80}"
+            return f"decodes {text!r:.60} to {theirs['decoded']!r:.80}, the run's tokenizer to {ours['decoded']!r:.80}"
     for role, index in expected.tokens.items():
         if answer["tokens"][role] != index:
             return f"has {role}_id {answer['tokens'][role]}, the run's tokenizer {index}"
@@ -156,7 +156,7 @@ def _around(theirs: list[Any], ours: list[Any]) -> str:
     """Shows both lists near their first difference."""
     at = next((n for n, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours)))
     part = slice(max(at - 1, 0), at + 4)
-    return f"{theirs[part]}, the run's tokenizer as {ours[part]} (from the {part.start + 1}. on)"
+    return f"{theirs[part]}, the run's tokenizer as {ours[part]} (from element {part.start + 1} on)"
 
 
 def _batch_difference(expected: Expected, batch: dict[str, Any] | None) -> str | None:
@@ -168,9 +168,9 @@ def _batch_difference(expected: Expected, batch: dict[str, Any] | None) -> str |
         kept = [index for index, use in zip(ids, mask, strict=True) if use]
         filled = {index for index, use in zip(ids, mask, strict=True) if not use}
         if kept != ours["whole"] or not filled <= {batch["pad"]}:
-            return f"pads a batch to {ids[:8]}, whose text is {ours['whole'][:8]}"
+            return f"pads a batch to {ids[:8]}, but the text has the ids {ours['whole'][:8]}"
     if not 0 <= batch["pad"] < expected.rows:
-        return f"pads with the id {batch['pad']}, but the model has {expected.rows} rows"
+        return f"pads with the id {batch['pad']}, but the token embedding has {expected.rows} rows"
     return None
 
 

@@ -116,8 +116,8 @@ def weights_files(folder: Path, checks: MemberChecks | None) -> list[WeightsFile
             "complete: run it again"
         )
     raise ConfigError(
-        f"--load {folder}: no {WEIGHTS} and no {BIN}; other formats of weights are not supported; save them as "
-        "safetensors first"
+        f"--load {folder}: no {WEIGHTS} and no {BIN}; other formats of weights are not supported; save the weights "
+        "as safetensors first"
     )
 
 

@@ -1,5 +1,5 @@
 """Writes a file of weights with one tensor at a time in memory: safetensors, or `pytorch_model.bin` for programs that
-cannot read it."""
+cannot read safetensors."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -41,7 +41,7 @@ def write_safetensors(
 def write_bin(
     path: Path, shapes: Mapping[str, Shape], dtype: torch.dtype, tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Writes the same arguments as `write_safetensors`."""
+    """Writes a `.bin` file. The arguments are those of `write_safetensors`."""
     coming = iter(tensors)
 
     def take(name: str) -> Tensor:

@@ -51,7 +51,9 @@ class ModelChunk:
     def layers(self) -> int:
         numbers = {int(match[1]) for name in self.tensors if (match := _OF_LAYER.match(name))}
         if numbers != set(range(len(numbers))):
-            raise CheckpointError(f"{self.key} has layers {sorted(numbers)[:8]}, with gaps before the last one")
+            raise CheckpointError(
+                f"{self.key} has layers {sorted(numbers)[:8]}, but some numbers before the last one are missing"
+            )
         return len(numbers)
 
 
@@ -103,7 +105,9 @@ class ClassicTree:
         counts = {pp: [chunk.layers for chunk in self.chunks[ModelRank(0, pp, 0)]] for pp in range(self.pp)}
         virtual = {len(layers) for layers in counts.values()}
         if len(virtual) != 1:
-            raise CheckpointError(f"{self.directory}: its pipeline stages have {sorted(virtual)} virtual stages")
+            raise CheckpointError(
+                f"{self.directory}: its pipeline stages have different numbers of virtual stages: {sorted(virtual)}"
+            )
         found, first = [], 0
         for chunk in range(virtual.pop()):
             for pp in range(self.pp):
@@ -150,7 +154,7 @@ class ClassicTree:
             _check_shape(self.directory, parameter, ranges, shape)
             places[Slice(f"{tp}.{pp}.{ep}", (held.key, found), ranges, shape)] = SliceLocation(at, held.key, found)
         if len(dtypes) != 1:
-            raise CheckpointError(f"{self.directory}: {name} is {' and '.join(sorted(dtypes))} on its ranks")
+            raise CheckpointError(f"{self.directory}: {name} is {' and '.join(sorted(dtypes))} on different ranks")
         record = TensorRecord(parameter.shape, dtypes.pop(), row.split_dim or 0, tuple(places), row.fold)
         return record, places
 
@@ -163,7 +167,8 @@ class ClassicTree:
             return ((min(tp * shape[0], size), min((tp + 1) * shape[0], size)),)
         if row.shape[row.split_dim] % self.tp:
             raise CheckpointError(
-                f"{self.directory}: {parameter.name} does not divide: {row.shape[row.split_dim]} parts, {self.tp} ranks"
+                f"{self.directory}: {parameter.name} has {row.shape[row.split_dim]} parts, which {self.tp} "
+                "ranks cannot share equally"
             )
         return even_ranges(size, self.tp, tp)
 
@@ -171,8 +176,9 @@ class ClassicTree:
         """Rejects an unknown order of rows. `slots`: the queries of a group, its key and its value."""
         if self.version < 2 and slots != 3:
             raise CheckpointError(
-                f"{self.directory} has checkpoint_version {self.version:g} and grouped queries, which came later, so "
-                "the order of its rows is unknown; save it with the program that wrote it, as version 3"
+                f"{self.directory} has checkpoint_version {self.version:g} and grouped-query attention, which "
+                "only later versions have. So the order of its rows is unknown; save it as version 3 with the program "
+                "that wrote it"
             )
 
     def ours(self, parameter: Parameter, stored: Tensor) -> Tensor:
@@ -182,8 +188,8 @@ class ClassicTree:
         return stored.contiguous()
 
     def refuse_another_head(self) -> None:
-        """Raises if a tied model's head is not the token embedding, of which the last pipeline stage has a copy that is
-        not read. Another table differs in all rows, so a few are compared, without reading all for checksums."""
+        """Raises if a tied model's head differs from the token embedding. The last pipeline stage has this head as a
+        copy, which is not loaded. A wrong table differs in all rows, so a few rows are compared, without checksums."""
         pp, chunk, _ = self.stages[-1]
         for tp in range(self.tp):
             first, last = ModelRank(tp, 0, 0), ModelRank(tp, pp, 0)
@@ -242,7 +248,7 @@ def open_tree(directory: Path, checks: MemberChecks | None) -> ClassicTree:
     told = args.get("tensor_model_parallel_size"), args.get("pipeline_model_parallel_size")
     if any(type(size) is int and size != found for size, found in zip(told, sizes, strict=False)):
         raise MissingPartError(
-            f"{directory} is incomplete: its args have TP {told[0]}, PP {told[1]}, its folders are of "
+            f"{directory} is incomplete: its args have TP {told[0]}, PP {told[1]}, but its folders are of "
             f"TP {sizes[0]}, PP {sizes[1]}"
         )
     tp, pp, ep = sizes
@@ -265,7 +271,7 @@ def _chunks(at: ModelRank, file: TorchFile) -> Iterator[ModelChunk]:
         tensors = dict(flat_names(file.content[key]))
         strange = [name for name, value in tensors.items() if not file.is_tensor(value)]
         if strange:
-            raise CheckpointError(f"{file.path} has no tensor under {strange[0][:100]}")
+            raise CheckpointError(f"{file.path} has an entry {strange[0][:100]} that is not a tensor")
         yield ModelChunk(at, key, tensors)
 
 

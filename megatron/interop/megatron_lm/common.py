@@ -39,7 +39,9 @@ def common_content(found: DistDirectory) -> tuple[Mapping[str, Any], TorchFile]:
             continue
         _put(content, names, value)
     if opened is None:
-        raise CheckpointError(f"{found.directory} has no {_COMMON} and no args in its {METADATA}: it is not a GPT")
+        raise CheckpointError(
+            f"{found.directory} has no {_COMMON} and no args in its {METADATA}: it is not a GPT of Megatron-LM"
+        )
     for key, tensor in found.tensors.items():
         if key.startswith("optimizer.") and prod(tensor.shape) == 1 and not STATE.fullmatch(key):
             _put(content, key.split("."), found.read(key, [(0, 1)] * len(tensor.shape)).item())

@@ -22,7 +22,7 @@ def with_true_vocabulary(found: FoundStep, rows: int | None) -> FoundStep:
     if rows < 1 or cut.manifest.model[WORD_TABLE].logical_shape[0] != rows:
         held = found.manifest.model[WORD_TABLE].logical_shape[0]
         raise ConfigError(
-            f"--true-vocab-size {rows}: the table of {found.directory} has {held} rows; give at most that"
+            f"--true-vocab-size {rows}: the token embedding of {found.directory} has {held} rows; give 1 to {held}"
         )
     return cut
 

@@ -1,7 +1,8 @@
 """Reads a directory of torch's distributed format: which bytes of which file hold which chunk of a tensor.
 
 `.metadata` is a pickle. It is read as a description (`torch_files/pickle_reader.py`): nothing in it is imported or
-called. Before a byte is read, file names and positions are checked, and that the chunks cover each tensor exactly once.
+called. Before a tensor is read, file names and positions are checked, and that the chunks cover each tensor exactly
+once.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -155,7 +156,7 @@ def _tensor(
     named = state[0] if isinstance(state, tuple) and state else _mapping(state).get("dtype")
     dtype = getattr(torch, named.last, None) if isinstance(named, Name) else None
     if not isinstance(dtype, torch.dtype):
-        raise PickleRefused(f"it has no type of {key[:60]}")
+        raise PickleRefused(f"it has no dtype of {key[:60]}")
     chunks: dict[Offsets, Chunk] = {}
     listed = fields.get("chunks")
     for each in listed if isinstance(listed, list) else []:
@@ -170,7 +171,10 @@ def _tensor(
         if place is None:
             raise PickleRefused(f"it does not state where the chunk of {key[:60]} at {offsets} is")
         if prod(sizes) * dtype.itemsize > place.length:
-            raise PickleRefused(f"it has a chunk of {key[:60]} that is larger than its bytes")
+            raise PickleRefused(
+                f"its chunk of {key[:60]} at {offsets} needs {prod(sizes) * dtype.itemsize} bytes, "
+                f"but {place.length} are stored"
+            )
         if chunks.setdefault(offsets, Chunk(offsets, sizes, place)).sizes != sizes:
             raise PickleRefused(f"its chunks of {key[:60]} overlap")
     if sum(prod(chunk.sizes) for chunk in chunks.values()) != prod(shape) or _overlap(list(chunks.values())):
@@ -209,7 +213,7 @@ def _mapping(value: Any) -> Mapping[Any, Any]:
 
 def _numbers(value: Any) -> tuple[int, ...]:
     if not isinstance(value, (tuple, list)) or len(value) > _MOST_DIMENSIONS:
-        raise PickleRefused("it has an invalid shape")
+        raise PickleRefused("it has an invalid shape, offset or length")
     if not all(type(number) is int and 0 <= number < _LARGEST for number in value):
-        raise PickleRefused("it has an invalid shape")
+        raise PickleRefused("it has an invalid shape, offset or length")
     return tuple(value)

@@ -13,7 +13,7 @@ from megatron.errors import CheckpointError
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 _OTHER_NAMES = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
-"""Names of its configuration class, which its later versions also write to the args."""
+"""Names in Megatron-LM's configuration class, which its later versions also write to the args."""
 _NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     # settings that change the model's function and are not supported: the values that mean "off"
     "multi_latent_attention": (False, None),
@@ -90,7 +90,9 @@ def _refuse_what_is_not_built(args: Mapping[str, Any], where: Path) -> None:
     for name, other in _OTHER_NAMES.items():
         one, two = args.get(name), args.get(other)
         if one is not None and two is not None and one != two:
-            raise CheckpointError(f"{where}: its args have {name} = {one} and {other} = {two}, one setting")
+            raise CheckpointError(
+                f"{where}: its args have {name} = {one} and {other} = {two}, but both are one setting"
+            )
 
 
 def _section(args: Mapping[str, Any], section: type[ModelConfig | MoEConfig]) -> dict[str, Any]:
@@ -127,8 +129,8 @@ def _positions(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _yarn(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the YaRN settings. Megatron-LM's attention factor is the quotient of two factors of one form. It rotates
-    the whole head, regardless of rotary_percent."""
+    """Returns the YaRN settings. Megatron-LM's attention factor is the quotient of two factors, each with its own
+    mscale. Megatron-LM rotates the whole head, regardless of rotary_percent."""
     factor, attention = float(args["yarn_rotary_scaling_factor"]), args.get("yarn_attention_factor")
     by_default = _attention_factor(factor, 1.0)
     whole, part = args.get("yarn_mscale"), args.get("yarn_mscale_all_dim")

@@ -49,13 +49,13 @@ _IN_LAYER: Mapping[str, tuple[str | None, str, str]] = {
     "mlp.shared_expert.dense_4h_to_h": (None, *("mlp.shared_experts.linear_fc2.{k}",) * 2),
 }
 _WITH_EXPERTS = {"post_attention_layernorm": "pre_mlp_layernorm.{k}"}
-"""Norm before a router, which stays a separate module."""
+"""Norm before a router, which is a separate module also with `te` names."""
 _OUTSIDE = (WORD_TABLE, f"{POSITIONS}.weight", HEAD_TABLE)
 _OF_LAYER = re.compile(r"layers\.\d+\.(.+)\.(\w+)")
 _EXPERT = re.compile(r"mlp\.experts\.\d+\.")
 
 HEAD_COPY = "word_embeddings_for_head.weight"
-"""Last stage's copy of a tied token embedding, at 23.06."""
+"""Name in version 23.06 of the last stage's copy of a tied token embedding."""
 _PREFIXES = re.compile(r"^(module\.)*(language_model\.)?((encoder|transformer|decoder)\.)?")
 _BUFFERS = re.compile(r".*(\._extra_state(/.*)?|rotary_pos_emb\.inv_freq|\.attention_mask|local_tokens_per_expert)$")
 

@@ -2,7 +2,7 @@
 
 Numbers follow the order of parameters in a rank's file. Parameters with weight decay come first, then biases and
 one-dimensional ones. Experts may have groups of their own. Version 23.06 keeps one vector in `distrib_optim.pt`, filled
-from its end: the first parameter is the last one in it. Later versions leave gaps between parameters.
+from its end: the first parameter of the model comes last. Later versions leave gaps between parameters.
 """
 
 from collections.abc import Iterator, Mapping
@@ -60,7 +60,7 @@ class UnknownOptimizerError(CheckpointError):
 
 @dataclass(frozen=True)
 class _Link:
-    """Optimizer in a rank's chain, with its parameters; a single one has all of them."""
+    """One optimizer of a rank's chain, with its parameters. A single optimizer has all parameters."""
 
     tree: ClassicTree
     at: ModelRank
@@ -77,7 +77,7 @@ class _Link:
 
 
 def of_rank(tree: ClassicTree, at: ModelRank) -> Entries:
-    """Returns the optimizer's tensors in one rank's file; empty if it was saved without."""
+    """Returns the optimizer's tensors in one rank's file; empty if the file has none."""
     file = tree.files[at]
     state = file.content.get("optimizer")
     if state is None:
@@ -95,7 +95,7 @@ def of_rank(tree: ClassicTree, at: ModelRank) -> Entries:
 
 
 def _has_experts(state: Any) -> bool:
-    """Returns whether a group is marked as experts, which Megatron-LM does only if expert parallelism divides them."""
+    """Returns True if a group is marked as experts. Megatron-LM marks it only with expert parallelism."""
     return any(isinstance(group, dict) and bool(group.get("is_expert_parallel")) for group in _groups(state))
 
 
@@ -130,7 +130,7 @@ def _numbered(tree: ClassicTree, at: ModelRank, state: Any, apart: bool) -> Iter
                 raise _refused(tree, f"it has no entry for {where[1]}")
             for theirs, ours in KINDS.items():
                 if theirs not in held:
-                    raise _refused(tree, f"it has no {theirs} of {where[1]}: it is not Adam's")
+                    raise _refused(tree, f"it has no {theirs} of {where[1]}, so it is not the state of Adam")
                 yield where, ours, held[theirs]
     masters = state.get("fp32_from_fp16_params")
     if masters is None:
@@ -157,7 +157,7 @@ def _names_of_groups(tree: ClassicTree, at: ModelRank, groups: list[Any], apart:
             if not apart or (".experts." in name) == of_experts
         ]
         if not isinstance(group.get("params"), list) or len(group["params"]) != len(names):
-            raise _refused(tree, f"a group does not have the {len(names)} parameters expected")
+            raise _refused(tree, f"a parameter group does not have the expected {len(names)} parameters")
         found.append(names)
     if len({name for names in found for name in names}) != sum(map(len, found)):
         raise _refused(tree, _DIVIDED)
@@ -170,7 +170,7 @@ def _in_vectors(links: list[_Link], folder: Path) -> Iterator[tuple[tuple[str, s
     file = TorchFile.open(paths.member(folder, DISTRIBUTED), tree.checks)
     held = file.content if isinstance(file.content, list) else [file.content]
     if len(held) != len(links):
-        raise _refused(tree, f"{DISTRIBUTED} holds {len(held)} optimizers, {paths.MODEL_FILE} {len(links)}")
+        raise _refused(tree, f"{DISTRIBUTED} holds {len(held)} optimizers, but {paths.MODEL_FILE} {len(links)}")
     for link, by_chunk in zip(links, held, strict=True):
         if by_chunk is not None:
             yield from _of_link(link, by_chunk, file)
@@ -204,7 +204,8 @@ def _of_link(link: _Link, by_chunk: Any, file: TorchFile) -> Iterator[tuple[tupl
 
 def _starts(sizes: list[int], held: Any) -> list[int] | None:
     """Returns the start of each parameter in a vector that begins with the last parameter. Later versions align each
-    start to 64 and store the number of elements. None: that number fits no known order."""
+    start to 64 elements and store the number of elements. Returns None if that number fits no known
+    order."""
     for alignment in (1,) if held is None else (_ALIGNMENT, 1):
         starts, end = [], 0
         for size in reversed(sizes):
@@ -216,8 +217,8 @@ def _starts(sizes: list[int], held: Any) -> list[int] | None:
 
 
 def extra_state(state: Any, iteration: int, file: TorchFile) -> dict[str, Any]:
-    """Returns the counters of our optimizer: updates made, loss scale. Optimizers in a chain are updated together, so
-    the first count found is the count of all."""
+    """Returns the optimizer's counters in the native checkpoint format: number of updates, loss scale. All optimizers
+    in a chain are updated together, so the first count that is found holds for all."""
     chain = _in_chain(state)
     scalers = (plain_values(one.get("grad_scaler")) or {} for one in chain)
     scaler = next((each for each in scalers if isinstance(each, dict) and each.keys() >= _SCALER), {})
@@ -236,8 +237,8 @@ def _in_chain(state: Any) -> list[Mapping[str, Any]]:
 
 
 def _steps(chain: list[Mapping[str, Any]], iteration: int, file: TorchFile) -> int:
-    """Returns the number of updates. apex counts per group, torch per parameter, the distributed format once; without a
-    count, every iteration was an update."""
+    """Returns the number of updates. apex counts per group, torch per parameter, the distributed format once. Without a
+    count, the number of iterations is returned."""
     for one in chain:
         inner = one.get("optimizer", one)
         if not isinstance(inner, dict):

@@ -28,7 +28,7 @@ from megatron.torch_files.torch_file import TorchFile, plain_values
 Sources = dict[tuple[str, tuple[str, ...]], Callable[[], Tensor]]
 """Function that reads a slice, by the slice's file and key."""
 _MOST_LAYERS = 100_000
-"""Limit of layers and experts together; a file that describes more has no tensors for them."""
+"""Largest accepted number of layers plus experts. It is checked before the names of all tensors are generated."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class ClassicReader(StepReader):
 
 
 def is_classic(directory: Path) -> bool:
-    """Returns whether this is Megatron-LM's tree without a manifest: its step, or a native one that lost it."""
+    """Returns True for a tree without a manifest: a step of Megatron-LM, or a native step whose manifest is lost."""
     if not paths.is_plain_directory(directory) or (directory / paths.MANIFEST).exists():
         return False
     return any(entry.name.startswith("mp_rank_") for entry in directory.iterdir())
@@ -151,9 +151,7 @@ def refuse_unknown_tensors(directory: Path, names: Iterable[str]) -> None:
     if bias := next((name for name in unknown if name.endswith(".mlp.router.bias")), None):
         raise CheckpointError(f"{directory}: its routers have a bias, {bias}, which is not supported")
     if unknown:
-        raise CheckpointError(
-            f"{directory} has tensors that the model of its args does not have: {', '.join(unknown[:6])}"
-        )
+        raise CheckpointError(f"{directory} has tensors that its args do not describe: {', '.join(unknown[:6])}")
 
 
 def _table_rows(tree: ClassicTree) -> int:
@@ -192,7 +190,7 @@ def _optimizer(
     places: Mapping[str, Mapping[Slice, SliceLocation]],
     sources: Sources,
 ) -> dict[str, dict[str, TensorRecord]]:
-    """Records of the optimizer's tensors, each split like its weight."""
+    """Returns the records of the optimizer's tensors, each split like its weight."""
     entries = {at: optimizer_state.of_rank(tree, at) for at in tree.files}
     if not any(entries.values()):
         return {}

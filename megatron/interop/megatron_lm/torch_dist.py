@@ -93,8 +93,8 @@ def _check_backend(directory: Path) -> None:
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__})") from error
     if backend != "torch_dist":
         raise CheckpointError(
-            f"{directory} is in the distributed format {_printable(backend)}, which is not supported; save it with "
-            "--ckpt-format torch_dist or torch by the program that wrote it"
+            f"{directory} is in the distributed format {_printable(backend)}, which is not supported; with the "
+            "program that wrote it, save it again with --ckpt-format torch_dist or torch"
         )
 
 
@@ -151,8 +151,8 @@ def _place(found: DistDirectory, parameter: Parameter) -> _Source:
         fits = inner == parameter.stored_shape
     if not fits or any(index >= size for index, size in zip(lead, shape, strict=False)):
         raise CheckpointError(
-            f"{found.directory}: {source.key} has shape {shape}, but its args describe {parameter.stored_shape}"
-            + (f" as number {lead} of it" if lead else "")
+            f"{found.directory}: {source.key} has shape {shape}, but the checkpoint's saved args give "
+            f"{parameter.stored_shape}" + (f" for entry {lead} of it" if lead else "")
         )
     return source
 
@@ -225,8 +225,9 @@ def _optimizer(
         flat = [key for key in found.tensors if _OF_OPTIMIZER.fullmatch(key)]
         if flat:
             raise UnknownOptimizerError(
-                f"{found.directory} keeps its optimizer in the buckets of the ranks that saved it ({flat[0][:80]}), "
-                "which only they can read; save it with --dist-ckpt-optim-fully-reshardable there"
+                f"{found.directory}: the optimizer's state is stored in the buckets of the ranks that saved it "
+                f"({flat[0][:80]}) and cannot be read for another layout. In Megatron-LM, save the checkpoint again "
+                "with --dist-ckpt-optim-fully-reshardable"
             )
         return {}
     records: dict[str, dict[str, TensorRecord]] = {}
@@ -241,6 +242,6 @@ def _optimizer(
             key = state[kind, place.key]
             whole, shape = found.tensors[place.key].shape, found.tensors[key].shape
             if shape != whole and not _is_grid(whole, shape):
-                raise UnknownOptimizerError(f"{found.directory}: {key} has shape {shape}, its parameter {whole}")
+                raise UnknownOptimizerError(f"{found.directory}: {key} has shape {shape}, but its parameter {whole}")
             records.setdefault(name, {})[kind] = _record(found, parameter, place, key, sources)
     return records

@@ -38,7 +38,7 @@ _NOT_AT_23_06: Mapping[str, Callable[[ModelConfig, MoEConfig], bool]] = {
     "norms of queries and keys": lambda config, moe: config.qk_layernorm,
     "experts": lambda config, moe: moe.is_on,
     "YaRN": lambda config, moe: config.rope_scaling == "yarn",
-    "other base of RoPE than 10000": lambda config, moe: config.positions == "rope" and config.rotary_base != 10000,
+    "RoPE base other than 10000": lambda config, moe: config.positions == "rope" and config.rotary_base != 10000,
     "attention within a window": lambda config, moe: config.window_size is not None,
     "bias of only queries, keys and values": lambda config, moe: config.add_qkv_bias and not config.linear_bias,
 }
@@ -57,8 +57,9 @@ _NOWHERE_THERE: Mapping[str, Callable[[ModelConfig], bool]] = {
     ),
 }
 _NO_ROUTER_BIAS = (
-    "note: Megatron-LM 0.16 gives routers a bias if linear layers have one: it loads these weights only with zeros as "
-    "mlp.router.bias in each layer of experts, 0.14 only without"
+    "note: Megatron-LM 0.16 expects a bias of each router if linear layers have biases; to load these weights "
+    "there, add zeros as mlp.router.bias to each layer with experts. Megatron-LM 0.14 expects none and loads them "
+    "unchanged"
 )
 _OF_LAYER_IN_CORE = ("input_layernorm", "self_attention.dense", "self_attention.query_key_value")
 _OF_LAYER_IN_TE = ("self_attention.dense", "input_layernorm", "self_attention.query_key_value")
@@ -79,7 +80,7 @@ class TargetLayout:
         )
         if their is None:
             raise ConfigError(
-                f"--to megatron: {parameter.name} has no place in Megatron-LM's {self.names} names; "
+                f"--to megatron: Megatron-LM has no name for {parameter.name} among its {self.names} names; "
                 f"give {'--to hf' if in_core is None else '--megatron-names core, or --to hf'}"
             )
         return their
@@ -296,7 +297,7 @@ def _plan(found: FoundStep, target: TargetLayout, reading: Reading, log: Callabl
     nowhere = [what for what, has in _NOWHERE_THERE.items() if has(config)]
     nowhere += [what for what, has in _NOT_IN_CORE.items() if target.names != "classic" and has(config, moe)]
     if nowhere:
-        log(f"note: Megatron-LM has no {', no '.join(nowhere)}; it would compute another function of these weights")
+        log(f"note: Megatron-LM has no {', no '.join(nowhere)}; with these weights it would compute other results")
     if moe.is_on and config.linear_bias:
         log(_NO_ROUTER_BIAS)
     trained = [name for name, parameter in wanted.items() if parameter.row.trained]

@@ -85,7 +85,7 @@ def _settings(
         "without dropout, at a constant learning rate, each token's loss with its own weight"
     ]
     if options.plant:
-        introduction.append(f"planted on purpose: {options.plant}")
+        introduction.append(f"planted fault: {options.plant}")
     config = _with_kernels_of_a_cpu(config, introduction)
     if is_large(config, ranks, vocab_size) and not options.full:
         small = shrink(config, ranks)
@@ -110,7 +110,8 @@ def _layout(config: RunConfig, ranks: int) -> str:
 
 
 def _with_kernels_of_a_cpu(config: RunConfig, introduction: list[str]) -> RunConfig:
-    """Selects the run's kernels where they can compute fp64, and adds to the introduction what replaces native ones."""
+    """Selects the run's kernels where they can compute fp64. Adds lines about replaced native kernels to
+    `introduction`."""
     asked, kernels = config.kernels.kernels, replace(config.kernels, cuda_graphs=False)
     if asked.split(",")[0].strip() == "native":
         kernels = replace(kernels, kernels=asked.replace("native", "auto", 1))
@@ -118,8 +119,8 @@ def _with_kernels_of_a_cpu(config: RunConfig, introduction: list[str]) -> RunCon
     table = resolve(kernels.spec, "cpu", attention=kernels.attention)
     if any(choice.backend.startswith("native") for choice in table.choices):
         introduction.append(
-            "this compares layouts, not kernels: in fp64 a fallback replaces each native one (docs/kernels.md "
-            "describes how those are compared)"
+            "this compares layouts, not kernels: in fp64 a fallback replaces each native kernel (docs/kernels.md "
+            "describes how native kernels are compared)"
         )
     return replace(config, kernels=kernels)
 
@@ -171,7 +172,7 @@ def load_script(path: str | None) -> ModuleType:
     return module
 
 
-# ---------------------------------------------------------------- what is printed of the comparison
+# ---------------------------------------------------------------- printed results of the comparison
 
 
 def _other_samples(got: RunOutcome, expected: RunOutcome, data: DataConfig) -> str | None:
@@ -180,7 +181,7 @@ def _other_samples(got: RunOutcome, expected: RunOutcome, data: DataConfig) -> s
     step = next((number for number, (ours, theirs) in enumerate(steps, 1) if ours != theirs), None)
     if step is None:
         return None
-    what = f"in step {step} the layout and one process read other samples"
+    what = f"in step {step} the layout and one process read different samples"
     if data.dataloader_type != "cyclic":
         return (
             f"{what}, so nothing else is compared; a dataset must be the same on every rank and for any number of ranks"
@@ -211,7 +212,7 @@ def _verdict(differences: Sequence[Difference], tolerance: float, ranks: int) ->
     first = min(off, key=_distance_to_cause)
     return False, (
         f"DIFFERENT beyond {tolerance:g}: first the {first.kind} of {first.where} ({first.size:.1e}); "
-        f"{len(off)} of {len(differences)} comparisons"
+        f"{len(off)} of {len(differences)} comparisons differ"
     )
 
 

@@ -31,11 +31,14 @@ def no_gradient_reduction(parts: Parts) -> None:
 
 
 def no_replica_sum(parts: Parts) -> None:
-    """Skips the sum of replicas' gradients (norms under --sequence-parallel, a tied table, shared keys)."""
+    """Skips the sum of replicas' gradients (norms with --sequence-parallel, tied embeddings, shared key heads)."""
     specs = parts.checkpoints.specs.values()
     here = any(parts.engine.parallel.axis(name).size > 1 for spec in specs for name in spec.replica_axes)
     anywhere = any(all_gather_json(here, parts.engine.parallel.world, bool))
-    way = "parameters whose gradient is summed over a model's ranks; try --sequence-parallel, or tied stages"
+    way = (
+        "parameters that several ranks of one model hold and whose gradients they sum; try "
+        "--tensor-model-parallel-size 2 --sequence-parallel, or --pipeline-model-parallel-size 2 with tied embeddings"
+    )
     _needs(anywhere, "no-replica-sum", way)
     parts.trainer.engine.sum_replicas = lambda grads: None
 
@@ -51,7 +54,7 @@ def one_weight_off(parts: Parts) -> None:
 
 
 def lost_token(parts: Parts) -> None:
-    """Makes the last rank that reads data leave one counted token out of each batch."""
+    """Makes the last rank ignore the loss of one counted token in each batch."""
     if _is_last(parts.engine.parallel):
         _change_batches(parts, "lost-token", "loss_mask", (0, 0), lambda mask: 0 * mask[0, 0])
 
@@ -68,7 +71,7 @@ def _change_batches(
 ) -> None:
     def changed(batch: Batch) -> Batch:
         if name not in batch:
-            raise ConfigError(f"--plant {fault}: the batches of this script have no {name}; plant something else")
+            raise ConfigError(f"--plant {fault}: the batches of this script have no {name}; plant another fault")
         tensor = batch[name].clone()
         tensor[place] = value(tensor)
         return {**batch, name: tensor}
@@ -147,7 +150,7 @@ def _is_last(state: ParallelState) -> bool:
 
 def _needs(there: bool, fault: str, what: str) -> None:
     if not there:
-        raise ConfigError(f"--plant {fault}: this layout has nothing that this fault breaks; it needs {what}")
+        raise ConfigError(f"--plant {fault}: this layout has nothing that this fault could break; it needs {what}")
 
 
 def _leave_out(collective: str, axes: set[str]) -> None:

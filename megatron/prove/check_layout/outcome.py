@@ -102,8 +102,8 @@ def _numbers(result: StepResult) -> dict[str, float]:
 def uneven_weights(batch: Mapping[str, Any]) -> Batch:
     """Gives each token's loss its own weight, an integer from 1 to 21 that depends on sample and position.
 
-    No token is left out, so an error in any of them shows. Samples have different total weights, so a mean of means is
-    not the mean. Batches of a script's own dataset stay unchanged.
+    Every token counts, so an error in any token shows. Samples have different total weights, so a wrong average of
+    means shows, too. Batches of a script's own dataset stay unchanged.
     """
     if not {"loss_mask", "sample_ids"} <= batch.keys():
         return batch
@@ -137,11 +137,11 @@ def whole_tensors(parts: Sequence[Stored], agree_to: float = COPIES_AGREE, what:
             if not off <= agree_to:
                 holders = [n for n, other in enumerate(parts[:rank]) if name in other]
                 listed = f"rank{'s' if len(holders) > 1 else ''} {', '.join(map(str, holders))}"
-                raise ReplicaError(f"{what}{name}: copies are {off:.1e} apart: rank {rank} and {listed}")
+                raise ReplicaError(f"{what}{name}: copies on rank {rank} and {listed} differ by {off:.1e}")
             spec.put(whole, stored)
     holes = [name for name, whole in wholes.items() if whole.isnan().any()]
     if holes:
-        raise ReplicaError(f"{what}{', '.join(holes)}: not a number, or no rank holds all of it")
+        raise ReplicaError(f"{what}{', '.join(holes)}: has NaN, or elements that no rank holds")
     return wholes
 
 
@@ -155,9 +155,9 @@ class Difference:
 def relative_differences(got: RunOutcome, expected: RunOutcome) -> list[Difference]:
     """Returns the relative difference of every number and tensor, in the order of the steps and of the model.
 
-    Tensors are compared by their norms, relative to the expected tensor. The scale has a lower bound, below which a
-    tensor is negligible beside the others. Some gradients, such as the key bias's, are zero in exact
-    arithmetic, and an optimizer such as Adam turns the rounding that is there into full steps.
+    For tensors, it is the norm of the difference over the norm of the expected tensor. This divisor has a lower bound,
+    because some tensors are negligible beside the others. For example, the gradient of the key bias is zero in exact
+    arithmetic, and Adam turns its rounding errors into full steps.
     """
     _check_same_names("number", got.numbers, expected.numbers)
     found = [
@@ -181,7 +181,9 @@ def _relative(difference: float, scale: float) -> float:
 
 def _check_same_names(kind: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     if ours.keys() != theirs.keys():
-        raise ReplicaError(f"{', '.join(sorted(ours.keys() ^ theirs.keys()))}: a {kind} in one of the two runs only")
+        raise ReplicaError(
+            f"{', '.join(sorted(ours.keys() ^ theirs.keys()))}: only one of the two runs has this {kind}"
+        )
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:

@@ -120,7 +120,7 @@ def _collect(ranks: list[_Rank], timeout: timedelta) -> list[bytes]:
 def _death(rank: int, exit_code: int | None) -> str:
     if exit_code is not None and exit_code < 0:
         return (
-            f"rank {rank} was killed ({signal.Signals(-exit_code).name}); if it was for memory, leave --full out or "
+            f"rank {rank} was killed ({signal.Signals(-exit_code).name}); if memory ran out, remove --full or "
             "lower --ranks"
         )
     return f"rank {rank} died with exit code {exit_code} and no result"

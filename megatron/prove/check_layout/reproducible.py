@@ -1,4 +1,4 @@
-"""Adapts the user's settings to tools/check_layout.py: reproducible, smaller if need be, or on one process."""
+"""Adapts the user's settings for tools/check_layout.py: makes them reproducible, smaller, or for one process."""
 
 from dataclasses import replace
 from math import prod
@@ -36,9 +36,9 @@ _SHORT, _CHUNK, _NARROW_HEAD, _FEW_EXPERTS = 32, 4, 8, 4
 
 
 def ranks_of(config: RunConfig, asked: int | None) -> int:
-    """Returns the number of ranks, checked as in training: as asked, else the fewest that hold the layout.
+    """Returns the number of ranks, checked as in training: `asked`, or else the fewest that hold the layout.
 
-    Up to eight ranks, two or more are data-parallel: with a single other axis, a wrong group can look right.
+    At least two ranks are data-parallel if eight ranks suffice, because with one axis a wrong group can look right.
     """
     unit = config.parallel.fewest_ranks
     if asked is None:
@@ -124,7 +124,8 @@ def reproducible(config: RunConfig, ranks: int, steps: int, cache: Path) -> RunC
 
 
 def _without_table_of_load(config: RunConfig) -> TokenizerConfig:
-    """Drops the vocabulary size, because no checkpoint is loaded and the tokenizer has no rows beyond its own."""
+    """Drops the vocabulary size of the checkpoint in --load, because it is not loaded and the tokenizer has its own
+    size."""
     tokenizer = config.tokenizer
     own = tokenizer.vocab_file is not None or tokenizer.tokenizer_model is not None
     if config.checkpoint.load is None or not own or tokenizer.kind == "TikTokenizer":  # its size is a setting
@@ -211,7 +212,7 @@ def _short_context(model: ModelConfig, shorter: float) -> dict[str, Any]:
 
 def _few_heads(config: RunConfig) -> tuple[int, int]:
     """Returns (groups, heads). Each rank still has several groups, one, or part of one; a group has fewer queries, but
-    more than one if it had."""
+    still several if it had several."""
     model, parallel = config.model, config.parallel
     tp, unit = parallel.tensor_model_parallel_size, parallel.tensor_model_parallel_size
     if parallel.cp_attention == "a2a":
@@ -225,11 +226,11 @@ def _few_heads(config: RunConfig) -> tuple[int, int]:
 
 
 def _few_layers(config: RunConfig) -> tuple[int, ParallelConfig]:
-    """Returns the layers and their stages: a stage that had more layers than another still has."""
+    """Returns the number of layers and their stages. A stage that had more layers than another still has more."""
     parallel, layers = config.parallel, config.model.num_layers
     pp, stages = parallel.pipeline_model_parallel_size, stage_layers(config.model.num_layers, parallel)
     if config.moe.is_on and not config.moe.moe_layer_freq.strip().isdigit():
-        return layers, parallel  # a list of its layers
+        return layers, parallel  # the setting lists every layer
     if stages.chunks > 1:
         chunks = min(2, stages.chunks)
         extra = parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split

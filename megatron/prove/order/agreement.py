@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from megatron.prove.order.events import Communicator, MessageSide, Op, Recording, Wait
 
 _ROUTED = ("tp", "ep")
-"""Axes over which experts' rows travel, as many as the router sends."""
+"""Axes over which ranks exchange rows for experts. The router decides the number of rows."""
 
 
 def disagreements(recordings: Mapping[int, Recording], *, peers_are_real: bool = False) -> list[str]:
@@ -35,7 +35,7 @@ def _of_groups(recordings: Mapping[int, Recording]) -> Iterator[str]:
                 other = made[member][number] if number < len(made[member]) else None
                 if other is None or other.name != group.name:
                     yield (
-                        f"ranks make groups in different orders: number {number} is {group} on rank {rank} "
+                        f"ranks create groups in different orders: number {number} is {group} on rank {rank} "
                         f"and {other or 'none'} on rank {member}"
                     )
                     return

@@ -1,10 +1,10 @@
-"""Finds classes of ranks that do the same, so that a few ranks stand for thousands.
+"""Finds classes of ranks that issue the same operations, so that a few ranks stand for thousands.
 
 Data-parallel replicas run one program on different data. Shifting all ranks by whole replicas maps every group of the
 layout to a group, so it is enough to prove that the programs of one replica end. If expert parallelism spans several
 replicas, these together are the unit of the shift. With several instances of the optimizer, the ranks of each are
-shifted among themselves, all instances alike. Instances are also shifted as a whole. An instance that is not a whole
-number of units is a part of the unit.
+shifted among themselves, all instances alike. Instances are also shifted as a whole. If an instance is not a whole
+number of units, the unit consists of whole instances.
 """
 
 from collections.abc import Callable

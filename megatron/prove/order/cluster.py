@@ -34,14 +34,14 @@ class ClusterRecording:
     """Recordings of the representatives, by rank."""
     copies: Mapping[int, Recording]
     divided: bool = False
-    """True if replicas divide what they update."""
+    """True if replicas divide the parameters that they update."""
     alike: bool = True
     """True if replicas issue the same operations. With Muon the replica that computes a matrix first sends it to its
     own ranks. Ranks of one class are then not compared; only their groups are shown to agree."""
 
     def findings(self, weaker: Iterable[Rules] = ()) -> list[str]:
-        """Returns every reason why these ranks could hang; an empty list proves that they do not. What hangs under the
-        strictest rules is also tried under `weaker` ones; what ends under the strictest ends under all."""
+        """Returns every reason why these ranks could hang; an empty list proves that they do not. A hang under the
+        strictest rules is also tried under `weaker` ones. A run that ends under the strictest ends under all."""
         stands_for = partial(representative, self.layout)
         found = disagreements({**self.programs, **self.copies})
         for rank, copy in self.copies.items() if self.alike else ():
@@ -64,9 +64,9 @@ def record_runs(
     workers: int = 1,
     report: Report = lambda: None,
 ) -> dict[str, ClusterRecording]:
-    """Records the two runs of a training, even if the settings ask for only one of them. The new run has its steps,
+    """Records a new run and a resumed run, even if the settings ask for only one of them. The new run has its steps,
     evaluations, a save and its stop; the resumed run starts from a checkpoint. Files go to `folder`. `before` is the
-    directory of that checkpoint from `save_by_one_process`; unset, it is saved here."""
+    directory of that checkpoint from `save_by_one_process`; if it is None, the checkpoint is saved here."""
     if before is None:
         before = folder / "before"
         save_by_one_process(config, before, script)

@@ -7,11 +7,11 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class MessageSide:
-    """Side of a point-to-point message."""
+    """One side of a point-to-point message."""
 
     side: Literal["send", "recv"]
     peer: int
-    """Rank in the world."""
+    """Global rank of the other side."""
     size: int
     dtype: str
     tag: int = 0

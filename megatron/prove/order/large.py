@@ -23,9 +23,9 @@ _collect, _write_files = save.collect_notes, save.Save.write
 
 @contextmanager
 def as_large_on_accelerators() -> Iterator[None]:
-    """Makes steps asynchronous, and reduces gradients in several buckets. Ranks exist only in the recording, so they
-    need no disk space and write no files, and the first rank makes no directory for this one. A background task has
-    ended, on all ranks alike, when the training looks. All ranks read one checkpoint, whose manifest is read once."""
+    """Makes steps asynchronous, and reduces gradients in several buckets. Other ranks exist only in the
+    recording: they need no disk space, write no files and make no directory for this rank. A background task has always
+    ended when the training polls it, on all ranks. All ranks load the same checkpoint, so its manifest is read once."""
     manifest = cache(found_step.verified_manifest)
     with (
         patch.object(Engine, "asynchronous", True),
@@ -40,7 +40,7 @@ def as_large_on_accelerators() -> Iterator[None]:
 
 
 def _of_the_first(folder: Path, ranks: Iterable[int]) -> list[Part]:
-    """Returns what the first of the ranks has written, without shares: the others have written nothing here."""
+    """Returns the note of the first rank, without shares, because the other ranks have written nothing here."""
     return [replace(part, shares={}) for part in _collect(folder, [min(ranks)])]
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 Said = dict[tuple[str, int, int], list[Tensor]]
-"""Broadcasts by group and count. A group is known by the digest of its ranks' classes and by its size, because a part
-of a group may have the same classes."""
+"""Broadcasts by group and number. A group is identified by the digest of its ranks' classes and by its size, because a
+part of a group may have the same classes."""
 Done = dist.Work | None
 """Work of an operation that is executed, else None."""
 MakePeers = Callable[[Any, tuple[int, ...]], Any]
@@ -83,7 +83,7 @@ class Scripted:
         return None
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any) -> Done:
-        output.detach().view(self.size, -1).copy_(given.clone().reshape(1, -1))  # `given` may be a part of it
+        output.detach().view(self.size, -1).copy_(given.clone().reshape(1, -1))  # `given` may be a part of `output`
         return None
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any) -> Done:

@@ -98,10 +98,11 @@ def for_order(config: RunConfig, world_size: int, cache: Path) -> RunConfig:
 
 
 def _as_few_as_the_order_needs(config: RunConfig, world_size: int) -> RunConfig:
-    """Shrinks pipelines of four or more stages; ordering needs fewer layers than numerics. Two micro-batches more than
-    stages fill it, alternate on every stage and empty it; tests/cluster/test_pipelines.py proves the rest. One layer
-    per equal stage is enough if nothing begins in a layer and ends in the next. Interleaved chunks need whole rounds,
-    and zero-bubble defers over two micro-batches: these schedules stay unchanged."""
+    """Shrinks pipelines of four or more stages, because the order of operations needs fewer layers than numerics. Two
+    micro-batches more than stages fill the pipeline, alternate on every stage and empty the pipeline;
+    tests/cluster/test_pipelines.py proves the rest. One layer per equal stage is enough if no operation begins in a
+    layer and ends in the next. Interleaved chunks need whole rounds, and zero-bubble defers over two micro-batches:
+    these schedules stay unchanged."""
     parallel, training, layers = config.parallel, config.training, config.model.num_layers
     pp, dp = parallel.pipeline_model_parallel_size, config.parallel.layout(world_size).dp
     if pp < _LONG or stage_layers(layers, parallel).chunks > 1 or SCHEDULES[parallel.schedule].defers_wgrads:
@@ -134,7 +135,7 @@ def _introduction(given: RunConfig, config: RunConfig, world_size: int) -> list[
         f"{len(compared_ranks(config, world_size))} others, with made-up peers",
         f"two runs: start, two steps, {evaluations}{saves} and stop{left_out}; start, load of a "
         "checkpoint, a step and stop",
-        f"cut to what the order of operations depends on: {', '.join(cut)}",
+        f"reduced without changing the order of operations: {', '.join(cut)}",
         "rules (docs/proofs.md): A collective or a first message connects and waits for its peers. The operations of a "
         "communicator run in order. All streams share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) or have "
         "their own",

@@ -57,7 +57,7 @@ class _Task:
     run: str
     ranks: tuple[int, ...]
     heard: bytes
-    """Broadcasts by or to the group recorded before (`waves`), packed."""
+    """Packed broadcasts that the group recorded before (`waves`) sent or received."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class _Answer:
     task: _Task
     recordings: Mapping[int, Recording]
     said: bytes
-    """Broadcasts in `heard` and by these ranks, packed."""
+    """Packed broadcasts: those in `heard`, and those that these ranks sent."""
 
 
 def record_ranks(
@@ -127,8 +127,8 @@ def _answering(
                     yield answer
             except WorkerDiedError as death:
                 line = (
-                    f"the process that recorded ranks {death.task} died (exit code {death.exit_code}); if it was for "
-                    f"memory, give fewer --workers than {workers}"
+                    f"the process that recorded ranks {death.task} died (exit code {death.exit_code}); if memory "
+                    f"ran out, lower --workers (now {workers})"
                 )
                 raise RecordError((line,)) from None
 

@@ -21,7 +21,7 @@ Key = tuple[object, ...]
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules of what blocks what. The default is a GPU with a queue for every stream."""
+    """Rules about what blocks a host and a stream. The default is a GPU with a queue for every stream."""
 
     first_use_blocks: bool = True
     """True if the first operation of a communicator, and the first message of a pair of ranks, connect them: the host
@@ -50,7 +50,7 @@ STRICTEST = Rules(wait_blocks=True, one_queue=True, collectives_connect=True)
 
 @dataclass
 class Outcome:
-    """Time at which all ended, or the ranks that wait for each other forever."""
+    """Time in seconds at which all ranks ended, or the ranks that wait for each other forever."""
 
     seconds: float
     stuck: list[str] = field(default_factory=list)
@@ -236,13 +236,13 @@ class _Rank:
     # the diagnosis
 
     def _who_holds(self, entry: _Entry) -> list[int]:
-        """Returns the ranks that `entry` waits for: they have not started their side of it, or of what blocks it on
-        this rank."""
+        """Returns the ranks that `entry` waits for: they have not started their side of `entry`, or of an entry that
+        blocks it on this rank."""
         seen: set[int] = set()
         while entry.start is None and id(entry) not in seen:
             seen.add(id(entry))
             blocked = next((each for each in entry.after if each.end is None), None)
-            if blocked is None:  # something at the head of the queue
+            if blocked is None:  # the head of the queue is blocked
                 head = self.queues[entry.queue][self.heads[entry.queue]]
                 blocked = next(each for each in head.after if each.end is None)
             entry = blocked
@@ -274,7 +274,7 @@ def _ring(world: _World) -> list[str]:
     lines: dict[int, str] = {}
     while rank is not None and rank.number not in lines and not rank.ended:
         what, whom = rank.blocked()
-        lines[rank.number] = f"rank {rank.number} {what}; not there: rank {', '.join(map(str, whom)) or '?'}"
+        lines[rank.number] = f"rank {rank.number} {what}; missing: rank {', '.join(map(str, whom)) or '?'}"
         rank = world.ranks.get(whom[0]) if whom else None
     if rank is not None and rank.ended:
         lines[rank.number] = f"rank {rank.number} has ended"

@@ -78,11 +78,14 @@ def test_damaged_step_falls_back_loudly_or_is_refused(three_steps: Path) -> None
     raw = bytearray(file.read_bytes())
     raw[len(raw) // 2] ^= 1
     file.write_bytes(raw)
-    for options, asked in (({"strict": True}, "step 30 alone"), ({"step": 30}, "--ckpt-step 30")):
+    for options, asked in (
+        ({"strict": True}, "step 30 of latest_checkpointed_iteration.txt"),
+        ({"step": 30}, "--ckpt-step 30"),
+    ):
         with pytest.raises(CheckpointError, match=r"model_optim_rng\.pt differs from what was written") as refused:
             load(three_steps, **options)
-        assert f"{asked} was asked for" in str(refused.value)
-        assert "the other steps are 20, 10: name one with --ckpt-step" in str(refused.value)
+        assert f"only {asked} was tried" in str(refused.value)
+        assert "to use another step, give --ckpt-step (20, 10)" in str(refused.value)
     history = RunHistory("second")
     params = make_params(3)
     messages: list[str] = []

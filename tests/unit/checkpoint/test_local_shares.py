@@ -82,7 +82,7 @@ def test_what_cannot_be_read_or_written_is_told_after_all_was_sent(
     with pytest.raises(StorageError, match=r"c\.pt arrived with other bytes"):
         moved(*sent, tmp_path / "target")
     (tmp_path / "full" / "a.pt").mkdir(parents=True)
-    with pytest.raises(StorageError, match=r"writing what another rank sent failed at .*full"):
+    with pytest.raises(StorageError, match=r"writing a file that another rank sent failed at .*full"):
         moved(*sent, tmp_path / "full")
 
 

@@ -421,7 +421,7 @@ def test_a_save_directory_that_was_moved_while_training_is_named(tmp_path: Path,
 
 def test_a_directory_in_place_of_the_tracker_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / paths.TRACKER).mkdir()
-    with closing(RunHistory("a")) as history, pytest.raises(ConfigError, match="is a directory, where a save writes"):
+    with closing(RunHistory("a")) as history, pytest.raises(ConfigError, match="is a directory, but a save writes"):
         hold_directory(tmp_path, parallel=one_process(), history=history)
 
 

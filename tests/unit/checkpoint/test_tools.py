@@ -135,7 +135,9 @@ def test_a_damaged_newest_step_is_not_replaced_by_an_older_one(run: Path, capsys
     ):
         assert start() == 12
         error = capsys.readouterr().err
-        assert "step 5 alone was asked for" in error and "name one with --ckpt-step" in error and error.count("\n") == 1
+        assert (
+            "only step 5 of " in error and "to use another step, give --ckpt-step (" in error and error.count("\n") == 1
+        )
     assert not out.exists()
 
 

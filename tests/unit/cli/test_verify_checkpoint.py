@@ -81,9 +81,9 @@ def reshaped(name: str, shape: tuple[int, ...], kind: str = "") -> Callable[[dic
             "layers.1.mlp.dense_h_to_4h.weight",
             (96, 12),
             "",
-            r"has shape (96, 12), the model of its settings has (96, 24)",
+            r"has shape (96, 12), but its settings give (96, 24)",
         ),
-        ("layers.0.input_layernorm.weight", (12,), "", "has shape (12,), the model of its settings has (24,)"),
+        ("layers.0.input_layernorm.weight", (12,), "", "has shape (12,), but its settings give (24,)"),
         ("layers.0.self_attention.dense.weight", (24, 12), "exp_avg", "(exp_avg) has shape (24, 12), its parameter"),
     ],
 )
@@ -106,7 +106,7 @@ def test_a_tensor_that_is_missing_or_unknown_is_named(native: Path, capsys: pyte
     resign(native, rename)
     assert verify([str(native), "--deep"]) == 1
     told = capsys.readouterr().out
-    assert "also has layers.0.input_layernorm.bias" in told and "has no layers.0.other.weight" in told
+    assert "also has layers.0.input_layernorm.bias" in told and "without layers.0.other.weight" in told
 
 
 def test_a_slice_that_holds_less_than_it_claims_is_found(native: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,13 +119,13 @@ def test_a_slice_that_holds_less_than_it_claims_is_found(native: Path, capsys: p
 
     resign(native, shrink)
     assert verify([str(native), "--deep"]) == 1
-    assert "final_layernorm.bias is stored as (25,) where (24,) belongs" in capsys.readouterr().out
+    assert "final_layernorm.bias has a slice of shape (25,), but its indices give (24,)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "key, value, told",
     [
-        (("iteration",), 501, "is of iteration 501, but the manifest of 500"),
+        (("iteration",), 501, "has iteration 501, but the manifest has 500"),
         (("optimizer", "extra"), None, "has no optimizer state"),
         (("opt_param_scheduler",), [1], "has no scheduler state"),
         (("rng_state",), [], "has no rng state"),

@@ -44,5 +44,5 @@ def test_damage_is_one_line(load: Path, tmp_path: Path, capsys: pytest.CaptureFi
     file.write_bytes(content)
     assert generate_here("--load", tmp_path / "run", "--prompt", "x") == 12
     said = capsys.readouterr()
-    assert "differs from what was written" in said.err and "so no other step was tried; there is no other" in said.err
+    assert "differs from what was written" in said.err and "was tried; there is no other step" in said.err
     assert "Traceback" not in said.err and not said.out

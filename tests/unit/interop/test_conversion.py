@@ -87,10 +87,10 @@ def test_overwrite_deletes_neither_the_source_nor_a_run_in_progress(
     native = sources["native"]
     for save in (native, native / "release", tmp_path):
         assert convert(["--load", str(native), "--to", "hf", "--save", str(save), "--overwrite"]) == 2
-        assert f"--save {save} holds what --load {native} reads" in capsys.readouterr().err
+        assert f"replacing --save {save} would delete files of --load {native}" in capsys.readouterr().err
     (tmp_path / "link").symlink_to(native)
     link = ["--load", str(sources["hf"]), "--to", "native", "--save", str(tmp_path / "link"), "--overwrite"]
-    assert convert(link) == 2 and "is not a separate directory" in capsys.readouterr().err
+    assert convert(link) == 2 and "is a file or a symbolic link" in capsys.readouterr().err
     lock = DirectoryLock.acquire(native, "a run")
     try:
         assert convert(["--load", str(sources["hf"]), "--to", "native", "--save", str(native), "--overwrite"]) == 2

@@ -81,8 +81,8 @@ def test_a_part_of_a_model_is_one_that_lacks_something(folder: Path, tmp_path: P
 
 def test_what_is_nearest_to_an_unknown_family() -> None:
     for name, told in (
-        ("smollm3", "nearest is llama, which would lose layers without rotation"),
-        ("qwen3_next", "nearest is qwen3_moe, which would lose linear attention"),
+        ("smollm3", "the nearest is llama, which lacks layers without rotation"),
+        ("qwen3_next", "the nearest is qwen3_moe, which lacks linear attention"),
         ("llama_2", "did its author mean llama?"),
     ):
         with pytest.raises(ConfigError, match=re.escape(told)):

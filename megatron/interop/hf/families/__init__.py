@@ -22,7 +22,7 @@ FAMILIES: tuple[Family, ...] = (GPT2(), GPTNeoX(), Qwen2(), Llama(), Qwen3(), Ol
 
 
 def choose(config: ModelConfig, moe: MoEConfig, *, came_as: str | None = None) -> Family:
-    """Returns the family that the model `came_as` if that can express it, else the simplest family that computes it."""
+    """Returns the family of model_type `came_as` if it can express the model, else the simplest family that can."""
     if came_as is not None and by_model_type(came_as).unsupported(config, moe) is None:
         return by_model_type(came_as)
     for family in FAMILIES:
@@ -45,9 +45,9 @@ def keeping_tokenizer(family: Family, tokenizer: Mapping[str, Any], config: Mode
     llama = by_model_type("llama")
     raise ConfigError(
         f"{llama.unsupported(config, moe)}: only {family.architecture} computes this, but transformers 5.8 and later "
-        f"read every tokenizer in a {family.model_type} folder as Qwen2's: texts would get other ids; train with "
-        f"Qwen2's tokenizer, or without this setting, which makes it a {llama.architecture} (tools/generate.py can "
-        "use the checkpoint)"
+        f"read every tokenizer in a {family.model_type} folder as Qwen2's, so texts would get other ids. Train with "
+        f"Qwen2's tokenizer, or without this setting, so that the model is a {llama.architecture} (tools/generate.py "
+        "can use the checkpoint)"
     )
 
 

@@ -50,7 +50,7 @@ class LlamaLike(Family):
     def lacks(self, c: ModelConfig) -> Lacking:
         activation = "--squared-relu" if c.squared_relu else "GELU"
         together = "--qk-layernorm with " if self.normalizes_qk else ""
-        qkv_alone = self.has_qkv_bias or self.may_have_biases  # elsewhere it can be zeros
+        qkv_alone = self.has_qkv_bias or self.may_have_biases  # a family with all biases can set the others to zero
         return [
             (positions_flag(c), c.positions != "rope"),
             (f"--normalization {c.normalization}", c.normalization != "RMSNorm"),
@@ -122,7 +122,9 @@ class LlamaLike(Family):
         if not self.may_have_biases:
             refuse_unless({"attention_bias": attention, "mlp_bias": mlp}, attention_bias=False, mlp_bias=False)
         if mlp and not attention:
-            raise ConfigError("config.json: attention_bias False with mlp_bias True is not supported; both or none")
+            raise ConfigError(
+                "config.json: attention_bias False with mlp_bias True is not supported; set both or neither"
+            )
         return mlp
 
     def _only_attention_is_biased(self, values: Mapping[str, Any]) -> bool:

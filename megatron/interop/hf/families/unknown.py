@@ -1,4 +1,4 @@
-"""Models without a family: the nearest family, and what it would lose."""
+"""Model types that are not supported: the nearest family of each, and the features that it lacks."""
 
 from difflib import get_close_matches
 
@@ -12,7 +12,7 @@ _NEAREST: dict[str, tuple[str, str]] = {
     "exaone4": ("qwen3", "norms after attention and MLP, and windows in some layers"),
     "falcon": ("gpt_neox", "multi-query attention beside the MLP, or ALiBi"),
     "falcon_h1": ("llama", "state-space layers"),
-    "gemma": ("llama", "scaled embeddings, gains stored less one and the GELU gate"),
+    "gemma": ("llama", "scaled embeddings, norm weights stored as gamma - 1 and the GELU gate"),
     "gemma2": ("llama", "soft caps, norms before and after, and windows in some layers"),
     "gemma3": ("llama", "norms before and after, and windows in some layers"),
     "gemma3_text": ("llama", "norms before and after, and windows in some layers"),
@@ -32,14 +32,14 @@ _NEAREST: dict[str, tuple[str, str]] = {
     "mistral3": ("mistral", "images"),
     "mllama": ("llama", "images"),
     "mpt": ("gpt2", "ALiBi positions"),
-    "nemotron": ("llama", "gains stored less one, squared ReLU without a gate, and partial rotation"),
+    "nemotron": ("llama", "norm weights stored as gamma - 1, squared ReLU without a gate, and partial rotation"),
     "olmo": ("llama", "norms without weights, and clipped queries, keys and values"),
     "olmo3": ("olmo2", "windows in some layers"),
     "olmoe": ("qwen3_moe", "norms over all heads with experts"),
     "opt": ("gpt2", "ReLU, and positions that begin at 2"),
     "phi": ("gpt_neox", "one norm for attention and MLP, and the bias of the head"),
     "phi3": ("llama", "fused queries, keys, values and gates, and its scaling of positions"),
-    "phimoe": ("mixtral", "LayerNorm and its own choice of experts"),
+    "phimoe": ("mixtral", "LayerNorm and its own way to choose experts"),
     "qwen2_5_vl": ("qwen2", "images"),
     "qwen2_moe": ("qwen3_moe", "the gate of the shared expert"),
     "qwen2_vl": ("qwen2", "images"),
@@ -54,9 +54,9 @@ _NEAREST: dict[str, tuple[str, str]] = {
 
 
 def nearest_family(model_type: str, known: list[str]) -> str:
-    """Returns what to add to the rejection of this type; empty if no family is near."""
+    """Returns an addition to the error message about this type; empty if no family is near."""
     if model_type in _NEAREST:
         family, lost = _NEAREST[model_type]
-        return f"; nearest is {family}, which would lose {lost}"
+        return f"; the nearest is {family}, which lacks {lost}"
     near = get_close_matches(model_type, known, n=1, cutoff=0.75)
     return f"; did its author mean {near[0]}?" if near else ""

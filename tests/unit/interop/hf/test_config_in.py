@@ -91,7 +91,7 @@ def test_the_share_of_heads_that_neox_rotates(given: dict[str, Any], share: floa
 def test_what_of_neox_is_refused() -> None:
     for given, message in (
         ({"attention_bias": False}, "attention_bias False is not supported"),
-        ({"rotary_pct": 0.4}, "0.4 of each head of 8 channels rotates, that is 3 channels"),
+        ({"rotary_pct": 0.4}, "RoPE would rotate 0.4 of the 8 channels of a head, that is 3;"),
         ({"hidden_act": "silu"}, "hidden_act 'silu' is not supported; supported: gelu_new"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -141,7 +141,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (
             "qwen3",
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": YARN},
-            "rope_parameters and rope_scaling differ; keep the right one",
+            "rope_parameters and rope_scaling differ; keep only the right one",
         ),
         (
             "llama",
@@ -150,7 +150,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ),
         ("llama", {"rope_scaling": {**YARN, "factor": None}}, "rope_scaling: factor is None; it has to be a positive"),
         ("llama", {"rope_parameters": {"rope_theta": None}}, "rope_parameters: rope_theta is None; it has to be"),
-        ("qwen2", {"rope_parameters": {"full_attention": {"rope_theta": 9.0}}}, "full_attention has its own rotation"),
+        (
+            "qwen2",
+            {"rope_parameters": {"full_attention": {"rope_theta": 9.0}}},
+            "full_attention has its own RoPE settings",
+        ),
         (
             "qwen2",
             {"layer_types": ["sliding_attention"] * 2},

@@ -78,4 +78,4 @@ def test_versions_before_grouped_queries_are_refused_with_them(
     torch.save(content if version is None else {**content, "checkpoint_version": version}, file)
     assert convert_cli.main(["--load", str(tmp_path), "--to", "native", "--save", str(tmp_path / "out")]) == 12
     error = capsys.readouterr().err
-    assert "checkpoint_version" in error and "grouped queries" in error and error.count("\n") == 1
+    assert "checkpoint_version" in error and "grouped-query attention" in error and error.count("\n") == 1

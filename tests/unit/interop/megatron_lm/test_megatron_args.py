@@ -136,7 +136,7 @@ def test_numbers_have_as_many_rows_after_a_way_there_and_back() -> None:
 def test_a_head_that_the_args_do_not_know_is_not_dropped(tmp_path: Path, form: Write) -> None:
     """The args tie the head, but the files have a separate one."""
     model = with_args(make(LLAMA), {"untie_embeddings_and_output_weights": False})
-    with pytest.raises(CheckpointError, match=f"tensors that the model of its args does not have: {HEAD_TABLE}"):
+    with pytest.raises(CheckpointError, match=f"tensors that its args do not describe: {HEAD_TABLE}"):
         open_foreign(form(tmp_path, model))
 
 
