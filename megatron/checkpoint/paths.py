@@ -121,7 +121,9 @@ def member(root: Path, relative: str) -> Path:
     strange = pure.is_absolute() or not pure.parts or ".." in pure.parts or "\0" in relative
     too_long = len(relative) > _LONGEST_PATH or any(len(os.fsencode(part)) > _LONGEST_NAME for part in pure.parts)
     if strange or too_long or pure.as_posix() != relative:
-        why = "too long for a file" if too_long else "outside of its directory"
+        why = (
+            "too long for a file" if too_long else "outside of its directory" if strange else "not in its shortest form"
+        )
         raise UnsafePathError(f"{root / MANIFEST} names {relative[:200]!r}, which is {why}")
     path = root
     for part in pure.parts:

@@ -89,7 +89,7 @@ def hold_directory(directory: Path, *, parallel: ParallelState, history: RunHist
 
     def acquire() -> None:
         history.acquire(directory, flag)
-        _check_writable(directory)
+        _check_writable(directory, flag)
 
     do_on_first(acquire, parallel.world)
 
@@ -105,12 +105,12 @@ def held_lock(given: str, directory: Path, history: RunHistory, iteration: int) 
     return lock
 
 
-def _check_writable(directory: Path) -> None:
+def _check_writable(directory: Path, flag: str) -> None:
     """Rejects a directory in which the first save would fail, such as an immutable one."""
     if (directory / paths.TRACKER).is_dir():
         raise ConfigError(
-            f"--save {directory}: {paths.TRACKER} there is a directory, but a save writes a file of that name; "
-            "remove that directory, or give another --save"
+            f"{flag} {directory}: {paths.TRACKER} there is a directory, but a save writes a file of that name; "
+            f"remove that directory, or give another {flag}"
         )
     with storage.storage_errors("trying to write a checkpoint", directory):
         probe = durable.temporary_of(directory / paths.TRACKER)

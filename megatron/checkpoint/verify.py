@@ -355,7 +355,7 @@ def _against_settings(record: Manifest) -> list[str]:
     try:
         config, moe = model_config(record.config["model"]), moe_config(record.config)
         if config.num_layers + len(moe.expert_layers(min(config.num_layers, _MOST_LAYERS))) > _MOST_LAYERS:
-            return [f"its settings describe too many layers ({config.num_layers})"]
+            return [f"its settings describe more than {_MOST_LAYERS} layers, those with experts counted twice"]
         wanted = parameters(config, record.model[WORD_TABLE].logical_shape[0], moe)
     except MegatronError as error:
         return [f"its settings do not describe a model: {error}"]

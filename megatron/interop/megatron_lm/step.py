@@ -138,8 +138,13 @@ def described_model(
     settings = settings_from_args(args, directory, core=core)
     config, moe = model_config(settings["model"]), moe_config(settings)
     experts = len(moe.expert_layers(min(config.num_layers, _MOST_LAYERS))) * (moe.num_experts or 0)
-    if config.num_layers != layers or config.num_layers + experts > _MOST_LAYERS:  # before generating all names
+    if config.num_layers != layers:
         raise CheckpointError(f"{directory}: its args have {config.num_layers} layers, but its files have {layers}")
+    if layers + experts > _MOST_LAYERS:  # before generating all names
+        raise CheckpointError(
+            f"{directory}: its args have {layers} layers and {experts} experts in all; at most {_MOST_LAYERS} together "
+            "can be read"
+        )
     vocabulary = true_vocabulary(args, rows())
     settings["tokenizer"]["vocab_size"] = vocabulary
     return DescribedModel(settings, config, moe, parameters(config, vocabulary, moe))
