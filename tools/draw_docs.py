@@ -346,7 +346,7 @@ def _bars(svg: Svg, rows: Iterable[tuple[str, str, Bars]], value: str) -> tuple[
 
 
 def draw_throughput() -> str:
-    svg, rows = Svg("Throughput beside peers"), []
+    svg, rows = Svg("Throughput beside peers"), list[tuple[str, str, Bars]]()
     for row in recorded("throughput")["measured"]:
         peers = enumerate(row["times"].items())
         rows.append((row["what"], row["where"], {peer: (f"c{number}", times) for number, (peer, times) in peers}))
@@ -365,7 +365,7 @@ CONTENDERS = {
 
 
 def draw_gpu_steps() -> str:
-    svg, rows = Svg("Training steps on one H200 beside peers"), []
+    svg, rows = Svg("Training steps on one H200 beside peers"), list[tuple[str, str, Bars]]()
     for row in recorded("gpu_steps")["measured"]:
         bars = {CONTENDERS[name][0]: (CONTENDERS[name][1], ms) for name, ms in row["ms"].items()}
         rows.append((row["model"], f"micro-batch {row['micro_batch']}, sequence {row['sequence']}", bars))

@@ -122,7 +122,7 @@ def test_throughput_is_in_the_tables_of_measurements() -> None:
 
 
 def test_gpu_steps_are_those_of_the_measurements() -> None:
-    """Each group of bars is a row of the first GPU record, and has each contender that the row and the picture share."""
+    """Each group of bars is a row of the first GPU record. It has all contenders of the picture that the row has."""
     text = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
     record = text.split("### The first record")[1].split("### ")[0]
     header, _, *lines = [line for line in record.splitlines() if line.startswith("|")]
