@@ -324,20 +324,53 @@ def _size(size: int) -> str:
     return f"{size} B" if size < 1000 else f"{size / 1000:.0f} kB"
 
 
-def draw_throughput() -> str:
-    svg, rows, y, left = Svg("Throughput beside peers"), recorded("throughput")["measured"], 18.0, 190
-    unit = (WIDTH - left - 40) / max(max(row["times"].values()) for row in rows)
-    for row in rows:
-        svg.text(0, y, row["what"], "b")
-        svg.text(WIDTH, y, row["where"], "s", "end")
-        for number, (peer, times) in enumerate(row["times"].items()):
+_BARS_LEFT = 190
+Bars = dict[str, tuple[str, float]]
+"""Names of bars, each with its kind and value."""
+
+
+def _bars(svg: Svg, rows: Iterable[tuple[str, str, Bars]], value: str) -> tuple[float, float]:
+    """Draws groups of bars in one scale, each below a title and a remark. Returns the bottom and the scale."""
+    groups, y = list(rows), 18.0
+    unit = (WIDTH - _BARS_LEFT - 40) / max(length for _, _, bars in groups for _, length in bars.values())
+    for title, remark, bars in groups:
+        svg.text(0, y, title, "b")
+        svg.text(WIDTH, y, remark, "s", "end")
+        for number, (name, (kind, length)) in enumerate(bars.items()):
             top = y + 10 + 24 * number
-            svg.text(left - 10, top + 15, peer, "s", "end")
-            svg.rect(left, top, times * unit, 19, f"c{number}")
-            svg.text(left + times * unit + 6, top + 14, f"{times:.2f}x", "n")
-        y += 40 + 24 * len(row["times"])
-    svg.path([(left + unit, 4), (left + unit, y - 24)], "a")
-    svg.text(left + unit, y - 8, "1x: as fast as the peer", "s", "middle")
+            svg.text(_BARS_LEFT - 10, top + 15, name, "s", "end")
+            svg.rect(_BARS_LEFT, top, length * unit, 19, kind)
+            svg.text(_BARS_LEFT + length * unit + 6, top + 14, value.format(length), "n")
+        y += 40 + 24 * len(bars)
+    return y, unit
+
+
+def draw_throughput() -> str:
+    svg, rows = Svg("Throughput beside peers"), list[tuple[str, str, Bars]]()
+    for row in recorded("throughput")["measured"]:
+        peers = enumerate(row["times"].items())
+        rows.append((row["what"], row["where"], {peer: (f"c{number}", times) for number, (peer, times) in peers}))
+    y, unit = _bars(svg, rows, "{:.2f}x")
+    svg.path([(_BARS_LEFT + unit, 4), (_BARS_LEFT + unit, y - 24)], "a")
+    svg.text(_BARS_LEFT + unit, y - 8, "1x: as fast as the peer", "s", "middle")
+    return svg.whole()
+
+
+CONTENDERS = {
+    "ours": ("this framework", "c0 x"),
+    "plain model, compiled": ("plain torch, compiled", "c1"),
+    "llm.c (cuDNN)": ("llm.c", "c2"),
+    "transformers, compiled": ("transformers, compiled", "c3"),
+}
+
+
+def draw_gpu_steps() -> str:
+    svg, rows = Svg("Training steps on one H200 beside peers"), list[tuple[str, str, Bars]]()
+    for row in recorded("gpu_steps")["measured"]:
+        bars = {CONTENDERS[name][0]: (CONTENDERS[name][1], ms) for name, ms in row["ms"].items()}
+        rows.append((row["model"], f"micro-batch {row['micro_batch']}, sequence {row['sequence']}", bars))
+    y, _ = _bars(svg, rows, "{:.1f}")
+    svg.text(_BARS_LEFT, y - 16, "milliseconds per step: a shorter bar is faster", "s")
     return svg.whole()
 
 
@@ -350,6 +383,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "dataset_files": draw_dataset_files,
     "checkpoint_files": draw_checkpoint_files,
     "throughput": draw_throughput,
+    "gpu_steps": draw_gpu_steps,
 }
 
 

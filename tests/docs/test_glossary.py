@@ -16,6 +16,10 @@ ENTRY = re.compile(r"^### (.+)\n\n(.+)\n\n- Elsewhere: (.+)\.\n- Flag: (.+)\.$",
 TERMS = [found[1] for found in ENTRY.finditer(GLOSSARY)]
 OF_OTHER_PROGRAMS = {"--nproc_per_node", "--nnodes", "--append-eod"}  # of torchrun and tools/preprocess_data.py
 LINKED = (
+    "docs/installation.md",
+    "docs/getting_started.md",
+    "docs/data.md",
+    "docs/performance.md",
     "docs/from_transformers.md",
     "docs/huggingface.md",
     "docs/sft.md",

@@ -119,3 +119,20 @@ def test_throughput_is_in_the_tables_of_measurements() -> None:
     for measured in draw_docs.recorded("throughput")["measured"]:
         numbers = {f"{times:.2f}" for times in measured["times"].values()}
         assert any(numbers <= row for row in cells), measured
+
+
+def test_gpu_steps_are_those_of_the_measurements() -> None:
+    """Each group of bars is a row of the first GPU record. It has all contenders of the picture that the row has."""
+    text = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    record = text.split("### The first record")[1].split("### ")[0]
+    header, _, *lines = [line for line in record.splitlines() if line.startswith("|")]
+    names = [name.strip(" `") for name in header.split("|")]
+    rows = {cells[1].strip(): dict(zip(names, cells, strict=True)) for cells in (line.split("|") for line in lines[:4])}
+    measured = draw_docs.recorded("gpu_steps")["measured"]
+    for group in measured:
+        row = rows[f"{group['model']}, micro-batch {group['micro_batch']}, sequence {group['sequence']}"]
+        found = {name: re.match(r" ([\d.]+) ms", row[name]) for name in draw_docs.CONTENDERS}
+        assert {name: float(ms[1]) for name, ms in found.items() if ms is not None} == group["ms"]
+    drawn = [float(width) for width in re.findall(r'<rect .*?width="([\d.]+)"', draw_docs.draw_gpu_steps())]
+    times = [ms for group in measured for ms in group["ms"].values()]
+    assert drawn == pytest.approx([ms * max(drawn) / max(times) for ms in times], rel=1e-3)
