@@ -80,7 +80,7 @@ class CheckpointConfig:
         False, "Write checkpoints in the background. Training waits only for the copy to host memory."
     )
     save_retain_interval: int | None = _save_flag(
-        None, "Delete older checkpoints except those at multiples of this. The newest is always kept.", at_least=1
+        None, "Delete older checkpoints except those at multiples of this. The two newest are always kept.", at_least=1
     )
     save_retain_last: int | None = _save_flag(
         None,

@@ -134,7 +134,7 @@ def test_manifest_names_outside_of_the_step_are_refused(saved: Path, name: str) 
     rewrite_manifest(saved, change)
     _, problems = inspect_step(saved / STEP)
     assert problems[0].kind == "unsafe"
-    with pytest.raises(CheckpointError, match="outside of its directory"):
+    with pytest.raises(CheckpointError, match=r"outside of its directory|not in its shortest form"):
         load(saved)
 
 

@@ -264,7 +264,7 @@ def test_classes_of_another_program_are_neither_imported_nor_called(
         ({"checkpoint_version": 7}, r"checkpoint_version 7; supported: 0 to 3"),
         ({"checkpoint_version": "3"}, r"checkpoint_version 3; supported: 0 to 3"),
         ({"model": {}}, r"its files have 0"),
-        ({"model": {"language_model": {"encoder": {"layers.0.x": 1}}}}, "no tensor under layers.0.x"),
+        ({"model": {"language_model": {"encoder": {"layers.0.x": 1}}}}, "has an entry layers.0.x that is not a tensor"),
         ({"args": Namespace(hidden_size=24)}, "its args have no num_layers, num_attention_heads"),
         ({"args": None}, "its args have no num_layers"),
     ],
