@@ -138,9 +138,13 @@ TAMPERED = {
     "out of range": (OFFSETS_AT + 40, struct.pack("<q", 1 << 50), r"sequence pointers: sequence 5"),
     "lengths redistributed": (LENGTHS_AT, struct.pack("<ii", 2, 1), r"sequence pointers: sequence 1"),
     "document start": (DOCUMENTS_AT, struct.pack("<q", 1), r"document index: starts with 1"),
-    "documents not monotone": (DOCUMENTS_AT + 16, struct.pack("<q", 0), r"document index: entry 2 is 0, after 1"),
-    "documents too few": (DOCUMENTS_AT + 48, struct.pack("<q", 5), r"document index: ends at 5 of 6"),
-    "documents too many": (DOCUMENTS_AT + 48, struct.pack("<q", 9), r"document index: ends at 9 of 6"),
+    "documents not monotone": (
+        DOCUMENTS_AT + 16,
+        struct.pack("<q", 0),
+        r"document index: entry 2 is 0, less than 1 before it",
+    ),
+    "documents too few": (DOCUMENTS_AT + 48, struct.pack("<q", 5), r"document index: ends at 5, but there are 6"),
+    "documents too many": (DOCUMENTS_AT + 48, struct.pack("<q", 9), r"document index: ends at 9, but there are 6"),
 }
 
 

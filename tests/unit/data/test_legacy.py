@@ -97,8 +97,12 @@ TAMPERED = {
     "negative length": (HEAD + 16 * (N + 1), struct.pack("<q", -2), "sizes: a length is outside"),
     "long length": (HEAD + 16 * (N + 1), struct.pack("<q", 1 << 31), "sizes: a length is outside"),
     "document start": (HEAD + 16 * (N + 1) + 8 * N, struct.pack("<q", 1), "document index: starts with 1"),
-    "falling": (HEAD + 16 * (N + 1) + 8 * N + 16, struct.pack("<q", 1), "document index: entry 2 is 1, after 2"),
-    "too few": (HEAD + 16 * (N + 1) + 8 * N + 40, struct.pack("<q", 5), "document index: ends at 5 of 6"),
+    "falling": (
+        HEAD + 16 * (N + 1) + 8 * N + 16,
+        struct.pack("<q", 1),
+        "document index: entry 2 is 1, less than 2 before it",
+    ),
+    "too few": (HEAD + 16 * (N + 1) + 8 * N + 40, struct.pack("<q", 5), "document index: ends at 5, but there are 6"),
 }
 
 
