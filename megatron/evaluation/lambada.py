@@ -47,7 +47,8 @@ def plan_passages(data: Path, tokenizer: Tokenizer, fit: Fit, *, strict: bool, j
             context, target = tokens[:-1], tokens[-1:]
         if not context or not target:
             raise DataError(
-                f"{place}: {text[:40]!r} has {len(context) + len(target)} token, so the last word has no context"
+                f"{place}: {text[:40]!r} has {len(context) + len(target)} token, so the last word has no context; "
+                "give a longer text"
             )
         rows.append(continuation(*fit(context, target, place)))
     return Lambada(rows)

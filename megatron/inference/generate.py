@@ -163,7 +163,7 @@ def room(
     asked: int | None,
     *,
     place: str = "--prompt",
-    shorter: str = "shorten it, or let --truncate-prompts drop its beginning",
+    shorter: str = "shorten it, or give --truncate-prompts to drop its beginning",
 ) -> int:
     """Returns the number of tokens to add to a prompt of `length`, for a model with `positions`."""
     if asked is not None and asked < 1:
@@ -179,6 +179,6 @@ def room(
         beside = "with a prompt" if place == "--prompt" else f"with {place}"
         raise ConfigError(
             f"--max-new-tokens {asked}: {beside} of {length} tokens the model's {positions} positions leave room "
-            f"for {positions - length}"
+            f"for {positions - length}; lower --max-new-tokens"
         )
     return min(wanted, positions - length)

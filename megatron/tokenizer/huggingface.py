@@ -197,7 +197,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _can_spell_eod(self) -> bool:
-        """True if text can encode to the end-of-document id, because a merge of the model produces that token."""
+        """True if a text may encode to the end-of-document id, for example because a merge produces its token."""
         model = self._description.get("model") or {}
         if self.eod_id is None:
             return False

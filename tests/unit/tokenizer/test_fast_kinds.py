@@ -134,7 +134,7 @@ def forget_a_byte(description: dict[str, Any]) -> None:
             ),
             "its normalizer is Lowercase",
         ),
-        (lambda d: d.update(pre_tokenizer=None), "it has no pre-tokenizer"),
+        (lambda d: d.update(pre_tokenizer=None), "the tokenizer has no pre-tokenizer"),
         (lambda d: d["pre_tokenizer"].update(use_regex=False), "its pre-tokenizer is ByteLevel"),
         (
             lambda d: d.update(
