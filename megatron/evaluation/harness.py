@@ -1,7 +1,7 @@
 """Model for EleutherAI's harness: `tools/harness.py --model megatron --model_args load=DIR,... --tasks ...`.
 
-The harness is an optional package. Its requests arrive as text. As in the harness's own `hf` model, contexts that
-are too long lose their beginning, long texts are cut into windows, and a context and its target are tokenised.
+The harness is an optional package. Its requests are texts, which are tokenised as in its own `hf` model. As
+there, contexts that are too long lose their beginning, and long texts are cut into windows.
 """
 
 import dataclasses

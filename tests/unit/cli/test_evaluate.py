@@ -103,7 +103,11 @@ BAD: dict[str, tuple[Any, tuple[str, ...], str]] = {
     ),
     "a number as text": (['{"text": NaN}'], (), "line 1: has no text under 'text' but nan; "),
     "JSON too deep": (["[" * 100_000], (), "line 1: not JSON"),
-    "no context": ([{"choices": ["a", "b"], "gold": 0}], ("--task", "choices"), "under 'context' .* it may be empty"),
+    "no context": (
+        [{"choices": ["a", "b"], "gold": 0}],
+        ("--task", "choices"),
+        "under 'context' .* give a text, which may be empty",
+    ),
     "half a character in a choice": (
         ['{"context": "a", "choices": ["a", "\\ud800"], "gold": 0}'],
         ("--task", "choices"),

@@ -202,7 +202,7 @@ def test_all_wrong_lines_are_counted(tmp_path: Path) -> None:
 def test_what_the_settings_need(tmp_path: Path) -> None:
     path = write_chats(tmp_path / "c.jsonl", [chat("a", "b")])
     config = DataConfig(data_path=(str(path),), seq_length=12, sft=True)
-    with pytest.raises(ConfigError, match=r"--sft: .* add chat=run\.chat"):
+    with pytest.raises(ConfigError, match=r"--sft: .* pass chat=run\.chat"):
         build_train_valid_test(config, num_samples=(1, 0, 0), seed=1, vocab_size=None, eod_id=None)
     with pytest.raises(MegatronError, match=r"none\.jsonl: no such file; give a JSONL"):
         build(tmp_path / "none.jsonl")

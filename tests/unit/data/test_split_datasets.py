@@ -174,7 +174,7 @@ def test_sentences_are_sampled_one_by_one_and_it_is_said(tmp_path: Path) -> None
     ]
     built = build(data_path=str(tmp_path / "d_sentence"), split="1,0,0", num_samples=(9, 0, 0))
     assert tokens_of(built.train) == oracle.gpt_samples(sentences, list(range(20)), 9, 8, 7)
-    assert [note for note in built.notes if "GPT shuffles" in note] == [
+    assert [note for note in built.notes if "sequences are shuffled" in note] == [
         f"{tmp_path / 'd_sentence'}: 10 documents with 20 sequences in total: sequences are shuffled, not documents"
     ]
 

@@ -294,7 +294,7 @@ def test_the_template_is_found_or_asked_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"chat_template\.jinja: not a chat template"):
         ChatEncoder(tmp_path, "default", 0).check()
     assert made.fingerprint != ChatEncoder(tmp_path, "nemotron-h-aligned", 0).fingerprint
-    with pytest.raises(ConfigError, match=r"names none \(eos_token"):
+    with pytest.raises(ConfigError, match=r"names none; add eos_token"):
         ChatEncoder(tmp_path, "identity", None)
     with pytest.raises(ConfigError, match="--sft: NullTokenizer has no chat template"):
         build_chat_encoder(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9), 9)
