@@ -187,7 +187,7 @@ class BatchIterator(Iterator[Batch]):
             self.close()
             raise DataError(
                 f"a data worker died ({ends}): memory or shared memory ran out, or a .bin file was truncated while in "
-                f"use; lower --num-workers, or give --num-workers 0 to load data in the training process"
+                f"use; lower --num-workers (0 loads data in the training process)"
             ) from error
         if isinstance(batch, MegatronError):
             self.close()

@@ -139,7 +139,7 @@ class MegatronLM(TemplateLM):
         if count >= self.max_length:
             raise ConfigError(
                 f"max_gen_toks {count}: must be less than {self.max_length}, the tokens that the model reads, prompt "
-                "included"
+                "included; lower it"
             )
         stops = handle_stop_sequences(wanted.get("until"), eos=None)
         room = self.max_length - count
@@ -173,7 +173,7 @@ def model_options(arguments: dict[str, Any]) -> ModelOptions:
     given = {name: value for name, value in given.items() if name not in _OF_THE_HARNESS}
     unknown = sorted(given.keys() - names)
     if unknown:
-        raise ConfigError(f"--model_args {unknown[0]}: not one of {', '.join(sorted(names))}")
+        raise ConfigError(f"--model_args {unknown[0]}: no such argument; use {', '.join(sorted(names))}")
     if "load" not in given:
         raise ConfigError("--model_args: has no load=DIR; add it to name the checkpoint")
     size = str(given.pop("batch_size", "auto"))

@@ -38,7 +38,9 @@ def plan_passages(data: Path, tokenizer: Tokenizer, fit: Fit, *, strict: bool, j
         text = text_under(entry, json_key, place)
         words = text.split()
         if len(words) < 2:
-            raise DataError(f"{place}: {text[:40]!r} has fewer than two words, but the last one needs a context")
+            raise DataError(
+                f"{place}: {text[:40]!r} has fewer than two words, but the last one needs a context; give a longer text"
+            )
         if strict:
             begin = text.rindex(words[-1])
             context, target = tokenizer.tokenize(text[:begin].strip()), tokenizer.tokenize(f" {words[-1]}")

@@ -82,7 +82,7 @@ class Scorer:
         all_reduce(totals, self.parallel.pp)  # only the last stage has nonzero totals
         logprobs, hits = totals.cpu().numpy()
         if not np.isfinite(logprobs).all():
-            raise NonFiniteError("the model's log-probabilities are not finite: check its weights and --dtype")
+            raise NonFiniteError("the model's log-probabilities are not finite; check the model's weights and --dtype")
         return Scores(logprobs, hits == np.array([row.count for row in rows]))
 
     def _turns(self, rows: Sequence[Scored]) -> Iterator[list[list[int]]]:

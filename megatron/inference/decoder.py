@@ -117,7 +117,7 @@ class Decoder:
                 f"rank {self.together.ranks[self._source]} chooses the tokens and failed; see its error"
             )
         if bool(result.isnan().any()):
-            raise NonFiniteError("the model's logits are not finite: check its weights and --dtype")
+            raise NonFiniteError("the model's logits are not finite; check the model's weights and --dtype")
         return result
 
 

@@ -99,8 +99,8 @@ class Subject:
     def tokenizer(self) -> Tokenizer:
         if self.run.tokenizer is None:
             raise ConfigError(
-                f"--load {self.options.load}: the checkpoint holds no tokenizer; give the tokenizer of its training "
-                "(--vocab-file and --merge-file, or --tokenizer-type with --tokenizer-model)"
+                f"--load {self.options.load}: the checkpoint holds no tokenizer; give the tokenizer that the model was "
+                "trained with (--vocab-file and --merge-file, or --tokenizer-type with --tokenizer-model)"
             )
         return self.run.tokenizer
 

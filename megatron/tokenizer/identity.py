@@ -17,7 +17,7 @@ _MATCHING = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 def fingerprint(description: dict[str, Any], eod_token: str | None, id_of: Callable[[str], int | None]) -> str:
-    """Returns the sha256 of all that determines the ids of documents; the decoder and post-processor do not.
+    """Returns the sha256 of all that determines the ids of documents. Decoder and post-processor do not.
     `id_of` gives the library's id of an added token, which may differ from the file's."""
     splitting = _splitting(description)
     written = json.loads(splitting.to_str())

@@ -149,7 +149,9 @@ def _special_tokens(given: Sequence[str], count: int) -> list[str]:
     if lacking:
         raise ConfigError(f"{flag}: {lacking[0]} is missing; include {' '.join(NEEDED)}")
     if len(given) > count:
-        raise ConfigError(f"--tiktoken-num-special-tokens {count}: there are {len(given)} special tokens; raise it")
+        raise ConfigError(
+            f"--tiktoken-num-special-tokens {count}: there are {len(given)} special tokens; raise it to {len(given)}"
+        )
     tokens = [*given, *(f"<SPECIAL_{number}>" for number in range(len(given), count))]
     if len(set(tokens)) != len(tokens):
         raise ConfigError(f"{flag}: a token occurs twice; give each token once")
@@ -189,7 +191,9 @@ def _from_lines(content: str) -> list[bytes]:
 
 def _encoding(pattern: str, tokens: list[bytes], special: list[str]) -> Any:
     made = package("tiktoken", TikTokenizer.name)
-    with library_errors(lambda reason: ConfigError(f"{SETTING}: tiktoken rejects the ranks ({reason})")):
+    with library_errors(
+        lambda reason: ConfigError(f"{SETTING}: tiktoken rejects the ranks ({reason}); give the original file")
+    ):
         return made.Encoding(
             name="megatron",
             pat_str=pattern,

@@ -106,7 +106,7 @@ BAD: dict[str, tuple[Any, tuple[str, ...], str]] = {
     "no context": (
         [{"choices": ["a", "b"], "gold": 0}],
         ("--task", "choices"),
-        "under 'context' .* give a text, which may be empty",
+        "under 'context' .* which may be empty",
     ),
     "half a character in a choice": (
         ['{"context": "a", "choices": ["a", "\\ud800"], "gold": 0}'],
