@@ -131,7 +131,7 @@ def _walk_sequences(path: Path, lengths: np.ndarray, offsets: np.ndarray, itemsi
         if not np.array_equal(expected, offsets[start:stop]):
             bad = int(np.argmax(expected != offsets[start:stop]))
             raise DataError(
-                f"{path}: sequence pointers: the pointer of sequence {start + bad} is byte {offsets[start + bad]}, but "
+                f"{path}: sequence pointers: sequence {start + bad} has the pointer {offsets[start + bad]}, but "
                 f"the lengths before it add up to {expected[bad]} bytes; {AGAIN}"
             )
         end += int(sums[-1])

@@ -72,7 +72,7 @@ def test_checks_count_past_32_bits(tmp_path: Path) -> None:
     offsets = np.arange(1000, dtype=np.int64) * LONG * 4
     assert check_sequences(tmp_path / "x.idx", lengths, offsets, 4) == 1000 * LONG * 4 > 1 << 40
     offsets[999] -= 1 << 32  # the result of a 32-bit sum
-    with pytest.raises(DataError, match=r"the pointer of sequence 999 is byte .*, but the lengths"):
+    with pytest.raises(DataError, match=r"sequence 999 has the pointer .*, but the lengths"):
         check_sequences(tmp_path / "x.idx", lengths, offsets, 4)
 
 
