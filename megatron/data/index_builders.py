@@ -99,7 +99,9 @@ class Builders:
     def document_index(
         self, first: int, count: int, epochs: int, separate: bool, rng: np.random.RandomState
     ) -> np.ndarray:
-        """Returns `epochs` shuffled copies of first .. first + count - 1; `separate`: the last one separately."""
+        """Returns `epochs` copies of the numbers first .. first + count - 1, shuffled together. With `separate`, the
+        last
+        copy is shuffled separately."""
         self._tell(epochs * count, "shuffling {} sequences")
         dtype = np.int32 if first + count <= _INT32_MAX else np.int64
         index = np.empty(epochs * count, dtype=dtype)

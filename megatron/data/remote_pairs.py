@@ -13,7 +13,7 @@ _RECORD = ".meta.json"
 
 
 def fetch_words(words: Iterable[str], folder: Path) -> list[str]:
-    """Downloads the datasets of each URL (prefix, pattern or folder). Returns local prefixes instead of the URLs."""
+    """Downloads the datasets of each URL (prefix, pattern or folder). Returns local prefixes in place of the URLs."""
     local = []
     for word in words:
         local += [fetch_pair(prefix, folder) for prefix in _prefixes_of(word)] if remote.is_url(word) else [word]

@@ -1,4 +1,4 @@
-"""Chooses the samples of each rank and step. They depend only on the layout and the number of consumed samples.
+"""Chooses the samples of each rank and step. They follow from the layout and the number of consumed samples.
 
 Each block of micro_batch_size * dp_size samples is split among the data-parallel ranks. A global batch is a whole
 number of blocks, so the samples of a step depend only on the global batch size.

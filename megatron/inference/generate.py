@@ -94,7 +94,7 @@ class _Batch:
         self.finish: list[str | None] = [None] * len(prompts)
 
     def choice(self, sampling: Sampling, logprobs: bool) -> Callable[[Tensor], Tensor]:
-        """Makes the function logits [rows, vocabulary] -> [rows, 1 or 2]: next tokens, with `logprobs` also these."""
+        """Makes the function logits [rows, vocabulary] -> [rows, 1 or 2]: next tokens, and `logprobs` if requested."""
         generators = [self.generators[row] for row in self.rows] if self.generators else ()
 
         def choose(logits: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class TextStream:
         return self.stopped
 
     def new_text(self) -> str:
-        """Returns the text since the last call that is final."""
+        """Returns the text that has become final since the last call."""
         whole = self.stopped or self._finished
         end = len(self.text) if whole else len(self.text) - self._may_be_a_stop()
         new, self._given = self.text[self._given : end], max(self._given, end)

@@ -1,9 +1,9 @@
 """Splits text into sentences by the rules of Punkt (Kiss and Strunk, 2006), as NLTK 3.10 applies them, in linear time.
 
 NLTK finds or learns the parameters. This splitter cuts the same pieces as NLTK's own, in a quarter of the time. NLTK's
-raises TimeoutError when a match takes five seconds of wall clock, as in a text of 3 MB. With `--keep-newlines`, its
-time is also quadratic in the length of a word. A candidate is an end mark with the words around it (its *context*);
-each candidate is decided independently.
+splitter raises TimeoutError when a match takes five seconds of wall clock, as in a text of 3 MB. With
+`--keep-newlines`, its time is also quadratic in the length of a word. A candidate is an end mark with the words around
+it (its *context*); each candidate is decided independently.
 """
 
 import re

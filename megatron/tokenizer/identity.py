@@ -81,8 +81,8 @@ def _model(model: dict[str, Any]) -> dict[str, Any]:
 
 def _as_read(score: float) -> float:
     """Returns the score that the library computes with, in double precision. Its JSON reader divides an integer by a
-    power of ten, which may change the last bit once. Writing and reading the score again does not. Scores below 1e-6
-    are rounded to single precision."""
+    power of ten, which may change the last bit. Writing and reading the result again does not change it. Scores below
+    1e-6 are rounded to single precision."""
     if abs(score) < 1e-6:
         return float(np.float32(score))
     number, _, exponent = repr(score).partition("e")

@@ -67,8 +67,9 @@ class _Renderer:
         return text
 
     def _answers_by_prefix(self, whole: str, messages: Sequence[Any], tools: Any) -> Texts:
-        """Finds answers by rendering the conversation up to each answer. The answer is what this adds to the rendered
-        conversation before it with the generation prompt. A prefix that later messages change is a separate text."""
+        """Finds each answer by rendering the conversation twice: before the answer, with the generation prompt, and up
+        to the end of the answer. The answer is the difference. If later messages change the text up to an answer, it
+        becomes a separate text."""
         texts: Texts = [(whole, [])]
         for place in reversed([i for i, message in enumerate(messages) if message["role"] == "assistant"]):
             before = self._render(messages[:place], tools, prompt=True)
