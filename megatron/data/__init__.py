@@ -1,1 +1,1 @@
-"""Turns .bin/.idx files into batches of tokens. Only the loader imports torch."""
+"""Turns .bin/.idx files into batches of tokens. Only `loader` imports torch at module level."""

@@ -1,4 +1,4 @@
-"""Mixes several sources by weight, in Megatron-LM's own order."""
+"""Mixes several sources by weight, in the same order as Megatron-LM."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from megatron.errors import DataError
 
 
 class TokenDataset(Protocol):
-    """Samples by index, and the origin of each token: the interface that a loader needs."""
+    """Interface of a dataset for the loader: returns sample i, and locates a token of it in the source files."""
 
     seq_length: int
 
@@ -39,7 +39,7 @@ def shares_of(weights: Sequence[float], rule: str) -> list[float]:
 
 
 def part_samples(wanted: int, weight: float, rule: str, *, surplus: bool = True) -> int:
-    """Number of samples to build for a source. The surplus keeps rounding from exhausting it."""
+    """Number of samples to build for a source. A surplus of 0.5 % ensures that rounding does not exhaust the source."""
     if not surplus:
         return math.ceil(wanted * weight)
     if rule == "main":
@@ -48,7 +48,8 @@ def part_samples(wanted: int, weight: float, rule: str, *, surplus: bool = True)
 
 
 class BlendedDataset:
-    """Sample i comes from the source furthest behind its share. Ends early where a source is exhausted."""
+    """Blend of datasets: sample i comes from the source that is furthest behind its share. Ends where a source is
+    exhausted."""
 
     def __init__(
         self,
@@ -91,8 +92,8 @@ class BlendedDataset:
             whole = int(np.argmax(self.numbers >= available[self.indices]))
             if whole < needed:
                 raise DataError(
-                    f"blend of {len(self.datasets)} sources: source {int(self.indices[whole])} is used up after "
-                    f"{whole} of {needed} samples; give it a smaller weight"
+                    f"blend of {len(self.datasets)} sources: source {int(self.indices[whole])} (counted from 0) "
+                    f"has no samples left after {whole} of {needed} samples of the blend; lower its weight"
                 )
             self.indices, self.numbers = self.indices[:whole], self.numbers[:whole]
 

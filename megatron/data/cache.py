@@ -84,7 +84,7 @@ class IndexCache:
         try:
             loaded = self._load(self.directory, key, text)
         except _DamagedError as damage:
-            self.notes.append(f"index cache {damage}: built again")
+            self.notes.append(f"index cache {damage}; the index is built again")
         if loaded is not None:
             return loaded
         with Claim(_path(self.directory, f".{key}", "claim.lock"), self._say) as claim:
@@ -107,7 +107,7 @@ class IndexCache:
         try:
             loaded = self._load(self.directory, key, text)  # mapped: the ranks of a machine share one copy
         except _DamagedError as damage:
-            self.notes.append(f"index cache {damage}: damaged right after writing; the index is built in memory")
+            self.notes.append(f"index cache {damage}: damaged right after it was written; the index is built in memory")
         return build() if loaded is None else loaded
 
     def _load_undamaged(self, directory: Path, key: str, text: str) -> Arrays | None:

@@ -25,7 +25,7 @@ class Datasets:
 
     @property
     def validated(self) -> dict[str, TokenDataset]:
-        """The sets whose loss an evaluation reports, by the name of their records."""
+        """Validation sets whose loss an evaluation reports, by the name in its log records."""
         if self.validation_sets:
             return {f"{SET_PREFIX}{name}": dataset for name, dataset in self.validation_sets}
         return {} if self.valid is None else {"valid": self.valid}

@@ -25,7 +25,7 @@ _STREAM = 0xF13  # separates these draws from others with the same seed
 
 
 class TextTokenizer(Protocol):
-    """The part of a tokenizer that is used here. No text may encode to a special token."""
+    """Interface of the tokenizer that this module needs. No text may encode to a special token."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -39,7 +39,7 @@ class TextTokenizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class FillInTheMiddle:
-    """The rates, the modes and the special tokens."""
+    """Settings of fill in the middle: the rates, the special tokens and the exceptions."""
 
     rate: float
     spm_rate: float
@@ -54,14 +54,16 @@ class FillInTheMiddle:
     @classmethod
     def of(cls, config: "DataConfig", tokenizer: TextTokenizer | None) -> "FillInTheMiddle":
         if tokenizer is None:
-            raise ConfigError("--fim-data: needs a text tokenizer, and this run has none; give one, or leave it out")
+            raise ConfigError(
+                "--fim-data: needs a text tokenizer, but this run has none; give a tokenizer, or remove --fim-data"
+            )
 
         def token(flag: str, name: str) -> int:
             number = tokenizer.token_id(name)
             if number is None:
                 raise ConfigError(
-                    f"{flag} {name}: not in the tokenizer's vocabulary of {tokenizer.vocab_size}; "
-                    f"name a token of the vocabulary, or use another tokenizer"
+                    f"{flag} {name}: the tokenizer's vocabulary of {tokenizer.vocab_size} tokens does not contain it; "
+                    f"give a token of the vocabulary, or use another tokenizer"
                 )
             return number
 
@@ -80,7 +82,8 @@ class FillInTheMiddle:
         marks = (fim.prefix, fim.middle, fim.suffix, fim.eod, *([] if fim.fragment is None else [fim.fragment]))
         if len(set(marks)) < len(marks):
             raise ConfigError(
-                "--fim-prefix-token and the other --fim-...-token flags name the same token twice; give each its own"
+                "--fim-prefix-token, another --fim-...-token flag or --fim-split-sample: two of them name the same "
+                "token; give each flag a different token"
             )
         return fim
 
@@ -143,7 +146,7 @@ class FIMDataset:
         return text is not None and self.tokenizer.detokenize(tokens[: 4 * len(text)].tolist()).startswith(text)
 
     def _characters(self, tokens: np.ndarray) -> np.ndarray:
-        """Number of characters of each token; 0 for a token with part of a character, so that no cut splits one."""
+        """Number of characters of each token; 0 if its text has an incomplete character, so that no cut splits one."""
         lengths = self._lengths[tokens]
         if (lengths < 0).any():
             for token in np.unique(tokens[lengths < 0]).tolist():
@@ -170,7 +173,9 @@ class FIMDataset:
         return [np.concatenate([np.asarray(part, dtype=np.int64) for part in piece]) for piece in pieces]
 
     def _cut_token(self, token: int, cuts: Sequence[int]) -> list[list[int]]:
-        """Splits a token after these numbers of characters, or before it if its text does not survive a round trip."""
+        """Splits a token's text at the character offsets `cuts` and encodes the parts. Returns len(cuts) + 1 lists of
+        ids. If the token or the parts would not decode to the same text, all lists are empty except the last, which has
+        the token."""
         before: list[list[int]] = [*([] for _ in cuts), [token]]
         if not any(cuts):
             return before

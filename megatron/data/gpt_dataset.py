@@ -1,4 +1,4 @@
-"""Samples of one source in exactly Megatron-LM's order.
+"""Samples of one source, in exactly the same order as Megatron-LM.
 
 1. Repeat the sequences of a split for as many epochs as the samples need; shuffle and concatenate them.
 2. Cut the stream every seq_length tokens, with one token of overlap between samples.
@@ -37,7 +37,9 @@ class GPTDataset:
         self.first, self.last = first, last
         self.tokens_per_epoch = int(data.sequence_lengths[first:last].sum(dtype=np.int64))
         if self.tokens_per_epoch == 0:
-            raise DataError(f"{data.prefix}: sequences {first} to {last} hold no tokens; use data with text in it")
+            raise DataError(
+                f"{data.prefix}: sequences {first} to {last} contain no tokens; use data that contains text"
+            )
         wanted = num_samples or 0
         self.epochs = 1 if num_samples is None else epochs_needed(self.tokens_per_epoch, seq_length, wanted)
         self.separate = separate_last_epoch(self.tokens_per_epoch, seq_length, self.epochs, wanted)
@@ -66,7 +68,7 @@ class GPTDataset:
         }
 
     def _build(self, builders: Builders, seed: int) -> Arrays:
-        """Draws documents, then samples, from one generator. A different sequence of draws would reorder all runs."""
+        """Shuffles documents, then samples, with one generator. Another order would change the samples of all runs."""
         rng = np.random.RandomState(seed)
         total = samples_in(self.epochs * self.tokens_per_epoch, self.seq_length)
         first_part = total

@@ -1,4 +1,4 @@
-"""Calls the C functions of csrc/data, whose arguments it checks: a wrong address would end the process."""
+"""Calls the C functions of csrc/data. Checks their arguments, because a wrong address would crash the process."""
 
 import ctypes
 from ctypes import c_int, c_int64, c_void_p
@@ -22,7 +22,7 @@ _FUNCTIONS = {
 
 @cache
 def helpers() -> "Helpers":
-    """The library of this installation. Raises OSError if there is none that fits this machine."""
+    """Returns the compiled library. Raises OSError if it is missing or was built for another machine."""
     return Helpers(PATH)
 
 
@@ -39,7 +39,7 @@ class Helpers:
 
     def sequence_bytes(self, lengths: np.ndarray, offsets: np.ndarray, itemsize: int, *, threads: int) -> int:
         """Bytes that the sequences take, or -1 if the lengths and offsets contradict each other."""
-        _require(len(lengths) == len(offsets), "one offset per length")
+        _require(len(lengths) == len(offsets), "lengths and offsets must have the same number of entries")
         pointers = _input(lengths, np.int32), _input(offsets, np.int64)
         return _checked(self._library.mk_sequence_bytes(*pointers, len(lengths), itemsize, _threads(threads)))
 
@@ -69,16 +69,21 @@ class Helpers:
 
     def shuffle(self, values: np.ndarray, key: np.ndarray, position: int) -> int:
         """Shuffles the values, advances the key of numpy's MT19937, and returns its new position."""
-        _require(len(key) == _KEY_WORDS and 0 <= position <= _KEY_WORDS, "the key has 624 words and a position in them")
-        _require(len(values) <= 1 << 32, "more than 2^32 entries")
+        _require(
+            len(key) == _KEY_WORDS and 0 <= position <= _KEY_WORDS,
+            "the key must have 624 words, and the position must be from 0 to 624",
+        )
+        _require(len(values) <= 1 << 32, "at most 2^32 entries can be shuffled")
         pointer = _output(values, np.int32, np.uint32, np.int64)
         key_pointer = _output(key, np.uint32)
         return _checked(self._library.mk_shuffle(pointer, values.itemsize, len(values), key_pointer, position))
 
     def blend(self, weights: np.ndarray, limits: np.ndarray | None, datasets: np.ndarray, numbers: np.ndarray) -> None:
         """Fills both outputs; see `Builders.blend`."""
-        _require(0 < len(weights) < 1 << 15, "1 to 32767 datasets")
-        _require(limits is None or len(limits) == len(weights), "one limit per weight")
+        _require(0 < len(weights) < 1 << 15, "a blend must have 1 to 32767 datasets")
+        _require(
+            limits is None or len(limits) == len(weights), "limits and weights must have the same number of entries"
+        )
         _require(len(datasets) == len(numbers), "outputs differ in length")
         limit_pointer = None if limits is None else _input(limits, np.int64)
         outputs = _output(datasets, np.int16), _output(numbers, np.int64)
@@ -92,12 +97,12 @@ def _require(condition: bool, reason: str) -> None:
 
 
 def _threads(threads: int) -> int:
-    _require(1 <= threads <= 256, "1 to 256 threads")
+    _require(1 <= threads <= 256, "the number of threads must be from 1 to 256")
     return threads
 
 
 def _input(array: np.ndarray, *types: type) -> int:
-    """Address of a contiguous array of one of these types. A copy is never made: an output's would be lost."""
+    """Address of a contiguous array of one of these types. Never copies, because results in a copy would be lost."""
     if array.dtype not in types or not array.flags.c_contiguous:
         names = " or ".join(np.dtype(one).name for one in types)
         raise TypeError(f"a contiguous array of {names} is needed, not {array.dtype} with strides {array.strides}")

@@ -1,6 +1,6 @@
 """Builds the index arrays of samples: in C++ if compiled, else in numpy with identical results.
 
-`Builders.resolve()` picks one and records the reason.
+`Builders.resolve()` chooses the implementation and records the reason.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ Implementation = Literal["auto", "c++", "numpy"]
 
 
 def epochs_needed(tokens_per_epoch: int, seq_length: int, samples: int) -> int:
-    """The smallest E >= 1 with (E * tokens - 1) // seq >= samples."""
+    """Smallest number of epochs E >= 1 with (E * tokens_per_epoch - 1) // seq_length >= samples."""
     assert tokens_per_epoch > 0
     return max(1, -(-(samples * seq_length + 1) // tokens_per_epoch))
 
@@ -53,7 +53,7 @@ def shuffle_dtype(samples: int) -> np.dtype:
 
 @dataclass(frozen=True)
 class Builders:
-    """One interface to the two implementations."""
+    """Index builders in C++ (`helpers`), or in numpy if `helpers` is None."""
 
     helpers: Helpers | None
     reason: str
@@ -99,7 +99,9 @@ class Builders:
     def document_index(
         self, first: int, count: int, epochs: int, separate: bool, rng: np.random.RandomState
     ) -> np.ndarray:
-        """Shuffles `epochs` copies of sequences first .. first + count; the last epoch separately if `separate`."""
+        """Returns `epochs` copies of the numbers first .. first + count - 1, shuffled together. With `separate`, the
+        last
+        copy is shuffled separately."""
         self._tell(epochs * count, "shuffling {} sequences")
         dtype = np.int32 if first + count <= _INT32_MAX else np.int64
         index = np.empty(epochs * count, dtype=dtype)
@@ -122,7 +124,7 @@ class Builders:
         return index
 
     def sample_index(self, lengths: np.ndarray, documents: np.ndarray, seq_length: int, samples: int) -> np.ndarray:
-        """Returns [samples + 1, 2]: place in `documents` and token offset of each bound between samples."""
+        """Returns [samples + 1, 2]: place in `documents` and token offset of each boundary between samples."""
         self._tell(len(documents), "concatenating {} sequences")
         out = np.zeros((samples + 1, 2), dtype=position_dtype(len(documents)))
         if self.helpers is None:

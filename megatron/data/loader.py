@@ -1,7 +1,7 @@
 """Collates samples into batches of tensors, prefetched by worker processes.
 
-No other module of this package imports torch. The loader never touches the random state of the process, and a batch
-depends only on the dataset and its sample indices.
+No other module of this package imports torch at module level. The loader never touches the random state of the process,
+and a batch depends only on the dataset and its sample indices.
 """
 
 import atexit
@@ -82,7 +82,7 @@ class BatchDataset(Dataset[Batch | MegatronError]):
         row, column = np.argwhere((text < 0) | (text >= self.vocab_size))[0].tolist()
         raise DataError(
             f"{self.dataset.locate(sample_ids[row], column)} (sample {sample_ids[row]}): token id "
-            f"{text[row, column]} is not in the vocabulary of {self.vocab_size}; "
+            f"{text[row, column]} is not in the vocabulary of {self.vocab_size} tokens; "
             f"use the tokenizer that the data was made with"
         )
 
@@ -93,7 +93,7 @@ class PackedBatch:
     killed worker leaves the socket in the temporary folder, and the thread prints errors when the worker ends."""
 
     memory: torch.Tensor
-    layout: dict[str, tuple[int, torch.dtype, torch.Size]]  # offset, shape and dtype of each tensor
+    layout: dict[str, tuple[int, torch.dtype, torch.Size]]  # offset, dtype and shape of each tensor
 
     @classmethod
     def of(cls, batch: Batch) -> "PackedBatch":
@@ -123,8 +123,8 @@ class PackedBatch:
 
 
 def pack_batch(batch: Any) -> Any:
-    """Packs a batch for the transfer from worker to trainer. torch transfers anything but a mapping of plain tensors,
-    such as a batch of a script's own dataset."""
+    """Packs a batch for the transfer from worker to trainer. Returns anything but a mapping of plain CPU tensors
+    unchanged, such as a batch of a script's own dataset; torch transfers it."""
     if isinstance(batch, Mapping) and all(_is_plain(value) for value in batch.values()):
         return PackedBatch.of(dict(batch))
     return batch
@@ -186,8 +186,8 @@ class BatchIterator(Iterator[Batch]):
                 raise
             self.close()
             raise DataError(
-                f"a data worker died ({ends}): out of (shared) memory, or a .bin file was truncated while in use; "
-                f"lower --num-workers, or give 0 to load in the training process"
+                f"a data worker died ({ends}): memory or shared memory ran out, or a .bin file was truncated while in "
+                f"use; lower --num-workers (0 loads data in the training process)"
             ) from error
         if isinstance(batch, MegatronError):
             self.close()
@@ -274,8 +274,8 @@ def build_loader(
 
 def _live_with_the_trainer(trainer: int, worker: int) -> None:
     """Makes a worker ignore the signals that a launcher sends to the process group: the trainer still needs batches to
-    finish its step and save. The worker ends with the trainer, even if that died before the worker was ready, which
-    torch's own watch misses."""
+    finish its step and save. The worker ends with the trainer, even if the trainer died before the worker was
+    ready. torch's own check misses that case."""
     die_with(trainer)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

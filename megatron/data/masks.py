@@ -24,7 +24,7 @@ class MaskConfig:
 
     eod_id: int | None = None
     conversations: bool = False
-    """Samples have marks, which decide masks and positions; the settings below apply to documents."""
+    """Samples have marks, which determine masks and positions. The settings below then have no effect."""
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
@@ -33,10 +33,12 @@ class MaskConfig:
         for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             if getattr(self, name) and self.eod_id is None:
                 flag = "--" + name.replace("_", "-")
-                raise ConfigError(f"{flag}: the tokenizer has no end-of-document id; use another, or leave it out")
+                raise ConfigError(
+                    f"{flag}: the tokenizer has no end-of-document id; use another tokenizer, or remove {flag}"
+                )
 
     def depend_on_tokens(self, fields: Set[str]) -> bool:
-        """True if a batch of these fields requires reading samples; other fields follow from its size."""
+        """True if samples must be read to make these fields. The others depend only on the batch's shape."""
         read = {
             "tokens": True,
             "labels": True,
@@ -48,13 +50,13 @@ class MaskConfig:
 
 
 def without_marks(text: np.ndarray) -> np.ndarray:
-    """Returns the ids."""
+    """Returns the token ids, with the marks removed."""
     return text & _ID
 
 
 def loss_mask(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray:
-    """Returns 0 for inputs whose prediction is left out of the loss: masked end-of-document tokens, or tokens of a
-    conversation without the mark COUNTED. [b, s] -> float32 [b, s]"""
+    """Returns 0 for inputs whose prediction does not count in the loss, else 1. Masked end-of-document tokens do not
+    count, nor tokens of a conversation without the mark COUNTED. [b, s] -> float32 [b, s]"""
     if masks.conversations:
         return ((tokens & COUNTED) != 0).astype(np.float32)
     if not masks.eod_mask_loss:

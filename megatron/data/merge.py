@@ -99,8 +99,8 @@ def _refuse_foreign_record(prefix: str, record: DataRecord, data: IndexedDataset
         return
     if (said.get("rank"), said.get("world")) != (named.rank, named.world):
         raise DataError(
-            f"{record_path(prefix)}: partition {said.get('rank')} of {said.get('world')} by its record, but "
-            f"{named.rank} of {named.world} by its name; rename it back"
+            f"{record_path(prefix)}: the record says partition {said.get('rank')} of {said.get('world')}, "
+            f"but the file name says {named.rank} of {named.world}; give the files their original names"
         )
 
 
@@ -119,7 +119,7 @@ def refuse_differences(parts: Sequence[MergeInput]) -> None:
         if record.tokenizer_fingerprint != other.tokenizer_fingerprint:
             raise DataError(
                 f"{prefix}: made with another tokenizer (vocabulary {record.vocab_size}) than {other_prefix} "
-                f"(vocabulary {other.vocab_size}); preprocess one of them again"
+                f"(vocabulary {other.vocab_size}); preprocess one of them again with the other's tokenizer"
             )
         if None not in (record.append_eod, other.append_eod) and record.append_eod != other.append_eod:
             with_eod, without = (prefix, other_prefix) if record.append_eod else (other_prefix, prefix)
@@ -140,12 +140,12 @@ def refuse_other_runs(parts: Sequence[MergeInput]) -> None:
         if said.get("inputs") != wanted.get("inputs"):
             raise ConfigError(
                 f"{part.prefix}: made from other --input files (names, sizes or order) than {first}, so documents "
-                "would be missing or doubled; run one of them again on the other's files"
+                "would be missing or doubled; preprocess one of them again with the other's --input"
             )
         if said.get("settings") != wanted.get("settings"):
             raise ConfigError(
                 f"{part.prefix}: made with other settings than {first} (--json-keys, --split-sentences, --lang or "
-                "similar); run one of them again with the other's settings"
+                "similar); preprocess one of them again with the other's settings"
             )
 
 
@@ -175,12 +175,12 @@ def _finish(builder: IndexedDatasetBuilder, parts: Sequence[MergeInput]) -> Merg
         write_record(builder.prefix, joined_record(builder.prefix, records, summary.max_id, summary.checksums))
         return MergeResult(summary, len(parts), ())
     more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-    note = f"no record was written: {', '.join(missing[:_NAMED])}{more} had no record (.meta.json)"
+    note = f"no record (.meta.json) was written, because {', '.join(missing[:_NAMED])}{more} had none"
     return MergeResult(summary, len(parts), (note,))
 
 
 def joined_record(prefix: str, records: Sequence[DataRecord], max_id: int, checksums: FileChecksums) -> DataRecord:
-    """Makes the record of datasets with the same tokenizer: all their sources, and the settings they share."""
+    """Makes the record of a merged dataset: the common tokenizer, all sources, and the settings that are equal."""
     first = records[0]
     beginning = {name: value for name, value in first.extra.items() if name == FIRST_TOKENS}
     return make_record(

@@ -1,4 +1,4 @@
-"""Synthetic samples for a run without files. A sample depends only on its index, so every layout sees the same."""
+"""Synthetic samples for a run without files. They do not depend on the parallel layout."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ class MockDataset:
         self, *, size: int, seq_length: int, vocab_size: int | None, seed: int, split: int, eod_id: int | None = None
     ) -> None:
         if vocab_size is None or vocab_size < 1:
-            raise ConfigError(f"--mock-data: vocabulary size {vocab_size}; give --vocab-size or a tokenizer")
+            raise ConfigError(f"--mock-data: the vocabulary size is {vocab_size}; give --vocab-size or a tokenizer")
         self.size, self.seq_length, self.vocab_size = size, seq_length, vocab_size
         self.seed, self.split, self.eod_id = seed, split, eod_id
 

@@ -16,7 +16,7 @@ _NAMED = 5
 
 @dataclass(frozen=True)
 class Group:
-    """The inputs of one output."""
+    """Inputs that are merged into one output."""
 
     output: str
     prefixes: tuple[str, ...]
@@ -51,7 +51,9 @@ def find_prefixes(inputs: Sequence[str], output: str) -> list[str]:
             found.append(without_ending(word))
     for prefix in found:
         if found.count(prefix) > 1:
-            raise ConfigError(f"--input: {prefix} is named twice; name it once (weights in --data-path repeat data)")
+            raise ConfigError(
+                f"--input: {prefix} is given twice; give it once (to repeat data, use weights in --data-path)"
+            )
     return found
 
 
@@ -61,11 +63,11 @@ def _pairs_in(folder: Path) -> list[str]:
         for path in (bin_path(name), idx_path(name)):
             if not os.path.lexists(path):
                 raise ConfigError(
-                    f"--input {folder}: {path.name} is missing, but not its .bin/.idx counterpart; copy it again, or "
-                    "move the counterpart away"
+                    f"--input {folder}: {path.name} is missing, but the other file of its .bin/.idx pair exists; copy "
+                    f"{path.name} again, or move the other file away"
                 )
     if not names:
-        raise ConfigError(f"--input {folder}: contains no .bin and .idx; give the folder of the datasets")
+        raise ConfigError(f"--input {folder}: contains no .bin and .idx files; give the folder of the datasets")
     return sorted(names)
 
 
@@ -78,7 +80,7 @@ def _matches(pattern: str) -> list[str]:
 
 
 def _is_output(prefix: str, output: str) -> bool:
-    """True for the output's name, and for its names with a key when several keys are merged."""
+    """True for the name of the output, and for OUTPUT_KEY_document, its name in a merge of several keys."""
     same_folder = Path(prefix).parent.resolve() == Path(output).parent.resolve()
     name, own = Path(prefix).name, Path(output).name
     keyed = name.startswith(f"{own}_") and name.endswith(("_document", "_sentence"))
@@ -86,7 +88,7 @@ def _is_output(prefix: str, output: str) -> bool:
 
 
 def plan_groups(prefixes: Iterable[str], output: str) -> list[Group]:
-    """Orders partitions by rank and requires complete sets. Each key becomes an output."""
+    """Makes one group per JSON key. Orders the partitions of a run by rank, and raises if one is missing."""
     units: dict[tuple[str, str], list[str]] = {}  # the partitions of one run, or a single dataset
     for prefix in prefixes:
         part = partition_of(prefix)
@@ -99,7 +101,8 @@ def plan_groups(prefixes: Iterable[str], output: str) -> list[Group]:
     elif "" in by_key:
         keys = ", ".join(sorted(key for key in by_key if key))
         raise ConfigError(
-            f"--input: {by_key[''][0]} is not a partition, but others are partitions of {keys}; merge them separately"
+            f"--input: {by_key[''][0]} is not a partition, but other inputs are partitions (of {keys}); merge them "
+            "separately"
         )
     else:
         groups = [Group(f"{output}_{key}", tuple(members)) for key, members in by_key.items()]
@@ -113,12 +116,15 @@ def _in_order(base: str, rest: str, members: list[str]) -> list[str]:
     worlds = sorted({part.world for part in parts.values()})
     if len(worlds) > 1:
         raise ConfigError(
-            f"--input: {base}: partitions of {worlds[0]} and of {worlds[1]} are mixed; move the older run's away"
+            f"--input: {base}: some inputs are partitions of {worlds[0]}, others of {worlds[1]}; move the older run's "
+            "files away"
         )
     by_rank: dict[int, str] = {}
     for prefix, part in parts.items():
         if part.rank in by_rank:
-            raise ConfigError(f"--input: {prefix} and {by_rank[part.rank]} are both partition {part.rank}; keep one")
+            raise ConfigError(
+                f"--input: {prefix} and {by_rank[part.rank]} are both partition {part.rank}; give only one"
+            )
         by_rank[part.rank] = prefix
     missing = [str(rank) for rank in range(worlds[0]) if rank not in by_rank]
     if missing:
@@ -129,7 +135,10 @@ def _in_order(base: str, rest: str, members: list[str]) -> list[str]:
         )
     beyond = [prefix for rank, prefix in by_rank.items() if rank >= worlds[0]]
     if beyond:
-        raise ConfigError(f"--input: {beyond[0]}: the {worlds[0]} partitions are numbered from 0; move it away")
+        raise ConfigError(
+            f"--input: {beyond[0]}: its number is too high, because the {worlds[0]} partitions have the numbers 0 to "
+            f"{worlds[0] - 1}; move its files away"
+        )
     return [by_rank[rank] for rank in range(worlds[0])]
 
 

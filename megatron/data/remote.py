@@ -1,8 +1,8 @@
 """Files behind a URL (s3://, gs://, https://, file://, memory://, ...), read and written through fsspec.
 
 fsspec is imported at the first URL. Only schemes of stores are accepted. Other fsspec schemes (reference, zip, a chain
-with ::) would read files that the object at the URL names. A range that comes back short is requested again, then
-raises an error with the URL; it never counts as the end of the file.
+with ::) would read files that the object at the URL names. An incomplete range is requested again. After
+the last attempt an error names the URL. A short read is never taken as the end of the file.
 """
 
 import hashlib
@@ -42,11 +42,11 @@ def is_url(name: str | Path) -> bool:
 
 
 def refuse_secrets(url: str) -> None:
-    """Rejects a URL with secrets as a name of files. Without its secrets it would name other objects."""
+    """Rejects a dataset's URL that contains secrets, because the URL without them would name other objects."""
     if without_secrets(url) != url:
         raise ConfigError(
-            f"{url}: the address of a dataset contains a password or query; leave it out (the store's package takes "
-            "credentials from its environment)"
+            f"{url}: the address of a dataset contains a password or query; remove it (give credentials in the "
+            "environment variables of the store's package)"
         )
 
 
@@ -60,9 +60,11 @@ def _store(url: str) -> tuple[Any, str]:
     """Returns the file system of a URL, and the path in it."""
     scheme = url.partition("://")[0]
     if "::" in url:
-        raise ConfigError(f"{url}: chains two file systems (::), which is not supported; download the file first")
+        raise ConfigError(
+            f"{url}: chains two file systems (::), which is not supported; download the file, and give its path"
+        )
     if scheme not in _PACKAGES:
-        raise ConfigError(f"{url}: {scheme}:// is not supported; use {', '.join(_PACKAGES)}, or download the file")
+        raise ConfigError(f"{url}: {scheme}:// is not supported; use {', '.join(_PACKAGES)}, or download it")
     try:
         import fsspec
     except ImportError:
@@ -87,8 +89,8 @@ def _numbers(version: str) -> list[int]:
 
 
 async def _client_within_the_host(**options: Any) -> Any:
-    """Makes a web client that follows redirects only within the server (http to https too). Otherwise an address by a
-    stranger could lead to servers that only this machine reaches."""
+    """Makes a web client that follows redirects only within the server, also from http to https. Otherwise an untrusted
+    address could redirect to servers that only this machine can reach."""
     import aiohttp
 
     async def look(_session: Any, _context: Any, asked: Any) -> None:
@@ -114,8 +116,8 @@ def redirected(address: str, server: str) -> str:
 
 @contextmanager
 def _looking(url: str, doing: str, error_class: type[MegatronError] = DataError) -> Iterator[tuple[Any, str]]:
-    """Yields the store of a URL, with its cache cleared, and the path in it. Turns the exceptions of any store into
-    MegatronError."""
+    """Yields the file system of a URL, with its cache of listings cleared, and the path in it. Converts exceptions of
+    any file system to MegatronError."""
     store, path = _store(url)
     try:
         store.invalidate_cache()
@@ -135,25 +137,25 @@ def _short(error: BaseException) -> str:
 
 
 def status_of(url: str) -> RemoteStatus:
-    with _looking(url, "looking at it") as (store, path):
+    with _looking(url, "reading its size") as (store, path):
         facts = store.info(path)
     if facts.get("type") == "directory":
         raise ConfigError(f"{url}: is a folder; give a file")
     if not isinstance(facts.get("size"), int):
-        raise ConfigError(f"{url}: the server does not report its size; download it first, and give the file")
+        raise ConfigError(f"{url}: the server does not report the file's size; download the file, and give its path")
     known = repr([facts[name] for name in _VERSIONS if facts.get(name) is not None])
     return RemoteStatus(facts["size"], hashlib.sha256(known.encode()).hexdigest()[:16])
 
 
 def exists(url: str) -> bool:
-    with _looking(url, "looking for it", StorageError) as (store, path):
+    with _looking(url, "checking whether it exists", StorageError) as (store, path):
         return bool(store.exists(path))
 
 
 def is_folder(url: str) -> bool:
     if url.startswith(("http://", "https://")):
         return url.endswith("/")  # a request would fetch the file
-    with _looking(url, "looking at it") as (store, path):
+    with _looking(url, "checking whether it is a folder") as (store, path):
         return bool(store.isdir(path))
 
 
@@ -193,14 +195,14 @@ def open_remote(url: str, size: int, buffering: int) -> io.BufferedReader:
                 time.sleep(pause)
         raise DataError(
             f"{url}: reading bytes {start} to {stop} failed {len(PAUSES) + 1} times ({reason}); check the "
-            "network and the object, or download it and give the file"
+            "network and the object, or download it and give its path"
         )
 
     return io.BufferedReader(RangedFile(size, fetch), max(buffering, 1 << 20))
 
 
 def download(url: str, path: Path) -> None:
-    """Downloads an object atomically. Raises if it changes meanwhile."""
+    """Downloads an object atomically. Raises if the object changes during the download."""
     try:
         write_atomically(path, _blocks(url), sync=False, temporary=path.with_name(f"{path.name}.download"))
     except OSError as error:

@@ -13,7 +13,7 @@ _RECORD = ".meta.json"
 
 
 def fetch_words(words: Iterable[str], folder: Path) -> list[str]:
-    """Downloads the datasets of each URL (a prefix, pattern or folder) and replaces it by the local prefixes."""
+    """Downloads the datasets of each URL (prefix, pattern or folder). Returns local prefixes in place of the URLs."""
     local = []
     for word in words:
         local += [fetch_pair(prefix, folder) for prefix in _prefixes_of(word)] if remote.is_url(word) else [word]
@@ -21,7 +21,8 @@ def fetch_words(words: Iterable[str], folder: Path) -> list[str]:
 
 
 def fetch_pair(prefix: str, folder: Path) -> str:
-    """Downloads .bin, .idx and any .meta.json; returns the local prefix. Each URL folder has its own local folder."""
+    """Downloads .bin, .idx and .meta.json (if any); returns the local prefix. Each URL folder has its own local
+    folder."""
     remote.refuse_secrets(prefix)
     parent, _, name = prefix.rpartition("/")
     place = folder / hashlib.sha256(parent.encode()).hexdigest()[:8]
@@ -45,7 +46,7 @@ def _prefixes_of(word: str) -> list[str]:
         return [without_ending(word)]
     found = {without_ending(name) for name in names if name.endswith(_HALVES)}
     if not found:
-        raise ConfigError(f"--input {word}: contains no .bin and .idx; {way_out}")
+        raise ConfigError(f"--input {word}: contains no .bin and .idx files; {way_out}")
     return sorted(found)
 
 

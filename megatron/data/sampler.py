@@ -1,4 +1,4 @@
-"""Samples of each rank and step: a pure function of the samples consumed so far.
+"""Chooses the samples of each rank and step. They follow from the layout and the number of consumed samples.
 
 Each block of micro_batch_size * dp_size samples is split among the data-parallel ranks. A global batch is a whole
 number of blocks, so the samples of a step depend only on the global batch size.
@@ -34,8 +34,8 @@ def single_batches(total_samples: int, consumed_samples: int, shape: BlockShape)
     """Yields contiguous micro-batches of sample ids, in order from `consumed_samples`. Drops an incomplete block."""
     if consumed_samples > total_samples:
         raise DataError(
-            f"{consumed_samples} samples are consumed, but the data has {total_samples}: the data or "
-            f"--train-samples/--train-iters differ from the earlier run's; restore them"
+            f"the earlier run consumed {consumed_samples} samples, but the data has {total_samples}, so the data or "
+            f"--train-samples/--train-iters have changed; give those of the earlier run"
         )
     for start in range(consumed_samples, total_samples - shape.block + 1, shape.block):
         begin = start + shape.dp_rank * shape.micro_batch_size
@@ -56,11 +56,13 @@ def cyclic_batches(
     if not active:
         raise DataError(
             f"--dataloader-type cyclic: {total_samples} samples do not fill one block of {shape.block} "
-            f"(micro-batch {shape.micro_batch_size} x {shape.dp_size} ranks); use more data or smaller batches"
+            f"(micro-batch {shape.micro_batch_size} x {shape.dp_size} ranks); use more data, or lower "
+            "--micro-batch-size"
         )
     if consumed_samples % active % shape.block:
         raise ConfigError(
-            f"--dataloader-type cyclic: the {consumed_samples} samples consumed are not whole blocks of {shape.block}; "
+            f"--dataloader-type cyclic: the number of consumed samples, {consumed_samples}, is not divisible by "
+            f"{shape.block} (--micro-batch-size x number of data-parallel ranks); "
             f"resume with the earlier --micro-batch-size and number of data-parallel ranks"
         )
     epoch, done = divmod(consumed_samples, active)

@@ -38,7 +38,7 @@ class SourceSlice:
 
 
 class ProgressReporter:
-    """Reports long work, one line every few seconds."""
+    """Reports the progress of long work, at most once in ten seconds."""
 
     def __init__(self, say: Callable[[str], None] | None) -> None:
         self._say, self._last = say, time.perf_counter()
@@ -51,10 +51,10 @@ class ProgressReporter:
 
 
 class SourceDatasets:
-    """Builds datasets of single sources; `notes` are lines to print about them."""
+    """Builds datasets of single sources; `notes`: lines for the user."""
 
     def __init__(self, config: "DataConfig", sources: Sources, seed: int, builders: Builders, *, pad_id: int) -> None:
-        """Prepares to build; `pad_id` pads samples of conversations."""
+        """Builds nothing yet. `pad_id`: token that pads samples of conversations."""
         self._config, self._sources, self._seed, self._builders = config, sources, seed, builders
         self._pad_id = pad_id
         self._tidied: set[Path] = set()  # directories of indices

@@ -20,7 +20,7 @@ from megatron.utils.token_difference import TokenTexts
 if TYPE_CHECKING:
     from megatron.config.sections.data import DataConfig
 
-_SHUFFLED = "GPT shuffles sequences, not documents"
+_SHUFFLED = "sequences are shuffled, not documents"
 _NAMED = 3  # a note lists at most this many sources, or names the first of more
 _MAPPED_AT_ONCE = 512  # .bin files
 _LOOKED_AT = 64  # documents whose last token is checked
@@ -73,7 +73,7 @@ class Sources:
         return len(self._opened)
 
     def prepare(self, prefixes: Sequence[str]) -> None:
-        """Raises the limit on open files before opening these sources, or rejects a blend that is too large for it."""
+        """Raises the limit on open files to what these sources need, or rejects them if that is not allowed."""
         for prefix in filter(is_url, prefixes):
             raise ConfigError(fetch_first("data path", prefix))
         new = set(prefixes) - self._opened.keys()
@@ -111,20 +111,22 @@ class Sources:
         return Source(data, fingerprint, digest)
 
     def _check_borders(self, data: IndexedDataset, record: DataRecord | None, flag: str) -> None:
-        """Rejects a setting that needs end-of-document tokens if the data has none, because it would be a no-op."""
+        """Rejects a setting that needs end-of-document tokens if the data has none: it would have no effect."""
         last = _last_sequences(data, _LOOKED_AT)
         marked = any(int(data.get(sequence)[-1]) == self._eod_id for sequence in last)
         if (last and not marked) or (record is not None and record.extra.get("append_eod") is False):
             raise ConfigError(
                 f"{flag}: the documents of {data.prefix} do not end with the end-of-document token {self._eod_id}, "
-                f"so nothing marks their borders; preprocess them again with --append-eod, or leave {flag} out"
+                f"so their borders are unknown; preprocess the data again with --append-eod, or remove {flag}"
             )
 
     def notes(self) -> list[str]:
-        notes = _listed(self._unrecorded, "no record of its tokenizer; token ids are checked batch by batch")
+        notes = _listed(
+            self._unrecorded, "no record of the tokenizer (.meta.json), so token ids are checked in each batch"
+        )
         if len(self._in_sequences) <= _NAMED:
             return notes + [
-                f"{data.prefix}: {data.num_documents} documents of {len(data)} sequences: {_SHUFFLED}"
+                f"{data.prefix}: {data.num_documents} documents with {len(data)} sequences in total: {_SHUFFLED}"
                 for data in self._in_sequences
             ]
         documents = sum(data.num_documents for data in self._in_sequences)
@@ -132,7 +134,8 @@ class Sources:
         first, count = self._in_sequences[0].prefix, len(self._in_sequences)
         return [
             *notes,
-            f"{first} and {count - 1} other sources: {documents} documents of {sequences} sequences: {_SHUFFLED}",
+            f"{first} and {count - 1} other sources: {documents} documents with {sequences} sequences in total: "
+            f"{_SHUFFLED}",
         ]
 
     def contents(self) -> tuple[SourceContent, ...]:
@@ -145,7 +148,7 @@ class Sources:
         return tuple(found)
 
     def fingerprint(self, mixture: str) -> str:
-        """Hash of the files' content, independent of their paths, and of their `mixture` ("" without a blend)."""
+        """Hash of each source's index and record, independent of paths, and of `mixture` ("" without a blend)."""
         digest = hashlib.sha256()
         for source in self._opened.values():
             record = source.record_digest or _NO_RECORD
@@ -175,7 +178,7 @@ def _listed(prefixes: list[str], text: str) -> list[str]:
 def check_border_flag(config: "DataConfig", eod_id: int | None) -> None:
     flag = border_flag(config)
     if flag is not None and eod_id is None:
-        raise ConfigError(f"{flag}: the tokenizer has no end-of-document id; use another, or leave it out")
+        raise ConfigError(f"{flag}: the tokenizer has no end-of-document id; use another tokenizer, or remove {flag}")
 
 
 def border_flag(config: "DataConfig") -> str | None:

@@ -94,7 +94,9 @@ def sources_of(
             tokenizer=tokenizer,
         )
     if chat is None:
-        raise ConfigError("--sft: datasets_provider passes no chat encoder; add chat=run.chat, as in pretrain_gpt.py")
+        raise ConfigError(
+            "--sft: datasets_provider passes no chat encoder; pass chat=run.chat to build_train_valid_test"
+        )
     return ConversationSources(config, chat, say)
 
 
@@ -152,7 +154,7 @@ class _Builder:
         )
 
     def _mixture(self) -> str:
-        """Describes the weights and the split of each source, which determine the sample order besides the content."""
+        """Describes split and weight of each source. Together with the content, they determine the sample order."""
         lines = []
         for name, blend in zip(SPLITS, self.asked.blends):
             if blend is None or self._direct(blend) or (blend.weights is None and self.asked.cut):
@@ -177,7 +179,7 @@ class _Builder:
         if not used and name == "valid" and not self.asked.cut:
             raise empty_set(blend.flag, blend.prefixes[0], "validation set", 0, self.config.seq_length)
         if not used:
-            self._empty(name, f"{sum(len(part.data) for part in parts)} sequences, of which it gets none", wanted)
+            self._empty(name, f"it gets none of the {sum(len(part.data) for part in parts)} sequences", wanted)
             return None
         self._say_unused(name, [part.data.prefix for part in parts if not part.tokens])
         if self._direct(blend):
@@ -200,7 +202,7 @@ class _Builder:
             yield name, dataset
 
     def _direct(self, blend: Blend) -> bool:
-        """True if the split is one source without a blend. A weighted source needs a blend for Megatron's surplus."""
+        """True if the split reads one source directly. A weighted source needs a blend for Megatron's surplus."""
         weighted = blend.weights is not None and (self.config.split_rule != "main" or self.asked.cut)
         return len(blend.prefixes) == 1 and not weighted
 
@@ -208,7 +210,9 @@ class _Builder:
         if prefixes:
             more = f" and {len(prefixes) - 1} others" if len(prefixes) > 1 else ""
             verb = "have" if more else "has"
-            self.notes.append(f"{name}: {prefixes[0]}{more} {verb} no {name} data; the other sources share the weight")
+            self.notes.append(
+                f"{name}: {prefixes[0]}{more} {verb} no {name} data; the weight is divided among the other sources"
+            )
 
     def _empty(self, name: str, why: str, wanted: int | None) -> None:
         if name == "train" and wanted:
@@ -256,12 +260,12 @@ class _Builder:
             return None
         sizes = [len(dataset) for _, dataset in kept]
         if wanted is not None and wanted > sum(sizes) and name != "train":
-            self.notes.append(f"{name}: {sum(sizes)} samples in its sources; an evaluation begins again after them")
+            self.notes.append(f"{name}: its sources have {sum(sizes)} samples; an evaluation then reads them again")
             wanted = sum(sizes)
         if wanted is not None and wanted > sum(sizes):
             raise DataError(
-                f"{flag}: one epoch of its sources is {sum(sizes)} {name} samples, but the run needs {wanted}; "
-                f"give weights (weight prefix weight prefix ...) to repeat them, or train shorter"
+                f"{flag}: its sources have {sum(sizes)} {name} samples in one epoch, but the run needs {wanted}; give "
+                f"weights (WEIGHT PREFIX WEIGHT PREFIX ...) to repeat the sources, or train for fewer steps"
             )
         size = sum(sizes) if wanted is None else wanted
         parts, datasets = [part for part, _ in kept], [dataset for _, dataset in kept]

@@ -25,7 +25,7 @@ def sample_counts(
     eval_iters: int,
     global_batch_size: int,
 ) -> tuple[int, int, int]:
-    """Returns the samples that a run needs: (train, valid, test). It evaluates after each interval and at the end."""
+    """Returns the samples of a run: (train, valid, test). A run evaluates after each interval and at the end."""
     if train_samples is not None:
         train = train_samples
         iterations = train_iters if train_iters is not None else train_samples // global_batch_size

@@ -48,7 +48,8 @@ def render_mixture(rows: Sequence[MixtureRow]) -> str:
 
 
 def abbreviated(rows: Sequence[MixtureRow]) -> list[MixtureRow]:
-    """Returns few rows unchanged; of many, each split's largest and most repeated sources, the rest and the sum."""
+    """Returns a short table unchanged; of a long one, per split: the largest and most repeated sources, a row for the
+    rest, and the sum."""
     if len(rows) <= _MOST_ROWS:
         return list(rows)
     shown: list[MixtureRow] = []
@@ -95,8 +96,8 @@ def warn_repeated(rows: Sequence[MixtureRow]) -> Iterator[str]:
     if found:
         others = f" (and {_others(len(found) - 1)} more than {OFTEN:g} times)" if len(found) > 1 else ""
         yield (
-            f"training reads {found[0].source} {found[0].epochs:.1f} times{others}: give it more data or a smaller "
-            f"weight; --max-epochs N rejects a run that repeats a source more than N times"
+            f"training reads {found[0].source} {found[0].epochs:.1f} times{others}; add data to it or lower its "
+            f"weight (--max-epochs N rejects a run that repeats a source more than N times)"
         )
 
 
@@ -107,6 +108,6 @@ def refuse_repeated(rows: Sequence[MixtureRow], max_epochs: float | None) -> Non
         weight = "" if row.weight is None else f"weight {row.weight:.4g}, "
         raise ConfigError(
             f"--max-epochs {max_epochs:g}: training would read {row.source} {row.epochs:.2f} times ({weight}"
-            f"{row.tokens:,} tokens, {row.samples:,} samples){others}; give it more data or a smaller weight, train "
-            f"shorter, or raise --max-epochs"
+            f"{row.tokens:,} tokens, {row.samples:,} samples){others}; add data to it, lower its weight, train for "
+            f"fewer steps, or raise --max-epochs"
         )

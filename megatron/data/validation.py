@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 def empty_set(flag: str, prefix: str, what: str, tokens: int, seq_length: int) -> DataError:
     return DataError(
-        f"{flag} {prefix}: the {what} is empty ({tokens} tokens, but one sample takes {seq_length + 1}); leave it out, "
-        "or give it more text"
+        f"{flag} {prefix}: the {what} is empty ({tokens} tokens, but one sample takes {seq_length + 1}); remove it, or "
+        "add text to it"
     )
 
 
 def sizes_of_sets(config: "DataConfig", sources: Sources) -> Iterator[tuple[str, int]]:
-    """Yields the number of samples of each validation set that has its own files, by the `split` of its records. Raises
-    for an empty set. Skips conversations and weighted blends, whose length is known only when they are built."""
+    """Yields (`split` in log records, number of samples) of each validation set that has its own files. Raises for an
+    empty set. Skips conversations and weighted blends, because their length is known only when they are built."""
     asked = data_sources(config)
     blend = None if asked.cut else asked.blends[1]
     if blend is None or config.sft or blend.weights is not None:

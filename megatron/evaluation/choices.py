@@ -1,4 +1,4 @@
-"""Multiple choice: picks the likeliest choice after its context, by its sum and by its mean per character."""
+"""Multiple choice: picks the choice with the highest log-probability after its context, in sum and per character."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ def plan_choices(data: Path, tokenizer: Tokenizer, fit: Fit) -> Choices:
     """Plans the evaluation of objects with `context`, `choices` and `gold`, the index of the right choice."""
     items, prefixes = [], []
     for place, entry in read_json_lines(data, flag="--data"):
-        context = text_under(entry, "context", place, "it may be empty, but is required")
+        context = text_under(entry, "context", place, "give a text, which may be empty")
         texts, gold = _choices(entry, place), entry.get("gold")
         if type(gold) is not int or not 0 <= gold < len(texts):
             raise DataError(f"{place}: gold is {gold!r:.40}; give the number of a choice, from 0 to {len(texts) - 1}")
@@ -80,9 +80,11 @@ def _choices(entry: Mapping[str, Any], place: str) -> list[str]:
     for number, text in enumerate(texts):
         check_text(text, place)
         if not text.strip():
-            raise DataError(f"{place}: choice {number} is empty")
+            raise DataError(f"{place}: choice {number} is empty; give it text")
         if text in texts[:number]:
-            raise DataError(f"{place}: choice {number} is the same as choice {texts.index(text)} ({text[:40]!r})")
+            raise DataError(
+                f"{place}: choice {number} is the same as choice {texts.index(text)} ({text[:40]!r}); remove one"
+            )
     return texts
 
 
@@ -92,7 +94,7 @@ def _row(context: str, choice: str, tokenizer: Tokenizer, fit: Fit, place: str) 
     if not before:
         before = [tokenizer.eod]
     if not target:
-        raise DataError(f"{place}: the choice {choice[:40]!r} adds no token to its context")
+        raise DataError(f"{place}: the choice {choice[:40]!r} adds no token to its context; give a longer choice")
     return continuation(*fit(before, target, place))
 
 

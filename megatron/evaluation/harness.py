@@ -1,7 +1,7 @@
 """Model for EleutherAI's harness: `tools/harness.py --model megatron --model_args load=DIR,... --tasks ...`.
 
-The harness is an optional package. Its requests arrive as text. As in its own `hf` model, contexts that are too long
-lose their beginning, texts are cut into windows, and targets into tokens.
+The harness is an optional package. Its requests are texts, which are tokenised as in its own `hf` model. As
+there, contexts that are too long lose their beginning, and long texts are cut into windows.
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ class MegatronLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Token before a text without a context: the tokenizer's bos_token, or the end of document without one."""
+        """Token that precedes a text with no context: bos_token, or the end-of-document token without one."""
         return self.subject.bos_id if self.subject.bos_id is not None else self.eot_token_id
 
     @property
@@ -90,7 +90,7 @@ class MegatronLM(TemplateLM):
         return self.subject.tokenizer.tokenize(string)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Raises, because the harness hands the text back, and its special tokens would then be plain text."""
+        """Raises, because special tokens in the rendered text would be read as plain text."""
         raise ConfigError(
             "--apply_chat_template: special tokens in the harness's text would be read as plain text; export the "
             "model (tools/convert_checkpoint.py --to hf) and evaluate it with --model hf"
@@ -124,7 +124,7 @@ class MegatronLM(TemplateLM):
         return sums.tolist()
 
     def generate_until(self, requests: "Sequence[Instance]", disable_tqdm: bool = False) -> list[str]:
-        """Generates each text with its own settings; equal settings are batched. A stop text ends it, and is cut."""
+        """Generates each text with its own settings, in batches of equal settings. It ends before its stop text."""
         texts = [""] * len(requests)
         for same in _by_settings(requests):
             contexts, settings = [requests[number].args[0] for number in same], requests[same[0]].args[1]
@@ -138,7 +138,8 @@ class MegatronLM(TemplateLM):
         count = int(wanted["max_gen_toks"])
         if count >= self.max_length:
             raise ConfigError(
-                f"max_gen_toks {count}: the model reads {self.max_length} tokens, prompt included; give less"
+                f"max_gen_toks {count}: must be less than {self.max_length}, the tokens that the model reads, prompt "
+                "included; lower it"
             )
         stops = handle_stop_sequences(wanted.get("until"), eos=None)
         room = self.max_length - count
@@ -161,7 +162,7 @@ def _by_settings(requests: "Sequence[Instance]") -> list[list[int]]:
 
 
 def offer_model(source: StepSource) -> None:
-    """Registers the model with the harness. `source` reads its checkpoints, also of other programs."""
+    """Registers the model with the harness. `source` reads the model's checkpoints."""
     register_model(NAME)(type(MegatronLM.__name__, (MegatronLM,), {"source": source}))
 
 
@@ -172,7 +173,7 @@ def model_options(arguments: dict[str, Any]) -> ModelOptions:
     given = {name: value for name, value in given.items() if name not in _OF_THE_HARNESS}
     unknown = sorted(given.keys() - names)
     if unknown:
-        raise ConfigError(f"--model_args {unknown[0]}: not one of {', '.join(sorted(names))}")
+        raise ConfigError(f"--model_args {unknown[0]}: no such argument; use {', '.join(sorted(names))}")
     if "load" not in given:
         raise ConfigError("--model_args: has no load=DIR; add it to name the checkpoint")
     size = str(given.pop("batch_size", "auto"))

@@ -38,7 +38,9 @@ def plan_passages(data: Path, tokenizer: Tokenizer, fit: Fit, *, strict: bool, j
         text = text_under(entry, json_key, place)
         words = text.split()
         if len(words) < 2:
-            raise DataError(f"{place}: {text[:40]!r} has fewer than two words, but the last one needs a context")
+            raise DataError(
+                f"{place}: {text[:40]!r} has fewer than two words, but the last one needs a context; give a longer text"
+            )
         if strict:
             begin = text.rindex(words[-1])
             context, target = tokenizer.tokenize(text[:begin].strip()), tokenizer.tokenize(f" {words[-1]}")
@@ -47,7 +49,8 @@ def plan_passages(data: Path, tokenizer: Tokenizer, fit: Fit, *, strict: bool, j
             context, target = tokens[:-1], tokens[-1:]
         if not context or not target:
             raise DataError(
-                f"{place}: {text[:40]!r} has {len(context) + len(target)} token, so the last word has no context"
+                f"{place}: {text[:40]!r} has {len(context) + len(target)} token, so the last word has no context; "
+                "give a longer text"
             )
         rows.append(continuation(*fit(context, target, place)))
     return Lambada(rows)

@@ -48,7 +48,7 @@ class Perplexity:
 def plan_windows(
     documents: Sequence[Document], *, window: int, stride: int | None, prefix: int | None, data: str
 ) -> Perplexity:
-    """Cuts every document into windows. With `prefix`, an id before each document, its first token is predicted too.
+    """Cuts every document into windows. `prefix`: id before each document, so that its first token is predicted too.
     Without it the first token is not predicted, and the first word is not counted."""
     rows: list[Scored] = []
     used: list[Document] = []
@@ -59,7 +59,7 @@ def plan_windows(
             rows += cut
             used.append(document)
     if not rows:
-        why = ": the first token of each has no context (--score-first-token gives it one, an end of document)"
+        why = ", because the first token of each has no context; give longer texts, or --score-first-token"
         raise DataError(f"{data}: no document has a token to predict{'; give it text' if prefix is not None else why}")
     words = [document.words for document in used if document.words is not None]
     size = [document.bytes for document in used if document.bytes is not None]

@@ -11,7 +11,7 @@ PAUSE = 10.0
 
 
 class TokenProgress:
-    """Number of tokens that the model read on all ranks. Shown if `main` is set, which one rank does."""
+    """Counts the tokens that the model has read on all ranks. Only the rank with `main` shows the count."""
 
     def __init__(self, total: int, *, main: bool) -> None:
         self.total, self.done = total, 0

@@ -100,7 +100,7 @@ def fit_to(window: int, *, truncate: bool) -> Fit:
             return context, target
         if truncate and over < len(context):
             return context[over:], target
-        way_out = f"shorten it to less than {window}" if truncate else "--truncate-prompts drops its beginning"
+        way_out = f"shorten the target to {window}" if truncate else "give --truncate-prompts to cut the context"
         raise DataError(
             f"{place}: {len(context) + len(target) - 1} tokens, but the model reads {window} at once; {way_out}"
         )

@@ -17,7 +17,7 @@ from megatron.model.gpt import GPT, Stage
 from megatron.model.passes import Batch, Passes
 
 _ROWS_AT_ONCE = 256
-"""Tokens whose logits exist at a time when the likeliest token is requested."""
+"""Number of tokens whose logits are computed at once to find the likeliest token."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Scorer:
         all_reduce(totals, self.parallel.pp)  # only the last stage has nonzero totals
         logprobs, hits = totals.cpu().numpy()
         if not np.isfinite(logprobs).all():
-            raise NonFiniteError("the model's log-probabilities are not finite: check its weights and --dtype")
+            raise NonFiniteError("the model's log-probabilities are not finite; check the model's weights and --dtype")
         return Scores(logprobs, hits == np.array([row.count for row in rows]))
 
     def _turns(self, rows: Sequence[Scored]) -> Iterator[list[list[int]]]:
@@ -93,7 +93,7 @@ class Scorer:
             yield batches[first : first + size]
 
     def _batches(self, rows: Sequence[Scored]) -> Iterator[list[int]]:
-        """Yields batches of row numbers, longest rows first: a lack of memory shows at once, and padding is small."""
+        """Yields batches of row numbers, longest rows first: a lack of memory shows early, and padding is small."""
         batch: list[int] = []
         for number in sorted(range(len(rows)), key=lambda number: -rows[number].length):
             longest = rows[batch[0]].length if batch else 0

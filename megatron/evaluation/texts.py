@@ -1,4 +1,4 @@
-"""Reads the data of an evaluation: plain text, JSON lines, or .bin/.idx. Errors in a file are one line."""
+"""Reads the data of an evaluation: plain text, JSON lines, or .bin/.idx."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -45,7 +45,9 @@ def read_documents(data: Path, tokenizer: Tokenizer, *, json_key: str, wikitext:
     """Reads documents: a text file as one, JSON lines as one per line, .bin/.idx as stored."""
     if is_indexed(data):
         if wikitext:
-            raise ConfigError(f"--detokenize wikitext: {data} holds tokens, not text; give the text, or leave it out")
+            raise ConfigError(
+                f"--detokenize wikitext: {data} holds tokens, not text; give text, or remove --detokenize"
+            )
         return list(_indexed(without_ending(str(data)), tokenizer))
     if data.suffix in (".jsonl", ".json"):
         texts = [text_under(entry, json_key, place) for place, entry in read_json_lines(data, flag="--data")]
@@ -71,7 +73,8 @@ def _indexed(prefix: str, tokenizer: Tokenizer) -> Iterator[Document]:
             raise DataError(
                 f"--data {prefix}: made with another tokenizer (fingerprint {record.tokenizer_fingerprint[:12]}) than "
                 f"the model's ({tokenizer.name}, fingerprint {tokenizer.fingerprint[:12]})"
-                f"{difference_of(record, tokenizer)}; preprocess the text with the model's, or evaluate the text itself"
+                f"{difference_of(record, tokenizer)}; preprocess the text with the model's tokenizer, or evaluate the "
+                "text itself"
             )
     for first, stop in zip(data.document_indices[:-1], data.document_indices[1:], strict=True):
         pieces = [data.get(sequence) for sequence in range(first, stop)]

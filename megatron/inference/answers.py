@@ -78,8 +78,8 @@ class Answers:
         return [found[number] for number in range(len(prompts))]
 
     def _turns(self, prompts: Sequence[Prompt]) -> Iterator[list[list[int]]]:
-        """Yields batches of prompt numbers, by similar length: one for each data-parallel rank at a time. Ranks that
-        share experts must compute together, so they get one batch in common."""
+        """Yields groups of batches of prompt numbers, one batch for each data-parallel rank. The prompts of a batch
+        have similar lengths. Ranks that share experts must compute together, so they get the same batch."""
         order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number].tokens))
         size, ranks = self.subject.options.batch_size, self.parallel.dp.size if self.parallel.ep.size == 1 else 1
         batches = [order[first : first + size] for first in range(0, len(order), size)]

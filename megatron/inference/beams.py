@@ -96,7 +96,7 @@ def beam_search(
     vocabulary, several = decoder.model.vocab_size, max(2, 1 + len(ends))
     if not 1 <= num_beams <= vocabulary // several:
         raise ConfigError(
-            f"--num-beams {num_beams}: must be from 1 to {vocabulary // several}, a limit by the vocabulary's size"
+            f"--num-beams {num_beams}: must be from 1 to {vocabulary // several} (limited by the vocabulary size)"
         )
     order = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
     searches = [_Search(counts[row], num_beams, length_penalty, ends) for row in order]

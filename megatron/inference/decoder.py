@@ -79,7 +79,7 @@ class Decoder:
         if self.device.type == "cpu" and free is not None and size > free:
             raise ConfigError(
                 f"--batch-size {rows}: keys and values of {rows} x {length} tokens take {size >> 20} MiB, but "
-                f"{free >> 20} MiB are free; lower it, or --max-new-tokens"
+                f"{free >> 20} MiB are free; lower --batch-size or --max-new-tokens"
             )
 
     def step(self, tokens: Tensor) -> Tensor | None:
@@ -117,7 +117,7 @@ class Decoder:
                 f"rank {self.together.ranks[self._source]} chooses the tokens and failed; see its error"
             )
         if bool(result.isnan().any()):
-            raise NonFiniteError("the model's logits are not finite: check its weights and --dtype")
+            raise NonFiniteError("the model's logits are not finite; check the model's weights and --dtype")
         return result
 
 

@@ -94,7 +94,7 @@ class _Batch:
         self.finish: list[str | None] = [None] * len(prompts)
 
     def choice(self, sampling: Sampling, logprobs: bool) -> Callable[[Tensor], Tensor]:
-        """Makes the function logits [rows, vocabulary] -> [rows, 1 or 2]: next tokens, with `logprobs` also these."""
+        """Makes the function logits [rows, vocabulary] -> [rows, 1 or 2]: next tokens, and `logprobs` if requested."""
         generators = [self.generators[row] for row in self.rows] if self.generators else ()
 
         def choose(logits: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def room(
     asked: int | None,
     *,
     place: str = "--prompt",
-    shorter: str = "shorten it, or let --truncate-prompts drop its beginning",
+    shorter: str = "shorten it, or give --truncate-prompts to drop its beginning",
 ) -> int:
     """Returns the number of tokens to add to a prompt of `length`, for a model with `positions`."""
     if asked is not None and asked < 1:
@@ -179,6 +179,6 @@ def room(
         beside = "with a prompt" if place == "--prompt" else f"with {place}"
         raise ConfigError(
             f"--max-new-tokens {asked}: {beside} of {length} tokens the model's {positions} positions leave room "
-            f"for {positions - length}"
+            f"for {positions - length}; lower --max-new-tokens"
         )
     return min(wanted, positions - length)

@@ -99,8 +99,8 @@ class Subject:
     def tokenizer(self) -> Tokenizer:
         if self.run.tokenizer is None:
             raise ConfigError(
-                f"--load {self.options.load}: the checkpoint holds no tokenizer; give the one that it was trained with "
-                "(--vocab-file and --merge-file, or --tokenizer-type with --tokenizer-model)"
+                f"--load {self.options.load}: the checkpoint holds no tokenizer; give the tokenizer that the model was "
+                "trained with (--vocab-file and --merge-file, or --tokenizer-type with --tokenizer-model)"
             )
         return self.run.tokenizer
 
@@ -247,7 +247,9 @@ def _command_line(options: ModelOptions, described: Described) -> list[str]:
     if window is None:
         window = min(described.positions or LONGEST_WINDOW, described.trained_length or LONGEST_WINDOW)
     if described.positions is not None and window > described.positions:
-        raise ConfigError(f"--seq-length {window}: the model has {described.positions} positions")
+        raise ConfigError(
+            f"--seq-length {window}: the model has only {described.positions} positions; lower --seq-length"
+        )
     pieces = 2 * options.context_parallel_size if options.context_parallel_size > 1 else 1
     words = ["--load", options.load, "--finetune", "--skip-train", "--micro-batch-size", "1"]
     words += ["--train-iters", "1", "--attention-dropout", "0", "--hidden-dropout", "0"]
@@ -280,7 +282,7 @@ def _check_tokenizer(options: ModelOptions, described: Described, tokenizer: Tok
         token = token_difference(tokens_of(described.tokenizer), "the model's", tokenizer)
         raise DataError(
             f"--load {options.load}: the tokenizer given ({tokenizer.name}, fingerprint {given[:12]}) is not the "
-            f"model's ({described.tokenizer.name}, fingerprint {own[:12]}){token}; leave the tokenizer's flags out"
+            f"model's ({described.tokenizer.name}, fingerprint {own[:12]}){token}; remove the tokenizer's flags"
         )
 
 
@@ -305,7 +307,7 @@ def _doubt_of_size(options: ModelOptions, described: Described) -> str | None:
     if tokenizer.vocab_size > described.rows:
         raise ConfigError(f"{sizes}; give the model's tokenizer")
     if described.rows > 1.1 * tokenizer.vocab_size + 128:
-        return f"{sizes}; unless it is the model's, the results are meaningless"
+        return f"{sizes}; unless it is the model's tokenizer, the results are meaningless"
     return None
 
 

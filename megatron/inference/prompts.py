@@ -120,7 +120,7 @@ def encode_prompts(
 def encoded_chats(
     chats: Sequence[Chat], encoder: ChatEncoder, *, positions: int | None, new_tokens: int | None
 ) -> list[Prompt]:
-    """Encodes conversations, each with the prompt to answer it. The template itself writes any beginning of a text."""
+    """Encodes conversations, each with the prompt to answer it. The template writes any beginning-of-text token."""
     found = []
     for one in chats:
         try:
@@ -129,7 +129,7 @@ def encoded_chats(
             raise _wrong(one.place, error) from None
         if not tokens:
             raise _wrong(one.place, "the chat template gives an empty text; use another template")
-        room(positions, len(tokens), new_tokens, place=one.place, shorter="shorten it")
+        room(positions, len(tokens), new_tokens, place=one.place, shorter="shorten the conversation")
         found.append(Prompt(text, tuple(tokens)))
     encoder.template.close()
     return found

@@ -39,7 +39,10 @@ def restore_model(
     parameters = model.state_dict(keep_vars=True)
     if parameters.keys() != saved.model.keys():
         differing = sorted(parameters.keys() ^ saved.model.keys())
-        raise CheckpointError(f"{reader.directory}: weights do not match its settings: {', '.join(differing[:8])}")
+        raise CheckpointError(
+            f"{reader.directory}: its weights do not match its settings: only one of them has "
+            f"{', '.join(differing[:8])}"
+        )
     for name, tensor in tensors or ((name, reader.logical(name, record)) for name, record in saved.model.items()):
         parameters[name].copy_(tensor)
     return model.eval()

@@ -46,7 +46,7 @@ class Sampling:
         return found
 
     def choose(self, logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        """Chooses a token per row: [batch, vocabulary] -> [batch]. Samples on the CPU, so equally on every device."""
+        """Chooses a token per row: [batch, vocabulary] -> [batch]. Samples on the CPU, so that all devices agree."""
         if self.greedy:
             return logits.argmax(-1)
         chances = self.filtered(logits.float()).softmax(-1).cpu()

@@ -30,7 +30,7 @@ class TextStream:
         return self.stopped
 
     def new_text(self) -> str:
-        """Returns the text since the last call that is final."""
+        """Returns the text that has become final since the last call."""
         whole = self.stopped or self._finished
         end = len(self.text) if whole else len(self.text) - self._may_be_a_stop()
         new, self._given = self.text[self._given : end], max(self._given, end)
@@ -38,7 +38,8 @@ class TextStream:
 
     def finish(self) -> None:
         """Ends the stream. Text that was held back is now final, even an incomplete character. All tokens are decoded
-        again together, because some tokenizers show no character of a run of bytes that contains a wrong one."""
+        again together, because some tokenizers show none of the characters of consecutive byte tokens if one byte is
+        invalid."""
         if not self.stopped:
             before, whole = map(self.tokenizer.detokenize, (self._context, self._context + self._all))
             same = whole.startswith(before)
@@ -74,8 +75,8 @@ class TextStream:
 
 
 def _end_of(prompt: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    """Returns the last tokens, starting at a character. If single bytes are tokens, a partial character would make the
-    whole ones after it unreadable."""
+    """Returns the last tokens of the prompt, from the beginning of a character. With byte tokens, a partial character
+    would make the characters after it unreadable."""
     first = max(0, len(prompt) - _CONTEXT)
     while first > 0 and tokenizer.detokenize(prompt[first:]).startswith(_BROKEN):
         first -= 1

@@ -1,4 +1,4 @@
-"""Reads texts for a model. Errors in a file are one line with the place."""
+"""Reads texts for a model. Errors name the file and line."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -16,13 +16,13 @@ def read_nonempty_text(path: Path, *, flag: str) -> str:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{flag} {path}: cannot be read ({error.strerror or error})") from None
+        raise ConfigError(f"{flag} {path}: cannot be read ({error.strerror or error}); check the path") from None
     return decode_text(content, str(path))
 
 
 def decode_text(content: bytes, name: str) -> str:
     if not content.strip():
-        raise DataError(f"{name}: is empty; give it text")
+        raise DataError(f"{name}: is empty; give text")
     try:
         return content.decode("utf-8").removeprefix(BYTE_ORDER_MARK)
     except UnicodeDecodeError as error:
@@ -46,11 +46,11 @@ def read_json_lines(path: Path, *, flag: str) -> Iterator[tuple[str, Mapping[str
         yield place, entry
 
 
-def text_under(entry: Mapping[str, Any], key: str, place: str, way_out: str = "name the key with --json-key") -> str:
+def text_under(entry: Mapping[str, Any], key: str, place: str, way_out: str = "give the key with --json-key") -> str:
     text = entry.get(key)
     if not isinstance(text, str):
-        has = ", ".join(sorted(entry)[:8]) or "nothing"
-        found = f"(it has {has})" if key not in entry else f"but {text!r:.40}"
+        has = ", ".join(sorted(entry)[:8]) or "none"
+        found = f"(its keys: {has})" if key not in entry else f"but {text!r:.40}"
         raise DataError(f"{place}: has no text under {key!r} {found}; {way_out}")
     check_text(text, place)
     return text

@@ -45,7 +45,7 @@ class _Stop(Exception):
 
 
 class SegmentEncoder:
-    """Encodes a segment when called. Pickled to a fresh process, it opens the tokenizer again."""
+    """Encodes a segment when called. After unpickling in another process, it opens the tokenizer again."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class SegmentEncoder:
         tokenizer: Tokenizer | None = None,
     ) -> None:
         self._settings, self._folder, self._splitter = settings, folder, splitter
-        self._run = os.urandom(4).hex()  # part of the file names, so that a dead run's worker cannot write to them
+        self._run = os.urandom(4).hex()  # part of file names, so that a worker of a killed run writes others
         self._tokenizer = tokenizer or build_tokenizer(settings.tokenizer, announce=False)
         self._dtype = token_dtype(self._tokenizer.vocab_size)
         self._eod = np.array([self._tokenizer.eod] if settings.append_eod else [], dtype=np.int32)
@@ -170,7 +170,8 @@ class SegmentEncoder:
         return accepted
 
     def _encode_key(self, documents: list[Texts]) -> Encoded:
-        """Encodes documents by Megatron's rules: drops empty sequences, and adds no end of document if none is left."""
+        """Encodes documents by Megatron's rules: drops empty sequences. An empty document gets no end-of-document
+        token."""
         texts = [text for mine in documents for text in mine]
         ids = self._tokenizer.encode_batch(texts)
         sizes = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))

@@ -26,7 +26,7 @@ _LOCK_SECONDS = 2.0  # a new worker of a killed run may still hold the lock unti
 
 @dataclass(frozen=True)
 class _Begun:
-    """Settings with which the work folder was begun."""
+    """Settings of the run that created the work folder."""
 
     deciding: dict[str, Any]
     resumable: bool = True
@@ -57,13 +57,13 @@ def work_folder(prefix: str) -> Path:
 
 
 def is_begun(prefix: str) -> bool:
-    """True if a run to this prefix, live or dead, has a work folder."""
+    """True if a run with this prefix, live or killed, has a work folder."""
     try:
         work_folder(prefix).stat()
     except FileNotFoundError:
         return False
     except OSError as error:  # such as a name too long
-        raise ConfigError(f"--output-prefix {prefix}: {error.strerror}; choose another") from None
+        raise ConfigError(f"--output-prefix {prefix}: {error.strerror}; choose another prefix") from None
     return True
 
 
@@ -85,7 +85,7 @@ class WorkFolder:
                         f"--output-prefix {prefix}: {self.path} holds part of an earlier run; give --resume to "
                         "continue it, or --overwrite to start afresh"
                     )
-                overwrite = True  # it read a pipe, which cannot be read again
+                overwrite = True  # the earlier run read a pipe, which cannot be read again
             if not resume or self.kept is None:
                 self._clear()
         except BaseException:
@@ -95,7 +95,8 @@ class WorkFolder:
     def _open_locked(self) -> BinaryIO:
         if not self.path.parent.is_dir():
             raise ConfigError(
-                f"--output-prefix {self.prefix}: {self.path.parent}: no such directory; create it or choose another"
+                f"--output-prefix {self.prefix}: {self.path.parent}: no such directory; create it or choose another "
+                "prefix"
             )
         patience = time.monotonic() + _LOCK_SECONDS
         while True:
@@ -108,8 +109,8 @@ class WorkFolder:
             except ConfigError:
                 if time.monotonic() > patience:
                     raise ConfigError(
-                        f"--output-prefix {self.prefix}: another process is writing it ({self.path}); wait for it or "
-                        "choose another prefix"
+                        f"--output-prefix {self.prefix}: another process is writing it ({self.path}); wait until it "
+                        "ends, or choose another prefix"
                     ) from None
                 time.sleep(0.02)
             except OSError as error:
@@ -119,7 +120,9 @@ class WorkFolder:
         try:
             return typed(_Begun, json.loads((self.path / "settings").read_bytes()))
         except (OSError, ValueError, RecursionError) as error:
-            raise DataError(f"{self.path / 'settings'}: cannot be read ({error}); give --overwrite") from None
+            raise DataError(
+                f"{self.path / 'settings'}: cannot be read ({error}); give --overwrite to start afresh"
+            ) from None
 
     def begin(self, deciding: dict[str, Any], *, resumable: bool, overwrite: bool) -> bool:
         """Starts the journal, or continues it if the settings that decide its content are equal. Returns True if
@@ -206,12 +209,12 @@ def _refuse_changes(before: dict[str, Any], now: dict[str, Any], path: Path) -> 
         if old == new:
             continue
         if name == "inputs":
-            what = "the input files differ from those of the kept part, or were changed since"
+            what = "the input files are not those of the interrupted run, or have changed since"
             changed = _first_difference(_words(old), _words(new))
             raise ConfigError(f"--resume: {what}: {changed}; give --overwrite to start afresh")
         raise ConfigError(
-            f"--resume: {name} was {_shown(old)} when {path} was begun and is {_shown(new)} now; restore it, or give "
-            "--overwrite to start afresh"
+            f"--resume: {name} was {_shown(old)} in the interrupted run ({path}) and is {_shown(new)} now; give the "
+            "earlier value, or --overwrite to start afresh"
         )
 
 

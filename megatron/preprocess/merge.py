@@ -100,7 +100,7 @@ class Merger:
         for number in range(kept.merged):
             result = kept.results.get(number)
             if result is None or not self._fits(result) or not all(merged.holds(result) for merged in self._keys):
-                self._say(f"{self._folder.path}: segment {number} differs from what was written; it is redone")
+                self._say(f"{self._folder.path}: segment {number} differs from what was written; it is encoded again")
                 break
             for merged in self._keys:
                 merged.take(result)
@@ -187,12 +187,15 @@ class Merger:
         if fraction > self._settings.max_skip_fraction:
             raise DataError(
                 f"--max-skip-fraction {self._settings.max_skip_fraction:g}: {report.skipped} of "
-                f"{report.skipped + report.documents} lines were bad ({fraction:.4f}); nothing was written"
+                f"{report.skipped + report.documents} lines were bad ({fraction:.4f}); nothing was written; "
+                "correct the lines, or raise --max-skip-fraction"
             )
         for merged, key in zip(self._keys, self._settings.json_keys, strict=True):
             if not merged.totals.tokens and self._settings.world == 1:
                 self._folder.resumable = False
-                raise DataError(f"--json-keys {key}: every document is empty; nothing was written")
+                raise DataError(
+                    f"--json-keys {key}: every document is empty; nothing was written; give the key of the text"
+                )
 
     def _write_record(self, merged: GrowingOutput, key: str, output: str, deciding: dict[str, Any]) -> None:
         settings = self._settings

@@ -74,7 +74,7 @@ class GrowingOutput:
             self.sizes[number] += size
 
     def holds(self, result: SegmentResult) -> bool:
-        """Returns True if the files continue with this segment, and then adds its tokens to the checksums."""
+        """Returns True if this segment comes next in the files, and then adds its tokens to the checksums."""
         output = result.outputs[self.key]
         for number, part in enumerate(PARTS):
             if _sha256_of(self.path(part), self.sizes[number], output.sizes[number]) != output.digests[number]:
@@ -138,7 +138,7 @@ def _write_all(stream: BinaryIO, block: bytes) -> None:
 
 
 def take_names_back(folder: Path, outputs: Sequence[str]) -> None:
-    """Undoes the renames if the run died between them, so that it can be resumed."""
+    """Undoes the renames if the run was killed between them, so that it can be resumed."""
     for key, output in enumerate(outputs):
         kept = folder / f"{key}.tokens"
         if not kept.exists() and bin_path(output).is_file():

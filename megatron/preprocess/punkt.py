@@ -1,9 +1,9 @@
 """Splits text into sentences by the rules of Punkt (Kiss and Strunk, 2006), as NLTK 3.10 applies them, in linear time.
 
 NLTK finds or learns the parameters. This splitter cuts the same pieces as NLTK's own, in a quarter of the time. NLTK's
-raises TimeoutError when a match takes five seconds of wall clock, as in a text of 3 MB. It is also quadratic in a long
-word with `--keep-newlines`. A candidate is an end mark with the words around it (its *context*); each candidate is
-decided independently.
+splitter raises TimeoutError when a match takes five seconds of wall clock, as in a text of 3 MB. With
+`--keep-newlines`, its time is also quadratic in the length of a word. A candidate is an end mark with the words around
+it (its *context*); each candidate is decided independently.
 """
 
 import re
@@ -206,7 +206,7 @@ def _with_their_words(text: str, candidates: Iterator[_Candidate]) -> Iterator[t
 
 
 def _realign(text: str, slices: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Moves closing quotes and brackets from the next sentence back to theirs; drops the white space after them."""
+    """Moves closing quotes and brackets that begin a slice to the sentence before; drops white space after them."""
     begin, end = next(slices)
     for next_begin, next_end in slices:
         closing = _CLOSING.match(text, next_begin, next_end)

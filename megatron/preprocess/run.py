@@ -49,7 +49,7 @@ def preprocess(
     resumable = not any(source.kind == "stdin" for source in sources)
     if settings.resume and not resumable:
         raise ConfigError(
-            f"--resume: {sources[0].path} cannot be read a second time; leave --resume out, or give --overwrite"
+            f"--resume: {sources[0].path} cannot be read a second time; remove --resume, or give --overwrite"
         )
     with ended_by_signals():
         if not is_begun(settings.prefix) and not settings.overwrite and not settings.resume:
@@ -149,7 +149,8 @@ class _Encoding:
                 yield segment
             elif (kept.source, kept.start, kept.stop) != (segment.source.path, segment.start, segment.stop):
                 raise DataError(
-                    f"--resume: {segment.source.path} is cut into other segments than the kept part; give --overwrite"
+                    f"--resume: {segment.source.path} is cut into other segments than before; give --overwrite to "
+                    "start afresh"
                 )
 
     def _describe(self, segment: Segment) -> Assigned:
@@ -170,7 +171,7 @@ class _Encoding:
             doing = "the worker process that tokenised them"
         return PeerLostError(
             f"{where}: {doing} {how} (out of memory?); nothing was written under the final names; run again, with "
-            "fewer --workers if memory is short"
+            "fewer --workers if memory ran out"
         )
 
 

@@ -40,10 +40,10 @@ def prepare_splitter(
     """Loads or makes the parameters file. `sample` yields texts from all parts of the input, equal on every partition.
     `anew` replaces the file of an earlier run."""
     if not re.fullmatch(r"[\w-]+", language):
-        raise ConfigError(f"--lang {language}: not the name of a language; use one such as english")
+        raise ConfigError(f"--lang {language}: not the name of a language; give a name such as english")
     if parameters_file.exists() and not anew:
         parameters, source, checksum = _load(parameters_file, language)
-        say(f"sentences: parameters from {parameters_file} ({source}); --overwrite, or deleting it, makes new ones")
+        say(f"sentences: parameters from {parameters_file} ({source}); to make new ones, give --overwrite or delete it")
     else:
         parameters, source, note = _find_or_learn(language, sample, say)
         with writing(parameters_file):
@@ -69,13 +69,16 @@ def _find_or_learn(
     except ImportError as error:
         raise ConfigError(
             f"--split-sentences: needs NLTK 3.9.1 or newer ({error}); pip install -U 'nltk>=3.9.1' "
-            "(the extra `data` of this package has it)"
+            "(or install the extra `data` of this package)"
         ) from error
     folder = f"tokenizers/punkt_tab/{language}/"
     try:
         found = nltk.data.find(folder)
     except LookupError:
-        say(f"sentences: NLTK has no punkt_tab data for {language}; learning from the input, up to half a minute")
+        say(
+            f"sentences: NLTK has no punkt_tab data for {language}; learning parameters from the input, up to half a "
+            "minute"
+        )
         parameters, characters = learn(sample())
         return parameters, "learned", f"learned from {characters / 1e6:.1f} million characters of the input"
     except (ValueError, OSError, BadZipFile) as error:
@@ -213,7 +216,7 @@ def _load(path: Path, language: str) -> tuple[PunktParameters, str, str]:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"{path}: damaged, or not sentence parameters; delete it and all outputs split with it, then run again"
+            f"{path}: damaged, or not sentence parameters; delete it and all outputs that it split, then run again"
         ) from error
     if written_for != language:
         raise ConfigError(

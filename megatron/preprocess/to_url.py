@@ -29,7 +29,9 @@ def preprocess_to_url(settings: PreprocessSettings, folder: Path | None, say: Sa
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"--work-folder {folder}: cannot be created ({error.strerror}); give another") from None
+        raise StorageError(
+            f"--work-folder {folder}: cannot be created ({error.strerror}); give another folder"
+        ) from None
     local = dataclasses.replace(settings, output_prefix=str(folder / url.rpartition("/")[2]))
     outputs = {output: beside(url, output) for output in local.outputs}
     if not settings.overwrite and not settings.resume:

@@ -34,7 +34,10 @@ def try_workers(
         sample, keys = Path(place) / "sample.jsonl", tuple(f"key{n}" for n in range(len(settings.json_keys)))
         count = _write_sample(sample, sources, settings, keys, max_documents)
         if not count:
-            raise ConfigError(f"--find-optimal-num-workers: {sources[0].path} has no document to measure with")
+            raise ConfigError(
+                f"--find-optimal-num-workers: {sources[0].path} has no document to measure with; give an input with "
+                "documents"
+            )
         trials = []
         for workers in counts:
             each = replace(

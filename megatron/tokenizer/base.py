@@ -27,7 +27,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerSettings:
-    """Settings as a plain value, for tools and worker processes."""
+    """Settings of a tokenizer as plain values, for tools and worker processes."""
 
     tokenizer_type: str | None = None
     tokenizer_model: str | None = None
@@ -45,14 +45,14 @@ TokenizerOptions = Union["TokenizerConfig", TokenizerSettings]  # a training run
 
 
 class EncoderDifference(DataError):
-    """Raised if the fast encoder's ids differ from the exact one's; all its output is then untrustworthy."""
+    """Raised if ids of the fast encoder differ from the exact ones. All its output is then untrustworthy."""
 
     def __init__(self, index: int, excerpt: str) -> None:
         self.index = index  # of the text in the batch
         self.excerpt = excerpt
         super().__init__(
-            f"the fast encoder differs from the exact one at {excerpt!r}; run again with --encoder exact "
-            "(and please report that text)"
+            f"the fast encoder's ids differ from the exact ones for the text {excerpt!r}; run again with "
+            "--encoder exact (and please report this text)"
         )
 
     def __reduce__(self) -> "tuple[type[EncoderDifference], tuple[int, str]]":
@@ -76,7 +76,7 @@ class Tokenizer(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def from_settings(cls, config: TokenizerOptions, *, encoder: Encoder, announce: bool) -> "Tokenizer":
-        """Opens the files that the settings name. All that `megatron.tokenizer_types` requires of the type are set."""
+        """Opens the files that the settings name. The caller has checked that all required settings are given."""
 
     @property
     def eod(self) -> int:
@@ -113,14 +113,14 @@ class Tokenizer(abc.ABC):
         """Tokenizes a prompt, never a document: text that spells a special token becomes that token."""
         raise ConfigError(
             f"--prompt-with-special-tokens: {self.name} does not read special tokens in a text; use a Hugging Face "
-            "folder with the model's tokenizer.json, or leave out the flag"
+            "folder with the model's tokenizer.json, or remove the flag"
         )
 
     @abc.abstractmethod
     def detokenize(self, ids: Iterable[int]) -> str: ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Returns one array of ids per text. Engines that are faster on many texts override it."""
+        """Returns one array of ids per text. Tokenizers that encode many texts faster override it."""
         return [np.array(self.tokenize(text), dtype=np.int32) for text in texts]
 
     def byte_lengths(self) -> Lengths | None:
@@ -161,7 +161,9 @@ def library_errors(wrap: Callable[[str], Exception]) -> Iterator[None]:
 
 def gives_up(name: str, what: str = "a text") -> Callable[[str], DataError]:
     """Returns the `wrap` of `library_errors` for encoding and decoding with the tokenizer called `name`."""
-    return lambda reason: DataError(f"{name}: its library fails on {what} ({reason}); correct or skip it")
+    return lambda reason: DataError(
+        f"{name}: the tokenizer's library fails on {what} ({reason}); correct or skip this input"
+    )
 
 
 def refuse_surrogates(text: str) -> None:

@@ -47,7 +47,7 @@ class BertWordPieceTokenizer(Tokenizer):
         return self._vocab.get(token)
 
     def _why_no_eod(self) -> str:
-        return "BERT's vocabulary has no end-of-document token; leave out --append-eod, or use another tokenizer"
+        return "BERT's vocabulary has no end-of-document token; remove --append-eod, or use another tokenizer"
 
     @cached_property
     def fingerprint(self) -> str:
@@ -93,7 +93,9 @@ def _read_vocab(path: Path) -> dict[str, int]:
     vocab = {token: index for index, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         twice = next(token for index, token in enumerate(tokens) if vocab[token] != index)
-        raise ConfigError(f"{SETTING} {path}: {twice!r} occurs twice; the file is damaged")
+        raise ConfigError(
+            f"{SETTING} {path}: {twice!r} occurs twice, so the file is damaged; give BERT's original vocab.txt"
+        )
     lacking = [token for token in NEEDED if token not in vocab]
     if lacking:
         raise ConfigError(f"{SETTING} {path}: has no {lacking[0]}; give BERT's vocab.txt, with one token per line")
@@ -104,7 +106,11 @@ def _read_vocab(path: Path) -> dict[str, int]:
 
 def _build(vocab: dict[str, int], lower_case: bool, name: str) -> Any:
     made = package("tokenizers", name)
-    with library_errors(lambda reason: ConfigError(f"{SETTING}: tokenizers rejects it ({reason})")):
+    with library_errors(
+        lambda reason: ConfigError(
+            f"{SETTING}: the tokenizers package cannot load the vocabulary ({reason}); give BERT's vocab.txt"
+        )
+    ):
         rust = made.Tokenizer(made.models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD))
     rust.normalizer = made.normalizers.BertNormalizer(lowercase=lower_case, strip_accents=lower_case)
     rust.pre_tokenizer = made.pre_tokenizers.BertPreTokenizer()

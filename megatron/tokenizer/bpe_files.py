@@ -71,11 +71,15 @@ def read_text(path: Path, setting: str) -> str:
     try:
         return regular(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(f"{setting} {path}: there is no such file") from None
+        raise ConfigError(f"{setting} {path}: there is no such file; check the path") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{setting} {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+        raise ConfigError(
+            f"{setting} {path}: not UTF-8 text ({error.reason} at byte {error.start}); give the original file"
+        ) from None
     except OSError as error:
-        raise ConfigError(f"{setting} {path}: cannot be read ({error.strerror})") from None
+        raise ConfigError(
+            f"{setting} {path}: cannot be read ({error.strerror}); check the path and its permissions"
+        ) from None
 
 
 def _read_vocab(path: Path) -> dict[str, int]:
@@ -89,7 +93,9 @@ def _read_vocab(path: Path) -> dict[str, int]:
     if not isinstance(vocab, dict) or not vocab or not all(type(i) is int and i >= 0 for i in vocab.values()):
         raise ConfigError(f"--vocab-file {path}: not an object of token -> id; give the tokenizer's vocab.json")
     if len(set(vocab.values())) != len(vocab):
-        raise ConfigError(f"--vocab-file {path}: two tokens share one id; the file is damaged")
+        raise ConfigError(
+            f"--vocab-file {path}: two tokens have the same id, so the file is damaged; give the original file"
+        )
     check_ids(vocab, f"--vocab-file {path}")
     return vocab
 
@@ -101,7 +107,7 @@ def check_ids(vocab: Mapping[str, int], name: str) -> None:
     token, largest = max(vocab.items(), key=lambda item: item[1])
     if largest >= 2 * len(vocab) + SPARE_IDS:
         raise ConfigError(
-            f"{name}: {token[:60]!r} has the id {largest}, but there are {len(vocab)} tokens; number them from 0"
+            f"{name}: {token[:60]!r} has the id {largest}, but there are {len(vocab)} tokens; number the tokens from 0"
         )
 
 
@@ -127,21 +133,21 @@ def check_bpe(vocab: dict[str, int], merges: list[Merge], *, vocab_name: str, me
     lacking = [byte for byte, character in enumerate(CHARACTER_OF_BYTE) if character not in vocab]
     if lacking:
         raise ConfigError(
-            f"{vocab_name}: no token for byte {lacking[0]:#04x} ({len(lacking)} of 256 lack one), so some text would "
-            "be dropped; give the vocab.json of a byte-level BPE"
+            f"{vocab_name}: no token for byte {lacking[0]:#04x} ({len(lacking)} of 256 bytes have none), so some text "
+            "would be dropped; give the vocab.json of a byte-level BPE"
         )
     for number, (left, right) in enumerate(merges, start=1):
         for token in (left, right, left + right):
             if token not in vocab:
                 raise ConfigError(
                     f"{merges_name} does not fit {vocab_name}: merge {number} ({left} {right}) needs the token "
-                    f"{token!r}, which the vocabulary lacks; give the two files of one tokenizer"
+                    f"{token!r}, which the vocabulary lacks; give both files of one tokenizer"
                 )
     reachable = {left + right for left, right in merges}
     # A token with the space's substitute character is ordinary text, so some merge must make it.
     orphans = [token for token in vocab if SPACE in token and len(token) > 1 and token not in reachable]
     if len(orphans) > UNREACHABLE_SHARE * len(vocab):
         raise ConfigError(
-            f"{merges_name} does not fit {vocab_name}: no merge makes {orphans[0]!r} and {len(orphans) - 1} other "
-            "tokens; the merges are truncated or belong to another tokenizer"
+            f"{merges_name} does not fit {vocab_name}: no merge produces {orphans[0]!r} and {len(orphans) - 1} other "
+            "tokens, so the merges are truncated or belong to another tokenizer; give both files of one tokenizer"
         )

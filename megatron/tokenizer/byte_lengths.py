@@ -19,9 +19,9 @@ def of_alphabet(vocab: Mapping[str, int], size: int) -> Lengths:
 
 
 def by_decoding(size: int, decode: Callable[[list[int]], str], anchor: int, known: Mapping[int, int]) -> Lengths:
-    """Returns the bytes that each id adds between two letter tokens, where word marks decode to spaces: [size].
+    """Returns the number of bytes [size] that each id adds between two letter tokens. There a word mark is a space.
 
-    The id of a letter token is `anchor`. Lengths that decoding does not show, such as of single bytes, are in `known`.
+    `anchor`: id of a letter token. `known`: lengths that decoding does not show, such as those of single bytes.
     """
     alone = len(decode([anchor, anchor]).encode("utf-8"))
     lengths = np.zeros(size, dtype=np.int32)

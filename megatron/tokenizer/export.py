@@ -52,7 +52,9 @@ def write_files(directory: Path, texts: dict[str, str]) -> None:
         for name, text in texts.items():
             write_atomically(directory / name, [text.encode("utf-8")], sync=False)
     except OSError as error:
-        raise StorageError(f"{directory}: the tokenizer's files could not be written ({error.strerror})") from None
+        raise StorageError(
+            f"{directory}: the tokenizer's files could not be written ({error.strerror}); choose another folder"
+        ) from None
 
 
 def tokenizer_json(bpe: BPE) -> dict[str, Any]:

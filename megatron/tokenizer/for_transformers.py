@@ -1,7 +1,8 @@
 """Writes a tokenizer's files so that every version of `transformers` reads tokenizer.json unchanged.
 
 `AutoTokenizer` chooses a class by tokenizer_config.json and by the model's type. Most classes rebuild the tokenizer
-from its vocabulary, with their own word pattern, defaults and special tokens. `PreTrainedTokenizerFast` does not.
+from its vocabulary, with their own pre-tokenization pattern, defaults and special tokens. `PreTrainedTokenizerFast`
+does not.
 """
 
 import json
@@ -20,7 +21,7 @@ JSON = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 _REPLACED = (CONFIG, SPECIAL_TOKENS, "added_tokens.json")
-"""Files that would add to tokenizer.json or contradict it."""
+"""Files that an export replaces or leaves out, because they could contradict tokenizer.json."""
 _WITH_DEFAULTS = ROLES[:5]
 """Roles that are written as null if they have no token, because a class's default may add a token."""
 
@@ -89,7 +90,7 @@ class TokenizerFiles:
         return read_json(self.folder / name) if name in self.names else {}
 
     def roles(self, rows: int) -> dict[str, str]:
-        """Returns role -> special token for those that the files name and a model with `rows` rows has."""
+        """Returns role -> special token that the files name and whose id is a row of the model's token embedding."""
         tokenizer, named = self.tokenizer(), named_tokens(self.folder / JSON, self.names)
         if tokenizer.eod_token is not None:
             named["eos_token"] = tokenizer.eod_token
@@ -100,15 +101,15 @@ class TokenizerFiles:
         """Returns a log line for each value of tokenizer_config.json that an export leaves out."""
         given = self.json(CONFIG) if self.has_json else {}
         return [
-            f"{self.folder / CONFIG}: {name} is {given[name]!r:.60}, but transformers reads {what}; the export "
-            f"leaves it out, so set {name} in its {CONFIG} if you need it"
+            f"{self.folder / CONFIG}: {name} is {given[name]!r:.60}, but transformers requires {what}; the "
+            f"exported {CONFIG} does not contain it, so set it there if you need it"
             for name, (is_one, what) in _KEPT.items()
             if name in given and not is_one(given[name])
         ]
 
     def portable(self, rows: int) -> dict[str, bytes]:
-        """Returns file name -> content of an exported tokenizer. Without a tokenizer.json the files are copied. Else
-        the new tokenizer_config.json neither adds nor changes a token. `rows` is the model's vocabulary."""
+        """Returns file name -> content of an exported tokenizer. Without a tokenizer.json the files are copied.
+        Otherwise the new tokenizer_config.json neither adds nor changes a token. `rows`: of the token embedding."""
         files = {name: _read(self.folder / name) for name in sorted(self.names)}
         if not self.has_json:
             return files
@@ -131,7 +132,7 @@ def _config(given: Mapping[str, Any], description: Mapping[str, Any], roles: Map
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_input_names": ["input_ids", "attention_mask"],  # with token_type_ids, GPT-2 would add embeddings
         "clean_up_tokenization_spaces": False,
-        # transformers 4 writes this value into the word pattern.
+        # transformers 4 writes this value into the pre-tokenizer.
         **({"add_prefix_space": words["add_prefix_space"]} if "add_prefix_space" in words else {}),
         **{name: given[name] for name, (is_one, _) in _KEPT.items() if name in given and is_one(given[name])},
         **{role: roles.get(role) for role in ROLES if role in roles or role in _WITH_DEFAULTS},

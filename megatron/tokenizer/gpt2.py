@@ -1,4 +1,4 @@
-"""GPT2BPETokenizer: byte-level BPE from vocab.json and merges.txt, GPT-2's word pattern, no prefix space."""
+"""GPT2BPETokenizer: byte-level BPE from vocab.json and merges.txt, with GPT-2's pre-tokenization, no prefix space."""
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -110,7 +110,12 @@ def _built(bpe: BPE) -> Any:
     from tokenizers import Tokenizer as RustTokenizer
     from tokenizers import decoders, models, pre_tokenizers
 
-    with library_errors(lambda reason: ConfigError(f"--vocab-file, --merge-file: tokenizers rejects them ({reason})")):
+    with library_errors(
+        lambda reason: ConfigError(
+            f"--vocab-file, --merge-file: the tokenizers package cannot load them ({reason}); give both files of one "
+            "tokenizer"
+        )
+    ):
         rust = RustTokenizer(models.BPE(vocab=bpe.vocab, merges=bpe.merges))
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     rust.decoder = decoders.ByteLevel()

@@ -39,7 +39,7 @@ KEPT_FILES = (
 
 
 def kept_files(folder: Path) -> dict[str, Path]:
-    """Returns the tokenizer's files in a folder, by name, which imports, checkpoints and exports copy."""
+    """Returns name -> path of a folder's tokenizer files. Imports, checkpoints and exports copy them."""
     files = {name: folder / name for name in KEPT_FILES if (folder / name).is_file()}
     for path in files.values():
         refuse_outside(folder, path)
@@ -109,10 +109,13 @@ class HuggingFaceTokenizer(Tokenizer):
     def _why_no_eod(self) -> str:
         if self.eod_token is None:
             return (
-                f"{SETTING} {self._json_file.parent}: no eos_token in tokenizer_config.json; name one there, to be the "
+                f"{SETTING} {self._json_file.parent}: no eos_token in tokenizer_config.json; add it there, as the "
                 "end-of-document token"
             )
-        return f"{SETTING} {self._json_file.parent}: eos_token {self.eod_token!r} is not in the vocabulary"
+        return (
+            f"{SETTING} {self._json_file.parent}: eos_token {self.eod_token!r} is not in the "
+            "vocabulary; correct eos_token"
+        )
 
     def _find_eod_token(self) -> str | None:
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
@@ -169,7 +172,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _encoding_failed(self, reason: str) -> DataError:
         return DataError(
-            f"{SETTING} {self._json_file}: tokenizers fails on a text ({reason}); correct the file, or skip the text"
+            f"{SETTING} {self._json_file}: the tokenizers package fails on a text ({reason}); correct the file, or "
+            "skip the text"
         )
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
@@ -193,7 +197,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _can_spell_eod(self) -> bool:
-        """True if text can encode to the end-of-document id, because the model has the token and a merge makes it."""
+        """True if a text may encode to the end-of-document id, for example because a merge produces its token."""
         model = self._description.get("model") or {}
         if self.eod_id is None:
             return False
@@ -207,7 +211,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _refuse_eod(self, arrays: Sequence[Ids]) -> None:
         if self.eod_id is not None and any((ids == self.eod_id).any() for ids in arrays):
-            # Vocabularies without a byte or word pattern (Unigram) can encode text to their own eos.
+            # A Unigram model, without byte alphabet and pre-tokenization pattern, can encode text to its own eos.
             raise DataError(
                 f"{self.name}: this vocabulary encodes the text {self.eod_token!r} to the end-of-document id; "
                 "remove it from the text"
@@ -254,13 +258,14 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def text_of_token(described: Any) -> str | None:
-    """Returns the text of a token in a file, which is text or an object with settings; None if there is none."""
+    """Returns the text of a token, which a file stores as text or as an object with `content`; otherwise None."""
     text = described.get("content") if isinstance(described, dict) else described
     return text if isinstance(text, str) else None
 
 
 def named_tokens(json_file: Path, only: Collection[str] | None = None) -> dict[str, str]:
-    """Returns role -> special token (bos_token, ...) of the files beside tokenizer.json. `only` limits the files."""
+    """Returns role -> special token (bos_token, ...) from the files beside tokenizer.json. `only`: names of the files
+    to read."""
     names: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         path = json_file.with_name(file)
@@ -271,8 +276,8 @@ def named_tokens(json_file: Path, only: Collection[str] | None = None) -> dict[s
 
 
 def load_spelling(json_file: Path) -> Any:
-    """Opens the tokenizer as in `transformers`: the text of a special token is that token, even of one that only the
-    files beside it name."""
+    """Opens the tokenizer as `transformers` does: text that spells a special token becomes that token. This includes
+    tokens that only the files beside tokenizer.json name."""
     from tokenizers import AddedToken
 
     rust = load_tokenizers(json_file)
@@ -290,7 +295,8 @@ def find_json(given: Path) -> Path:
         raise ConfigError(f"{SETTING} {given}: not a .json file; give a tokenizer.json, or its folder")
     if not given.is_dir():
         raise ConfigError(
-            f"{SETTING} {given}: there is no such file or folder; nothing is downloaded, so fetch the tokenizer's "
+            f"{SETTING} {given}: there is no such file or folder; nothing is downloaded automatically; download the "
+            "tokenizer's "
             f"folder first{tokenizer_on_hub(str(given))}"
         )
     path = given / "tokenizer.json"
@@ -301,7 +307,9 @@ def find_json(given: Path) -> Path:
             f"{SETTING} {given}: has no tokenizer.json; use --tokenizer-type GPT2BPETokenizer --vocab-file "
             f"{given / 'vocab.json'} --merge-file {given / 'merges.txt'}"
         )
-    raise ConfigError(f"{SETTING} {given}: has no tokenizer.json, the only supported format; give a folder with one")
+    raise ConfigError(
+        f"{SETTING} {given}: has no tokenizer.json, the only supported format; give a folder with a tokenizer.json"
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -311,16 +319,18 @@ def read_json(path: Path) -> dict[str, Any]:
         if "\\u" in text:  # half of a surrogate pair is valid JSON, but not valid text
             json.dumps(content, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{SETTING} {path}: not JSON ({error})") from None
+        raise ConfigError(f"{SETTING} {path}: not JSON ({error}); give the original file") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{SETTING} {path}: not a JSON object")
+        raise ConfigError(f"{SETTING} {path}: not a JSON object; give the original file")
     return content
 
 
 def load_tokenizers(path: Path) -> Any:
     made = package("tokenizers", HuggingFaceTokenizer.name)
     with library_errors(
-        lambda reason: ConfigError(f"{SETTING} {path}: the package tokenizers cannot open it ({reason})")
+        lambda reason: ConfigError(
+            f"{SETTING} {path}: the tokenizers package cannot open it ({reason}); give a valid tokenizer.json"
+        )
     ):
         rust = made.Tokenizer.from_file(str(path))
     _refuse_random(rust, path)
@@ -342,7 +352,7 @@ def _refuse_random(rust: Any, path: Path) -> None:
         if other is not token and not (other.special and token.special):
             raise ConfigError(
                 f"{SETTING} {path}: its normalizer makes the added tokens {other.content!r} and {token.content!r} "
-                "equal, and the library picks one at random; remove one, or set its normalized to false in that file"
+                "equal, and the library picks one at random; remove one, or set its 'normalized' to false in that file"
             )
 
 

@@ -1,7 +1,7 @@
-"""Identity of the tokenizer in a tokenizer.json, independent of how the file is written.
+"""Fingerprint of the tokenizer in a tokenizer.json, independent of how the file is written.
 
 Programs that load a tokenizer and save it again write defaults explicitly or differently, and change the form of the
-decoder. The ids of documents stay the same, so the fingerprint does too.
+decoder. The ids of documents stay the same, so the fingerprint must, too.
 """
 
 import json
@@ -17,7 +17,7 @@ _MATCHING = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 def fingerprint(description: dict[str, Any], eod_token: str | None, id_of: Callable[[str], int | None]) -> str:
-    """Returns the sha256 of everything that decides the ids of documents, so without decoder and post-processor.
+    """Returns the sha256 of all that determines the ids of documents. Decoder and post-processor do not.
     `id_of` gives the library's id of an added token, which may differ from the file's."""
     splitting = _splitting(description)
     written = json.loads(splitting.to_str())
@@ -59,8 +59,8 @@ def earlier_fingerprint(description: dict[str, Any], eod_token: str | None) -> s
 
 
 def _splitting(description: dict[str, Any]) -> Any:
-    """Makes a tokenizer with only the normalizer and pre-tokenizer, whose defaults the library writes explicitly, in
-    its current spelling."""
+    """Makes a tokenizer with only the normalizer and the pre-tokenizer. The library then writes their defaults
+    explicitly and in its current format."""
     empty = {**description, "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
     return package("tokenizers", "HuggingFaceTokenizer").Tokenizer.from_str(
         json.dumps({**empty, "post_processor": None, "decoder": None, "truncation": None, "padding": None})
@@ -81,7 +81,8 @@ def _model(model: dict[str, Any]) -> dict[str, Any]:
 
 def _as_read(score: float) -> float:
     """Returns the score that the library computes with, in double precision. Its JSON reader divides an integer by a
-    power of ten, which may change the last bit, but only once. Scores below 1e-6 are rounded to single precision."""
+    power of ten, which may change the last bit. Writing and reading the result again does not change it. Scores below
+    1e-6 are rounded to single precision."""
     if abs(score) < 1e-6:
         return float(np.float32(score))
     number, _, exponent = repr(score).partition("e")
@@ -97,7 +98,7 @@ def _all_added(
     id_of: Callable[[str], int | None],
     normalize: Callable[[str], str],
 ) -> list[list[Any]]:
-    """Returns the added tokens by id. If a token is listed twice the later one counts, so the sort is stable."""
+    """Returns the added tokens, sorted by id. The sort is stable: if an id is listed twice, the later entry counts."""
     tokens = [
         {**token, "special": True, "normalized": False} if token["content"] == eod_token else token for token in tokens
     ]
@@ -130,7 +131,7 @@ def _hides_ordinary_tokens(tokens: Sequence[dict[str, Any]], normalize: Callable
 
 
 def _overlapping(specials: Sequence[str]) -> Callable[[str], bool]:
-    """Makes a test that is True if a token can overlap one of these in some text."""
+    """Returns a function that is True for a token that can overlap one of `specials` in some text."""
     beginnings = {token[:size] for token in specials for size in range(1, len(token) + 1)}
     ends = {token[-size:] for token in specials for size in range(1, len(token) + 1)}
 

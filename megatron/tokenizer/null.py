@@ -1,4 +1,4 @@
-"""NullTokenizer: text consists of ids, for tests and speed measurements without a vocabulary."""
+"""NullTokenizer: the text is a list of ids. For tests and speed measurements without a vocabulary."""
 
 import hashlib
 from collections.abc import Iterable
@@ -9,19 +9,19 @@ from megatron.tokenizer.base import Encoder, Tokenizer, TokenizerOptions
 
 
 class NullTokenizer(Tokenizer):
-    """Parses decimal ids separated by spaces. By default the end-of-document id follows the vocabulary. Text never
-    contains it."""
+    """Parses decimal ids separated by spaces. By default the end-of-document id is the vocabulary size. Text must not
+    contain it."""
 
     name = "NullTokenizer"
 
     def __init__(self, vocab_size: int, eod_id: int | None = None) -> None:
         if vocab_size < 1:
-            raise ConfigError(f"--vocab-size {vocab_size}: NullTokenizer needs at least 1 token")
+            raise ConfigError(f"--vocab-size {vocab_size}: NullTokenizer needs at least 1 token; give a larger number")
         self.eod_id: int = vocab_size if eod_id is None else eod_id
         if not 0 <= self.eod_id <= vocab_size:
             raise ConfigError(
-                f"--null-tokenizer-eod-id {eod_id}: not in the vocabulary of --vocab-size {vocab_size}; give one of "
-                f"0 to {vocab_size - 1}, or leave it out for {vocab_size}"
+                f"--null-tokenizer-eod-id {eod_id}: not in the vocabulary of --vocab-size {vocab_size}; give 0 to "
+                f"{vocab_size - 1}, or remove the flag (the default is {vocab_size})"
             )
         self.vocab_size = max(vocab_size, self.eod_id + 1)
 
@@ -40,8 +40,8 @@ class NullTokenizer(Tokenizer):
             is_number = word.isascii() and word.isdigit() and len(word) < 20
             if not is_number or int(word) >= self.vocab_size or int(word) == self.eod_id:
                 raise DataError(
-                    f"NullTokenizer: {word[:30]!r} is not an id below {self.vocab_size} other than the end of document "
-                    f"({self.eod_id}); give numbers separated by spaces"
+                    f"NullTokenizer: {word[:30]!r} is not allowed; give ids from 0 to {self.vocab_size - 1} separated "
+                    f"by spaces, without the end-of-document id {self.eod_id}"
                 )
             ids.append(int(word))
         return ids

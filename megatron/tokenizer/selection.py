@@ -1,4 +1,4 @@
-"""Builds the tokenizer that the settings name, of a type of `megatron.tokenizer_types`."""
+"""Builds the tokenizer that the settings name. `megatron.tokenizer_types` lists the types."""
 
 import difflib
 from importlib import import_module
@@ -15,7 +15,7 @@ def build_tokenizer(config: TokenizerOptions, *, announce: bool = True) -> Token
     for name in made.unused:
         if (value := getattr(config, name)) is not None:
             raise ConfigError(
-                f"{flag_of(name)} {value}: {kind} does not use it; leave it out or choose another --tokenizer-type"
+                f"{flag_of(name)} {value}: {kind} does not use it; remove the flag, or choose another --tokenizer-type"
             )
     encoder = config.encoder if isinstance(config, TokenizerSettings) else "exact"
     if encoder == "fast" and not made.fast:
@@ -28,7 +28,7 @@ def build_tokenizer(config: TokenizerOptions, *, announce: bool = True) -> Token
     _check_special_tokens(config, kind, tokenizer)
     if not made.sized_by_settings and config.vocab_size is not None and config.vocab_size != tokenizer.vocab_size:
         raise ConfigError(
-            f"--vocab-size {config.vocab_size}: the {kind} has {tokenizer.vocab_size} tokens; leave --vocab-size out"
+            f"--vocab-size {config.vocab_size}: the {kind} has {tokenizer.vocab_size} tokens; remove --vocab-size"
         )
     return tokenizer
 
@@ -58,6 +58,6 @@ def _check_special_tokens(config: TokenizerOptions, kind: str, tokenizer: Tokeni
     absent = [token for token in config.tiktoken_special_tokens or () if tokenizer.token_id(token) is None]
     if absent:
         raise ConfigError(
-            f"--tokenizer-special-tokens {' '.join(absent)}: not in the vocabulary of this {kind}; add them to its "
-            "files, if any, so that exports contain them, or leave them out"
+            f"--tokenizer-special-tokens {' '.join(absent)}: not in the vocabulary of this {kind}; add them to the "
+            "tokenizer's files, so that exports contain them, or remove the flag"
         )

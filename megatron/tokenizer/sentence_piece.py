@@ -1,8 +1,8 @@
 """SentencePieceTokenizer, GPTSentencePieceTokenizer and Llama2Tokenizer: a SentencePiece .model file.
 
-They differ in the end of document, as in Megatron. The first adds <CLS>, <SEP>, <EOD> and <MASK> after the model's
-pieces; the others use the model's own </s>. Only Llama2Tokenizer adds the model's <s> before every text. Text that
-looks like a control piece is plain text.
+They differ in the end-of-document token, as in Megatron. The first adds <CLS>, <SEP>, <EOD> and <MASK> after the
+model's pieces; the others use the model's own </s>. Only Llama2Tokenizer adds the model's <s> before every text. Text
+that looks like a control piece is plain text.
 """
 
 import hashlib
@@ -52,7 +52,10 @@ class GPTSentencePieceTokenizer(Tokenizer):
         return index if self._pieces.id_to_piece(index) == token else None
 
     def _why_no_eod(self) -> str:
-        return f"--tokenizer-model {self._path} was trained without </s> (eos_id -1), the end-of-document token"
+        return (
+            f"--tokenizer-model {self._path} was trained without </s> (eos_id -1), the "
+            "end-of-document token; use another model"
+        )
 
     @cached_property
     def fingerprint(self) -> str:
@@ -73,8 +76,8 @@ class GPTSentencePieceTokenizer(Tokenizer):
     def _refuse_eod(self, arrays: Sequence[Ids]) -> None:
         if self._text_can_be_eod and any((ids == self.eod_id).any() for ids in arrays):
             raise DataError(
-                f"{self.name}: this model encodes the text {self._pieces.id_to_piece(self.eod_id)!r} to the end of "
-                "document; remove it from the text"
+                f"{self.name}: this model encodes the text {self._pieces.id_to_piece(self.eod_id)!r} to the "
+                "end-of-document id; remove it from the text"
             )
 
     @cached_property
@@ -96,7 +99,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
         return "".join([*texts, self._pieces.decode(run)])
 
     def byte_lengths(self) -> Lengths:
-        """Returns byte lengths. A piece that begins with a word mark counts its space, even at the start of a text."""
+        """Returns byte lengths. The word mark that begins a piece counts as one byte, even at the start of a text."""
         size = self._pieces.get_piece_size()
         known = {index: 1 for index in range(size) if self._pieces.is_byte(index)}
         known |= {index: 0 for index in range(size) if self._pieces.is_control(index) or self._pieces.is_unused(index)}
@@ -111,7 +114,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
     def save_pretrained(self, directory: str | Path, *, model_max_length: int | None = None) -> None:
         raise ConfigError(
             f"{self.name}: transformers cannot open a SentencePiece model directly; convert {self._path} to a "
-            "tokenizer.json with transformers, and use that with --tokenizer-type HuggingFaceTokenizer"
+            "tokenizer.json with transformers, and use --tokenizer-type HuggingFaceTokenizer"
         )
 
 
@@ -146,9 +149,13 @@ def _read(path: Path) -> bytes:
     try:
         content = regular(path).read_bytes()
     except FileNotFoundError:
-        raise ConfigError(f"--tokenizer-model {path}: there is no such file; nothing is downloaded") from None
+        raise ConfigError(
+            f"--tokenizer-model {path}: there is no such file; give the path of a .model file (nothing is downloaded)"
+        ) from None
     except OSError as error:
-        raise ConfigError(f"--tokenizer-model {path}: cannot be read ({error.strerror})") from None
+        raise ConfigError(
+            f"--tokenizer-model {path}: cannot be read ({error.strerror}); check its permissions"
+        ) from None
     if not content:  # the package would accept it as a model
         raise ConfigError(f"--tokenizer-model {path}: is empty; give the tokenizer's .model file")
     return content

@@ -61,8 +61,8 @@ class TikTokenizer(Tokenizer):
         room = (vocab_size or LARGEST_VOCABULARY) - num_special_tokens
         if room < 256 or (vocab_size is not None and room > len(tokens)):
             raise ConfigError(
-                f"--vocab-size {vocab_size}: {num_special_tokens} special tokens and {len(tokens)} of {self._path} "
-                f"allow {num_special_tokens + 256} to {num_special_tokens + len(tokens)}; give one of these"
+                f"--vocab-size {vocab_size}: with {num_special_tokens} special tokens and the {len(tokens)} tokens of "
+                f"{self._path}, give {num_special_tokens + 256} to {num_special_tokens + len(tokens)}"
             )
         self._tokens = tokens[:room]
         self.vocab_size, self.eod_id = num_special_tokens + len(self._tokens), self._special.index("</s>")
@@ -114,8 +114,8 @@ class TikTokenizer(Tokenizer):
             if type(error).__name__ != "PanicException" and not isinstance(error, ValueError):
                 raise
             raise DataError(
-                f"tiktoken fails on a text with a word or a run of white space of {len(text)} characters or less, "
-                f"which begins with {text[:40]!r}; cut it, or skip the document"
+                f"tiktoken fails on a text of {len(text)} characters that begins with {text[:40]!r}, probably because "
+                "of a very long word or white space; shorten it, or skip the document"
             ) from None
         return ids.astype(np.int32)
 
@@ -132,7 +132,7 @@ class TikTokenizer(Tokenizer):
     def save_pretrained(self, directory: str | Path, *, model_max_length: int | None = None) -> None:
         raise ConfigError(
             f"{self.name}: transformers cannot open tiktoken ranks; convert {self._path} to a tokenizer.json, and use "
-            "that with --tokenizer-type HuggingFaceTokenizer"
+            "--tokenizer-type HuggingFaceTokenizer"
         )
 
 
@@ -149,10 +149,12 @@ def _special_tokens(given: Sequence[str], count: int) -> list[str]:
     if lacking:
         raise ConfigError(f"{flag}: {lacking[0]} is missing; include {' '.join(NEEDED)}")
     if len(given) > count:
-        raise ConfigError(f"--tiktoken-num-special-tokens {count}: {len(given)} special tokens are named; raise it")
+        raise ConfigError(
+            f"--tiktoken-num-special-tokens {count}: there are {len(given)} special tokens; raise it to {len(given)}"
+        )
     tokens = [*given, *(f"<SPECIAL_{number}>" for number in range(len(given), count))]
     if len(set(tokens)) != len(tokens):
-        raise ConfigError(f"{flag}: a token occurs twice; name each once")
+        raise ConfigError(f"{flag}: a token occurs twice; give each token once")
     return tokens
 
 
@@ -163,13 +165,13 @@ def _read_tokens(path: Path) -> list[bytes]:
         tokens = _from_json(content) if content.lstrip().startswith("[") else _from_lines(content)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
-            f"{SETTING} {path}: not ranks that tiktoken reads ({error}); give Megatron's JSON list of rank, "
+            f"{SETTING} {path}: not a file of ranks for tiktoken ({error}); give Megatron's JSON list of rank, "
             "token_bytes and token_str, or a .tiktoken file"
         ) from None
     single = {token for token in tokens if len(token) == 1}
     if len(single) != 256 or len(set(tokens)) != len(tokens):
         problem = "a token occurs twice" if len(single) == 256 else f"{256 - len(single)} of 256 bytes are missing"
-        raise ConfigError(f"{SETTING} {path}: {problem}; the file is damaged")
+        raise ConfigError(f"{SETTING} {path}: {problem}, so the file is damaged; give the original file")
     return tokens
 
 
@@ -189,7 +191,9 @@ def _from_lines(content: str) -> list[bytes]:
 
 def _encoding(pattern: str, tokens: list[bytes], special: list[str]) -> Any:
     made = package("tiktoken", TikTokenizer.name)
-    with library_errors(lambda reason: ConfigError(f"{SETTING}: tiktoken rejects the ranks ({reason})")):
+    with library_errors(
+        lambda reason: ConfigError(f"{SETTING}: tiktoken rejects the ranks ({reason}); give the original file")
+    ):
         return made.Encoding(
             name="megatron",
             pat_str=pattern,

@@ -20,9 +20,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2, 
     The result is deterministic. Too little text gives fewer tokens.
     """
     if vocab_size < SMALLEST_VOCABULARY:
-        raise ConfigError(f"--vocab-size {vocab_size}: at least {SMALLEST_VOCABULARY} (every byte, and {END_OF_TEXT})")
+        raise ConfigError(
+            f"--vocab-size {vocab_size}: must be at least {SMALLEST_VOCABULARY} (256 bytes and {END_OF_TEXT})"
+        )
     if vocab_size > LARGEST_VOCABULARY:
-        raise ConfigError(f"--vocab-size {vocab_size}: at most {LARGEST_VOCABULARY} tokens can be learned")
+        raise ConfigError(f"--vocab-size {vocab_size}: must be at most {LARGEST_VOCABULARY}")
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     learner = Tokenizer(models.BPE())

@@ -107,7 +107,7 @@ def test_skipping_goes_on_with_exact_counts(workshop: Workshop) -> None:
 
 def test_plain_text_and_another_key_are_told_the_way_out(workshop: Workshop) -> None:
     workshop.corpus("in.jsonl", [b"Once upon a time"])
-    assert_refused(workshop, workshop.run(*FLAGS), 11, "it begins with 'Once upon a time'; is it plain text?")
+    assert_refused(workshop, workshop.run(*FLAGS), 11, "the line begins with 'Once upon a time'; is it plain text?")
     workshop.corpus("in.jsonl", [{"content": "a"}])
     assert_refused(workshop, workshop.run(*FLAGS), 11, "'content'); change --json-keys text to the key of the text")
 

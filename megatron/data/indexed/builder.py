@@ -106,7 +106,7 @@ class IndexedDatasetBuilder:
         other = IndexedDataset(prefix)
         if other.dtype != self.dtype:
             raise DataError(
-                f"{prefix}: token dtype {other.dtype}, but {self.prefix} is {self.dtype}; rewrite one of them"
+                f"{prefix}: token dtype {other.dtype}, but {self.prefix} is {self.dtype}; preprocess one of them again"
             )
         # Hashing releases the GIL: each hash has a thread, while this one checks and writes.
         with open(bin_path(prefix), "rb") as stream, ThreadPoolExecutor(2) as hashing:
@@ -133,7 +133,10 @@ class IndexedDatasetBuilder:
         low, high, limit = int(ids.min()), int(ids.max()), np.iinfo(self.dtype)
         if low < 0 or high > limit.max:
             wrong = low if low < 0 else high
-            raise DataError(f"{self.prefix}: token id {wrong} does not fit {self.dtype} (0..{limit.max}); use int32")
+            raise DataError(
+                f"{self.prefix}: token id {wrong} does not fit {self.dtype} (0..{limit.max}); give such ids or a "
+                "larger dtype"
+            )
         self._max_id = max(self._max_id, high)
         return np.ascontiguousarray(ids, dtype=self.dtype)
 
@@ -141,7 +144,9 @@ class IndexedDatasetBuilder:
         sizes = np.asarray(lengths, dtype=np.int64)
         if len(sizes) and (sizes.min() < 0 or sizes.max() > _INT32_MAX):
             wrong = int(sizes.min()) if sizes.min() < 0 else int(sizes.max())
-            raise DataError(f"{self.prefix}: sequence of {wrong} tokens: the format holds 0..{_INT32_MAX}; split it")
+            raise DataError(
+                f"{self.prefix}: a sequence has {wrong} tokens, but the format allows 0..{_INT32_MAX}; split it"
+            )
         if int(sizes.sum()) != count:
             raise DataError(f"{self.prefix}: lengths add up to {int(sizes.sum())}, but there are {count} tokens")
         return sizes.astype(np.int32)

@@ -1,4 +1,4 @@
-"""Checksums per block of a file, which locate damage and let all cores verify.
+"""Checksums of each block of a file. They locate damage, and all cores can verify blocks in parallel.
 
 The hash is sha256, as in a checkpoint's manifest. Blocks have fixed offsets, so the list does not depend on how the
 file was written.
@@ -41,11 +41,14 @@ class FileChecksums:
         if self.algorithm != ALGORITHM:
             raise ValueError(f"algorithm {self.algorithm!r:.60}; only {ALGORITHM} is known")
         if self.size < 0 or self.block_bytes < 8 or self.block_bytes % 8:
-            raise ValueError(f"size {self.size} in blocks of {self.block_bytes} bytes")
+            raise ValueError(f"size {self.size} or block_bytes {self.block_bytes} is impossible")
         if not all(len(block) == 64 for block in self.blocks):
-            raise ValueError("blocks is not a list of checksums")
+            raise ValueError("blocks contains a text that is not a checksum of 64 digits")
         if len(self.blocks) != -(-self.size // self.block_bytes):
-            raise ValueError(f"{len(self.blocks)} blocks of {self.block_bytes} bytes for {self.size} bytes")
+            raise ValueError(
+                f"{len(self.blocks)} checksums, but {self.size} bytes in blocks of {self.block_bytes} bytes have "
+                f"{-(-self.size // self.block_bytes)}"
+            )
 
     @classmethod
     def of(cls, hasher: BlockHasher) -> "FileChecksums":
@@ -81,7 +84,7 @@ def refuse_damage(path: Path, found: FileChecksums, expected: FileChecksums) -> 
 
 @contextmanager
 def mapped_blocks(path: Path, numbers: Sequence[int], look_at: Callable[[int, int], T]) -> Iterator[Iterator[T]]:
-    """Yields an iterator over `look_at(descriptor, number)` of each block, in order, computed on all CPUs.
+    """Yields an iterator over the results of `look_at(descriptor, number)` for each block, computed on all CPUs.
 
     A context manager, so that its threads end with the context even after an error. A plain generator would join them
     when it is garbage-collected. That can deadlock: the interrupted code may hold a lock that an ending thread needs.

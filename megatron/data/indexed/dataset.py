@@ -84,7 +84,9 @@ class IndexedDataset:
         available = int(self.sequence_lengths[sequence]) - offset
         count = available if length is None else length
         if offset < 0 or not 0 <= count <= available:
-            raise IndexError(f"tokens {offset}..{offset + count} of sequence {sequence}, of {available + offset}")
+            raise IndexError(
+                f"tokens {offset}..{offset + count} of sequence {sequence}, which has {available + offset}"
+            )
         start = int(self._offsets[sequence]) // self.dtype.itemsize + offset
         if self._tokens is not None:
             return self._tokens[start : start + count]
@@ -98,7 +100,10 @@ class IndexedDataset:
         while wanted:
             part = os.pread(self._file, wanted, position)
             if not part:
-                raise DataError(f"{self._bin}: ends at byte {position}; it was truncated while in use")
+                raise DataError(
+                    f"{self._bin}: ends at byte {position}, because it was truncated while in use; restore it and "
+                    "resume"
+                )
             parts.append(part)
             wanted -= len(part)
             position += len(part)
@@ -114,7 +119,7 @@ class IndexedDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the index and the size of the .bin. With the checks at open it covers every byte of the .idx."""
+        """Hash of the index and of the .bin's size. Opening checks the index, so the hash covers every byte of it."""
         digest = hashlib.sha256()
         digest.update(f"{self.dtype.str} {len(self)} {self.num_documents} {self._bin_bytes}\n".encode())
         for array in (self.sequence_lengths, self.document_indices):
@@ -135,7 +140,7 @@ class IndexedDataset:
         return int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
 
     def document_bounds(self, first: int, stop: int) -> np.ndarray:
-        """Byte offset of each document's start in the .bin, and of the last one's end: int64 [stop - first + 1]."""
+        """Byte offsets in the .bin where documents [first, stop) begin and the last ends: int64 [stop - first + 1]."""
         sequences = self.document_indices[first : stop + 1]
         if not len(self):
             return np.zeros(len(sequences), dtype=np.int64)

@@ -23,7 +23,7 @@ def regular_file_size(path: Path, setting: str) -> int:
     except OSError as error:
         raise DataError(f"{path}: cannot be opened ({error.strerror}); check the path and its permissions") from error
     if not stat.S_ISREG(info.st_mode):
-        raise DataError(f"{path}: not a regular file; copy the data to a file and name that")
+        raise DataError(f"{path}: not a regular file; copy the data to a file, and give that file")
     return info.st_size
 
 
@@ -57,7 +57,7 @@ def is_mapped(path: Path) -> bool:
 
 def allow_files_for_sources(sources: int, held: int) -> None:
     """Raises the limit on open files. The sources hold at least `held` descriptors, and up to a dozen each with large
-    indices. The usual limit of 1024 is too small for a blend of thousands."""
+    indices. The usual limit of 1024 is too low for a blend of thousands of sources."""
     wanted, needed = max(512 + 12 * sources, 256 + held), 256 + held
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -77,7 +77,7 @@ def array_bytes(array: np.ndarray) -> memoryview:
 
 
 def open_alone(path: Path) -> BinaryIO:
-    """Opens for writing under a lock, so that two runs cannot write one output. Overwrites the file of a dead run."""
+    """Opens for writing under a lock, so that two runs cannot write one output. Overwrites the file of a killed run."""
     if not path.parent.is_dir():
         raise ConfigError(f"output {path.parent}: no such directory; create it or choose another --output-prefix")
     with writing(path):
@@ -90,7 +90,7 @@ def open_alone(path: Path) -> BinaryIO:
     except BlockingIOError:
         stream.close()
         raise ConfigError(
-            f"output {path}: another process is writing it; wait for it, or choose another prefix"
+            f"output {path}: another process is writing it; wait until it ends, or choose another prefix"
         ) from None
     except OSError:
         pass  # locks do not work here; the check for an existing output remains

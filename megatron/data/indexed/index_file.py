@@ -43,7 +43,9 @@ def dtype_code(dtype: np.dtype) -> int:
     for code, known in TOKEN_DTYPES.items():
         if known == dtype:
             return code
-    raise DataError(f"token dtype {dtype}: not one of {', '.join(str(d) for d in TOKEN_DTYPES.values())}")
+    raise DataError(
+        f"token dtype {dtype}: not supported; use one of {', '.join(str(d) for d in TOKEN_DTYPES.values())}"
+    )
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def read_index(path: Path, idx_bytes: int, bin_bytes: int) -> Index:
     """Maps the file and checks every entry; errors name the file and the field."""
     dtype, sequences, documents = _read_header(path, idx_bytes)
     if not np.little_endian:
-        raise DataError(f"{path}: index files are little-endian and this machine is not; use another machine")
+        raise DataError(f"{path}: index files are little-endian, but this machine is not; use a little-endian machine")
     raw = map_or_read(path, idx_bytes)
     start = HEADER.size
     lengths = raw[start : start + 4 * sequences].view(np.int32)
@@ -83,7 +85,9 @@ def _read_header(path: Path, idx_bytes: int) -> tuple[np.dtype, int, int]:
         raise DataError(f"{path}: cut off in the header ({len(head)} of {HEADER.size} bytes); {AGAIN}")
     _, version, code, sequences, documents = HEADER.unpack(head)
     if version != VERSION:
-        raise DataError(f"{path}: version {version}, but only {VERSION} is supported; write it with another tool")
+        raise DataError(
+            f"{path}: version {version}, but only {VERSION} is supported; run tools/preprocess_data.py again"
+        )
     if code in _FLOAT_CODES:
         raise DataError(f"{path}: dtype code {code} ({_FLOAT_CODES[code]}): tokens are integers; {AGAIN}")
     if code not in TOKEN_DTYPES:
@@ -93,8 +97,8 @@ def _read_header(path: Path, idx_bytes: int) -> tuple[np.dtype, int, int]:
         raise DataError(f"{path}: holds sequence modes (multimodal data), which are not supported; use text data")
     if idx_bytes != expected:
         raise DataError(
-            f"{path}: {idx_bytes} bytes, but its counts (sequences {sequences}, document array {documents}) "
-            f"need {expected}; {AGAIN}"
+            f"{path}: {idx_bytes} bytes, but its header ({sequences} sequences, document array of {documents}) "
+            f"requires {expected}; {AGAIN}"
         )
     return TOKEN_DTYPES[code], sequences, documents
 
@@ -105,7 +109,7 @@ def _blocks(count: int) -> Iterator[tuple[int, int]]:
 
 
 def check_sequences(path: Path, lengths: np.ndarray, offsets: np.ndarray, itemsize: int) -> int:
-    """Checks that lengths are not negative and offsets are their running sum; returns their total in bytes."""
+    """Checks that lengths are not negative and that offsets are their running sum. Returns the total in bytes."""
     builders = Builders.resolve()
     if builders.helpers is not None:
         threads = builders.threads_for(len(lengths))
@@ -127,8 +131,8 @@ def _walk_sequences(path: Path, lengths: np.ndarray, offsets: np.ndarray, itemsi
         if not np.array_equal(expected, offsets[start:stop]):
             bad = int(np.argmax(expected != offsets[start:stop]))
             raise DataError(
-                f"{path}: sequence pointers: sequence {start + bad} starts at byte {offsets[start + bad]} by its "
-                f"pointer, but the lengths before it add up to {expected[bad]}; {AGAIN}"
+                f"{path}: sequence pointers: sequence {start + bad} has the pointer {offsets[start + bad]}, but "
+                f"the lengths before it add up to {expected[bad]} bytes; {AGAIN}"
             )
         end += int(sums[-1])
     return end
@@ -137,7 +141,11 @@ def _walk_sequences(path: Path, lengths: np.ndarray, offsets: np.ndarray, itemsi
 def check_bin_size(path: Path, total: int, itemsize: int, bin_bytes: int) -> None:
     if bin_bytes == total:
         return
-    hint = AGAIN if bin_bytes < total else "run tools/preprocess_data.py again (Megatron 23.06 --append-eod does this)"
+    hint = (
+        AGAIN
+        if bin_bytes < total
+        else "run tools/preprocess_data.py again (Megatron 23.06 writes such files with --append-eod)"
+    )
     raise DataError(
         f"{path.with_suffix('.bin')}: {bin_bytes} bytes, but the sequence lengths in {path.name} add up to {total} "
         f"({total // itemsize} tokens of {itemsize} bytes); {hint}"
@@ -155,7 +163,9 @@ def check_documents(path: Path, documents: np.ndarray, sequences: int) -> None:
     if builders.helpers is None or not builders.helpers.never_falls(documents, threads=threads):
         _walk_documents(path, documents)
     if documents[-1] != sequences:
-        raise DataError(f"{path}: document index: ends at {documents[-1]} of {sequences} sequences; {AGAIN}")
+        raise DataError(
+            f"{path}: document index: ends at {documents[-1]}, but there are {sequences} sequences; {AGAIN}"
+        )
 
 
 def _walk_documents(path: Path, documents: np.ndarray) -> None:
@@ -165,5 +175,6 @@ def _walk_documents(path: Path, documents: np.ndarray) -> None:
         if falling.any():
             bad = start + 1 + int(np.argmax(falling))
             raise DataError(
-                f"{path}: document index: entry {bad} is {documents[bad]}, after {documents[bad - 1]}; {AGAIN}"
+                f"{path}: document index: entry {bad} is {documents[bad]}, less than {documents[bad - 1]} before it; "
+                f"{AGAIN}"
             )

@@ -34,19 +34,21 @@ def read_legacy_index(path: Path, idx_bytes: int, bin_bytes: int) -> Index:
     magic, version, code, itemsize, items, sizes, documents = HEADER.unpack(head)
     assert magic == LEGACY_MAGIC
     if version != 1:
-        raise DataError(f"{path}: version {version}, but only 1 is supported; write it with another tool")
+        raise DataError(f"{path}: version {version}, but only 1 is supported; run tools/preprocess_data.py again")
     if code not in TOKEN_DTYPES or TOKEN_DTYPES[code].itemsize != itemsize:
         raise DataError(f"{path}: dtype code {code} with {itemsize} bytes per token is not an integer type; {AGAIN}")
     expected = HEADER.size + 8 * (2 * (items + 1) + sizes + documents)
     if idx_bytes != expected:
         raise DataError(
-            f"{path}: {idx_bytes} bytes, but its counts (items {items}, sizes {sizes}, document array {documents}) "
-            f"need {expected}; {AGAIN}"
+            f"{path}: {idx_bytes} bytes, but its header ({items} items, {sizes} sizes, document array of {documents}) "
+            f"requires {expected}; {AGAIN}"
         )
     arrays = np.fromfile(path, dtype="<i8", offset=HEADER.size)
     dims, offsets, lengths, document_array = np.split(arrays, np.cumsum([items + 1, items + 1, sizes]))
     if sizes != items or not np.array_equal(dims, np.arange(items + 1)):
-        raise DataError(f"{path}: dim_offsets: items are not all one-dimensional; only token sequences are read")
+        raise DataError(
+            f"{path}: dim_offsets: items are not all one-dimensional; only sequences of tokens are supported"
+        )
     if items and (lengths.min() < 0 or lengths.max() > _INT32_MAX):
         raise DataError(f"{path}: sizes: a length is outside 0..{_INT32_MAX}; {AGAIN}")
     furthest = _INT64_MAX // itemsize  # checked first: byte offsets that overflow could pass the comparison

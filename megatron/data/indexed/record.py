@@ -1,4 +1,4 @@
-"""PREFIX.meta.json: the record of how a dataset was made. It is written last, so it implies a complete dataset."""
+"""PREFIX.meta.json: the record of how a dataset was made. It is written last: a dataset with a record is complete."""
 
 import dataclasses
 import json
@@ -19,13 +19,13 @@ FORMAT = "megatron-data-record"
 VERSION = 1
 _MAX_BYTES = 1 << 30
 FIRST_TOKENS = "first_tokens"
-"""The field of the record with ids from the beginning of the data and their texts."""
+"""Name of the record's field with token ids from the beginning of the data and their texts."""
 _SAMPLED = 4096
 """Tokens at the beginning of the data whose ids are recorded with their texts, each id once."""
 OR_REMOVE = "run tools/preprocess_data.py again, or remove the record if the files are right"
 
 Fingerprint = str | tuple[str, ...] | None
-"""Fingerprint of the run's tokenizer, or all that a record may have (`Tokenizer.fingerprints`); None without one."""
+"""Fingerprint of the run's tokenizer, or all fingerprints that its records may have; None without a tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ def read_record(prefix: str | Path) -> DataRecord | None:
         return None
     if regular_file_size(path, "data record") > _MAX_BYTES:
         raise DataError(f"{path}: larger than {_MAX_BYTES} bytes, not a data record; remove it")
-    again = "run tools/preprocess_data.py again, or remove the file to treat the data as coming from elsewhere"
+    again = "run tools/preprocess_data.py again, or remove the record to use the data without it"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -166,7 +166,7 @@ def _parse_checksums(path: Path, content: Any, again: str) -> dict[str, FileChec
 
 
 def first_tokens(data: IndexedDataset, tokenizer: TokenTexts) -> list[list[Any]]:
-    """Different ids from the beginning of the data with their texts, by which another tokenizer can be recognised."""
+    """Distinct token ids from the beginning of the data, with their texts. They reveal another tokenizer."""
     ids: list[int] = []
     for sequence in range(min(len(data), _SAMPLED)):
         if len(ids) >= _SAMPLED:
@@ -190,7 +190,7 @@ def check_files(record: DataRecord, data: IndexedDataset, data_fingerprint: str)
     if record.index_fingerprint != data_fingerprint or record.tokens != data.num_tokens:
         raise DataError(
             f"{path}: index_fingerprint: the record describes other .bin/.idx files than those beside it "
-            f"({record.tokens} tokens; the files have {data.num_tokens}); {OR_REMOVE}"
+            f"(the record has {record.tokens} tokens, the files {data.num_tokens}); {OR_REMOVE}"
         )
     for name, said, found in (
         ("documents", record.documents, data.num_documents),
@@ -227,5 +227,5 @@ def check_tokenizer(
     if eod_id is not None and record.eod_id is not None and record.eod_id != eod_id:
         raise DataError(
             f"{prefix}: end of document is id {record.eod_id} in the data and {eod_id} in the run's tokenizer; "
-            f"use the same tokenizer"
+            f"use the tokenizer that the data was made with"
         )

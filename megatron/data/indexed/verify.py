@@ -56,7 +56,8 @@ def verify_dataset(
     eod_id: int | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> Verified:
-    """Raises DataError at the first damage. `vocab_size` and `eod_id` apply where the record has none."""
+    """Verifies every byte; raises DataError at the first damage. Of `vocab_size` and the record's, the smaller applies.
+    `eod_id` applies only if the record has none."""
     data = IndexedDataset(prefix, mmap=False)  # checks lengths, offsets and sizes
     result = Verified(checked=["lengths and offsets"])
     try:
@@ -161,7 +162,7 @@ def _look_at_tokens(data: IndexedDataset, rules: _Rules, position: int, ids: np.
     if low < 0 or high >= limit:
         at = int(np.argmax((ids < 0) | (ids >= limit)))
         wanted = f"0 to {limit - 1}" if rules.vocab_size is not None else "0 or more"
-        seen.damage = _at(data, position, at, f"token id {int(ids[at])} is not {wanted}")
+        seen.damage = _at(data, position, at, f"token id {int(ids[at])}, but ids must be {wanted}")
         return
     if rules.eod_id is None:
         return
@@ -174,8 +175,8 @@ def _look_at_tokens(data: IndexedDataset, rules: _Rules, position: int, ids: np.
     seen.ends += int(np.count_nonzero(marked))
     if rules.must_end and not marked.all():
         at = int(places[np.argmin(marked)])
-        wanted = f"does not end with the end-of-document token {rules.eod_id} of its record, but with"
-        seen.damage = _at(data, position, at, f"it {wanted} {int(ids[at])}")
+        wanted = f"does not end with the end-of-document token {rules.eod_id}, but with"
+        seen.damage = _at(data, position, at, f"the document {wanted} {int(ids[at])}")
 
 
 def _at(data: IndexedDataset, position: int, token: int, what: str) -> str:

@@ -1,4 +1,4 @@
-"""Conversations of one file as ids: encoded by one process at the first start, afterwards mapped by all."""
+"""Conversations of one file as token ids. One process encodes them at the first start; then all processes map them."""
 
 import hashlib
 import time
@@ -29,12 +29,12 @@ class ConversationEncoder(Protocol):
         self, conversations: Iterable[tuple[Sequence[Mapping[str, Any]], Sequence[Any] | None]]
     ) -> Iterator[Sequence[tuple[np.ndarray, np.ndarray]] | Exception]:
         """Yields, for each conversation (messages, tools), int32 ids and whether the prediction from each id belongs to
-        an answer. If the template shows an answer differently once later messages follow, there are several pairs.
-        An exception replaces a conversation that cannot be encoded; the rest follow unless they would fail alike."""
+        an answer. If the template renders an answer differently when later messages follow, there are several pairs.
+        An exception replaces a conversation that cannot be encoded. The others follow, unless they would fail too."""
 
 
 class Conversations:
-    """Conversation i is tokens[starts[i]:starts[i + 1]]. Conversations without an answer are left out."""
+    """Conversations of a file: number i is tokens[starts[i]:starts[i + 1]]. Those without an answer are left out."""
 
     def __init__(self, path: str, chat: ConversationEncoder, cache: IndexCache, say: Say | None = None) -> None:
         self.prefix = path
@@ -65,7 +65,7 @@ class Conversations:
             added = "conversation is" if self._apart == 1 else "conversations are"
             notes.append(
                 f"{self.prefix}: {self._apart:,} {added} added, each up to an earlier answer, because the chat "
-                "template shows that answer differently once later messages follow (some drop its reasoning)"
+                "template renders that answer differently when later messages follow (such as without its reasoning)"
             )
         if self.silent:
             many = "conversation has" if len(self.silent) == 1 else "conversations have"
@@ -117,7 +117,7 @@ def _encoded(path: Path, chat: ConversationEncoder, say: Say | None) -> Arrays:
             said = time.monotonic()
             say(f"data: {path}: {len(lengths):,} conversations encoded in {said - began:.0f} s ...")
     if wrong:
-        others = f" ({len(wrong) - 1:,} others are wrong too)" if len(wrong) > 1 else ""
+        others = f" ({len(wrong) - 1:,} others have errors too)" if len(wrong) > 1 else ""
         raise DataError(f"{min(wrong, key=lambda found: found[0])[1]}{others}")
     return {
         "tokens": np.frombuffer(tokens, dtype=np.int32),

@@ -1,4 +1,4 @@
-"""Samples of whole conversations. Every epoch has the same packs in another order."""
+"""Samples of packed conversations. Every epoch has the same packs in another order."""
 
 import numpy as np
 
@@ -41,7 +41,7 @@ class ConversationDataset:
         self.order = np.concatenate(epochs)[:wanted]
 
     def _cut(self, first: int, last: int) -> None:
-        """Truncates conversations that are longer than a sample. Leaves out those whose rest has no answer."""
+        """Truncates conversations that are longer than a sample. Leaves out those whose kept part has no answer."""
         room = self.seq_length + 1
         lengths = self.data.sequence_lengths[first:last]
         kept = np.minimum(lengths, room)
@@ -55,7 +55,7 @@ class ConversationDataset:
         if not len(self.conversations):
             raise DataError(
                 f"--seq-length {self.seq_length}: none of {last - first} conversations of {self.data.prefix} has an "
-                "answer within it; give a larger one"
+                "answer within this length; raise --seq-length"
             )
 
     def _packs(self, seed: int, cache: IndexCache | None) -> Packs:
@@ -84,7 +84,7 @@ class ConversationDataset:
         if self.cut or self.dropped:
             notes.append(
                 f"{name}: {self.data.prefix}: {self.cut + self.dropped:,} conversations are longer than --seq-length "
-                f"{self.seq_length}: {self.cut:,} truncated, {self.dropped:,} left out (no answer within it)"
+                f"{self.seq_length}: {self.cut:,} truncated, {self.dropped:,} left out (no answer within that length)"
             )
         return notes
 

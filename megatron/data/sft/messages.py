@@ -54,7 +54,7 @@ def _conversations(path: Path, number: int, text: bytes) -> Iterator[Conversatio
         raise wrong_line(path, number, f"no messages; {_FORM}")
     tools = line.get("tools")
     if tools is not None and not isinstance(tools, list):
-        raise wrong_line(path, number, "tools is not a list; give a list of descriptions, or leave it out")
+        raise wrong_line(path, number, "tools is not a list; give a list of descriptions, or remove tools")
     for place, message in enumerate(messages, start=1):
         _check(path, number, place, message)
     starts = [i for i, message in enumerate(messages) if i == 0 or message["role"] == "system"]

@@ -22,7 +22,9 @@ class ConversationSources(Sources):
 
     def prepare(self, prefixes: Sequence[str]) -> None:
         for prefix in filter(is_url, prefixes):
-            raise ConfigError(f"--sft: {without_secrets(prefix)}: training reads local files; download it to each node")
+            raise ConfigError(
+                f"--sft: {without_secrets(prefix)}: training reads local files; download the file to each node"
+            )
 
     def _open(self, prefix: str) -> Source:
         if not Path(prefix).is_file():

@@ -12,7 +12,7 @@ from megatron.preprocess.input.documents import TOO_LONG
 # `re` has a bug in possessive groups before Python 3.11.5; `regex` is correct but half as fast.
 _compile: Callable[[bytes], Any] = re.compile if sys.version_info >= (3, 11, 5) else regex.compile
 _STRUCTURE = re.compile(rb'["{}\[\],]')
-# Inside an item only brackets matter: this pattern skips strings and commas up to the next one.
+# Inside an item only brackets matter: this pattern skips strings and commas up to the next bracket.
 _TO_BRACKET = _compile(rb'(?s)[^"{}\[\]]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"{}\[\]]*+)*+')
 _BACKSLASH = ord("\\")
 EMPTY_ITEM = b","  # makes an empty item a bad line; an empty line would be skipped as blank

@@ -29,7 +29,8 @@ def look_into(file: BinaryIO, path: str, size: int) -> tuple[str, bool]:
         reader_of(".parquet")  # fails before anything is read
     if kind in ("gzip", "zstd") and not size:
         raise ConfigError(
-            f"--input {path}: has 0 bytes, but even an empty archive has more; fetch it again, or leave it out"
+            f"--input {path}: has 0 bytes, but even an empty archive has more; fetch it again, or remove it from "
+            "--input"
         )
     return kind, kind in ("gzip", "zstd") and begins_array(_decompressed_head(kind, head))
 

@@ -14,7 +14,7 @@ _DECODER = json.JSONDecoder(parse_int=float)
 TOO_LONG = b"\xff\xfe line too long"
 _DEEP_BYTES = 1000  # shorter lines cannot be nested deeply enough for the two parsers to differ
 _DEEP_MARKS = 400
-_PLAIN_TEXT = 'it begins with {!r}; is it plain text? Each line must be an object such as {{"text": "..."}}'
+_PLAIN_TEXT = 'the line begins with {!r}; is it plain text? Each line must be an object such as {{"text": "..."}}'
 
 Texts = list[str]  # the sequences of one document; several if the value is a list of texts
 
@@ -90,7 +90,7 @@ def _texts_under(record: dict[str, Any], key: str) -> Texts:
 
 
 def _may_be_deep(line: bytes, record: dict[str, object]) -> bool:
-    """True if a line may be nested too deeply for one of the parsers. A cheap check that errs towards the slow path."""
+    """True if a line may be nested too deeply for one of the parsers. A cheap check, which is also True in doubt."""
     for value in record.values():
         if type(value) in (dict, list):
             return line.count(b"[") + line.count(b"{") > _DEEP_MARKS
@@ -125,7 +125,9 @@ def parse_line(line: bytes, keys: Sequence[str]) -> list[Texts] | None:
         raise LineError("not JSON", "nested too deeply") from None
     except ValueError as error:
         if text in ("{", "["):
-            raise LineError("not JSON", f"only {text}: not one object per line; convert it with jq -c .") from None
+            raise LineError(
+                "not JSON", f"only {text}: not one object per line; convert the file with jq -c ."
+            ) from None
         if text[0] not in '{["':
             raise LineError("not JSON", _PLAIN_TEXT.format(text[:20])) from None
         raise LineError("not JSON", f"{error}") from None

@@ -88,7 +88,7 @@ def expand_inputs(patterns: Sequence[str]) -> list[InputFile]:
         for path in _files_of(pattern):
             source, file = _remote_source(path) if remote.is_url(path) else _source(path)
             if file in seen:
-                raise ConfigError(f"--input {path}: given twice, so its documents would count twice; name it once")
+                raise ConfigError(f"--input {path}: given twice, so its documents would count twice; give it once")
             seen.add(file)
             sources.append(source)
     return _told_apart(sources)
@@ -225,7 +225,7 @@ def _source(path: str) -> tuple[InputFile, tuple[int, int]]:
 
 def _standard_input() -> InputFile:
     if sys.stdin is None or sys.stdin.closed:
-        raise ConfigError("--input -: standard input is closed; pipe the text into the tool, or name files")
+        raise ConfigError("--input -: standard input is closed; pipe the text into the tool, or give files")
     if sys.stdin.isatty():
-        raise ConfigError("--input -: standard input is a terminal; pipe the text into the tool, or name files")
+        raise ConfigError("--input -: standard input is a terminal; pipe the text into the tool, or give files")
     return InputFile(STDIN_NAME, "stdin", 0, STDIN)

@@ -12,7 +12,7 @@ _QUICK = 1 << 30  # most bytes to search for a line number, because the failed r
 
 @dataclass(slots=True)
 class Assigned:
-    """A segment in flight, without its data."""
+    """Segment that a worker is encoding, without its data."""
 
     segment: Segment
     lines: int | None  # None: unknown without reading

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 def build_chat_encoder(config: "TokenizerConfig", eod_id: int | None, *, flag: str = "--sft") -> ChatEncoder:
-    """Returns the encoder that `flag` needs. Its format is the one that the settings name, by default the tokenizer's
-    own template, and Megatron-LM's for --tokenizer-type SFTTokenizer."""
+    """Returns the chat encoder for `flag`. The settings name its prompt format. The default is the tokenizer's own
+    template, or Megatron-LM's format for --tokenizer-type SFTTokenizer."""
     if TOKENIZERS[config.kind] is not HUGGING_FACE or config.tokenizer_model is None:
         raise ConfigError(
             f"{flag}: {config.kind} has no chat template; give --tokenizer-type HuggingFaceTokenizer --tokenizer-model "
-            "FOLDER, or --load a Hugging Face model that has one"
+            "FOLDER, or --load a Hugging Face model with a chat template"
         )
     return ChatEncoder(config.tokenizer_model, config.prompt_format, eod_id)

@@ -69,7 +69,7 @@ class ChatEncoder:
         if self._form.ends_with_eod and self._eod_id is None:
             raise ConfigError(
                 f"{_FLAG} {self.format}: ends a conversation with the end-of-document token, but {SETTING} {folder} "
-                f"names none (eos_token in tokenizer_config.json); name one, or use {_FLAG} default"
+                f"names none; add eos_token to its tokenizer_config.json, or use {_FLAG} default"
             )
         return ChatTemplate(
             source, named=named, special_tokens=names, ends=[*filter(None, [*self._special, *names.values()])]
@@ -82,7 +82,7 @@ class ChatEncoder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of everything that decides the ids and which of them count."""
+        """Hash of everything that determines the ids and which of them count in the loss."""
         identity = {
             "version": _VERSION,
             "tokenizer": {name: value for name, value in self._description.items() if name != "version"},
@@ -96,8 +96,8 @@ class ChatEncoder:
 
     @cached_property
     def _rust(self) -> Any:
-        """Separate tokenizer that reads the text of a special token as that token, because templates write them as
-        text. Its offsets include a token's white space, which some files trim."""
+        """Separate tokenizer that converts text that spells a special token to that token, because templates write
+        special tokens as text. Its offsets include white space, even if the file trims it."""
         from tokenizers.processors import ByteLevel
 
         rust = load_spelling(self._json_file)
@@ -117,8 +117,9 @@ class ChatEncoder:
         self, conversations: Iterable[tuple[Sequence[Message], Sequence[Any] | None]]
     ) -> Iterator[list[tuple[Ids, np.ndarray]] | ChatError]:
         """Yields, for each conversation, ids and whether the prediction from each id belongs to an answer. There are
-        several pairs if the template shows an answer differently once later messages follow: each as the model sees it
-        when it answers. A ChatError replaces a conversation that cannot be encoded. A LimitError ends the iteration."""
+        several pairs if the template renders an answer differently when later messages follow. Each pair then has
+        answers as the model sees them when it answers. A ChatError replaces a conversation that cannot be encoded. A
+        LimitError ends the iteration."""
         left = iter(conversations)
         try:
             while batch := list(islice(left, _BATCH)):
@@ -143,7 +144,7 @@ class ChatEncoder:
         if isinstance(found, ChatError):
             raise found
         text = found[0].text + self._form.before_answer
-        with library_errors(lambda reason: ChatError(f"the tokenizer fails on it ({reason})")):
+        with library_errors(lambda reason: ChatError(f"the tokenizer fails on the conversation ({reason})")):
             return text, list(self._rust.encode(text, add_special_tokens=False).ids)
 
     def _request_or_why(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> bytes | ChatError:
@@ -167,7 +168,7 @@ class ChatEncoder:
             return error
 
     def _encoded(self, rendered: Rendered) -> tuple[Ids, np.ndarray]:
-        with library_errors(lambda reason: ChatError(f"the tokenizer fails on it ({reason})")):
+        with library_errors(lambda reason: ChatError(f"the tokenizer fails on the conversation ({reason})")):
             encoding = self._rust.encode(rendered.text, add_special_tokens=False)
         ids, answers = np.array(encoding.ids, dtype=np.int32), np.zeros(len(encoding.ids), dtype=bool)
         starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T

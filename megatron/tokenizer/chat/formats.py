@@ -1,6 +1,7 @@
 """Formats of --sft-tokenizer-prompt-format as chat templates, with the assistant's answers marked.
 
-All but `default` come from Megatron-LM, which ends each conversation with the end-of-document token and counts it.
+All but `default` come from Megatron-LM, which ends each conversation with the end-of-document token and counts it
+in the loss.
 """
 
 from dataclasses import dataclass

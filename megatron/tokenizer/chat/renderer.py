@@ -1,11 +1,11 @@
 """Renders chat templates in a separate program, which `template.py` starts without any resources of the run.
 
 A template comes with a model of another author, so it is untrusted. It is rendered in jinja2's sandbox and sees plain
-JSON only. Its process has no files, sockets and environment, and limits of memory, CPU time and output. It gets no
+JSON only. Its process has no files, sockets or environment. Its memory, CPU time and output are limited. It gets no
 date, because the ids of a conversation must not depend on the day.
 
-Standard input carries a frame with the setup, then frames with conversations. A frame is its length and JSON. Standard
-output carries one frame per input frame.
+Standard input carries a frame with the setup, then frames with conversations. A frame is a length followed by JSON.
+Standard output carries one frame per input frame.
 """
 
 import json
@@ -30,7 +30,7 @@ MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 LENGTH_BYTES = 8
 Texts = list[tuple[str, list[tuple[int, int]]]]
-"""Texts, each with the begin and end of the assistant's answers in it."""
+"""Texts, each with the character ranges [start, end) of the assistant's answers."""
 
 
 class OutputLimitError(Exception):
@@ -38,7 +38,7 @@ class OutputLimitError(Exception):
 
 
 class UnknownAnswerError(Exception):
-    """Raised with the number (from 1) of a message whose beginning is unknown."""
+    """Raised with the number (from 1) of an answer whose start in the text is unknown."""
 
 
 class _Renderer:
@@ -49,8 +49,8 @@ class _Renderer:
         self._names, self._ends, self._most = setup["names"], tuple(setup["ends"]), setup["output_bytes"]
 
     def answer(self, request: Mapping[str, Any]) -> Texts:
-        """Returns the prompt to answer, or the whole conversation with the places of its answers. There are several
-        texts if the template shows an answer differently once later messages follow."""
+        """Returns the text of a prompt, or of a whole conversation with the ranges of its answers. There are several
+        texts if the template renders an answer differently when later messages follow."""
         messages, tools = request["messages"], request["tools"]
         if request["prompt"]:
             return [self._without_marks(self._render(messages, tools, prompt=True))]
@@ -63,12 +63,13 @@ class _Renderer:
         if printed := set(ADDRESS.findall(text)):  # legitimate if it comes from a message
             given = f"{self._source}{json.dumps([messages, tools], ensure_ascii=False)}"
             if not printed.issubset(ADDRESS.findall(given)):
-                raise ValueError("it prints the address of an object, which differs each time; add | list or ()")
+                raise ValueError("the template prints an object's address, which differs each time; add | list or ()")
         return text
 
     def _answers_by_prefix(self, whole: str, messages: Sequence[Any], tools: Any) -> Texts:
-        """Finds answers by rendering prefixes. An answer is the difference between the conversation before it, with the
-        prompt to answer, and the conversation with it. A prefix that later messages change becomes a separate text."""
+        """Finds each answer by rendering the conversation twice: before the answer, with the generation prompt, and up
+        to the end of the answer. The answer is the difference. If later messages change the text up to an answer, it
+        becomes a separate text."""
         texts: Texts = [(whole, [])]
         for place in reversed([i for i, message in enumerate(messages) if message["role"] == "assistant"]):
             before = self._render(messages[:place], tools, prompt=True)
@@ -81,8 +82,8 @@ class _Renderer:
         return [(text, answers[::-1]) for text, answers in reversed(texts) if answers] or [(whole, [])]
 
     def _end_of_turn(self, text: str, start: int, end: int) -> int:
-        """Returns the end of an answer, without the template's white space after the end-of-turn token, which the model
-        does not generate."""
+        """Returns the end of an answer, without white space that the template adds after the end-of-turn token. The
+        model does not generate that white space."""
         stripped = start + len(text[start:end].rstrip())
         return stripped if text[start:stripped].endswith(self._ends) else end
 
@@ -123,7 +124,7 @@ def compiled(source: str) -> "jinja2.Template":
         raise TemplateError(str(message))
 
     def refuse_random(*_: object, **__: object) -> str:
-        raise TemplateError("random and lipsum give a different text each time")
+        raise TemplateError("random and lipsum give a different text each time; remove them")
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Answers, loopcontrols]

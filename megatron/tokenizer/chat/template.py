@@ -24,7 +24,7 @@ from megatron.tokenizer.chat import renderer
 from megatron.tokenizer.chat.renderer import LENGTH_BYTES, MARKED, MARKS, frame, json_bytes
 from megatron.utils.process import how_to_continue
 
-_SAFE_JINJA = (3, 1, 6)  # older sandboxes have known holes
+_SAFE_JINJA = (3, 1, 6)  # older versions have known security holes
 _MESSAGE_BYTES = 1 << 20  # requests that are sent together
 _STOPPED_AFTER, _STOPPED_EVERY = 5.0, 30.0  # seconds without an answer, after which a stopped process is reported
 
@@ -32,10 +32,10 @@ Message = Mapping[str, Any]
 
 
 class ChatError(Exception):
-    """Raised for a conversation that cannot be encoded. Callers that know its place turn it into a DataError."""
+    """Raised for a conversation that cannot be encoded. Callers that know its line convert it to a DataError."""
 
     ends = False
-    """True if the template is to blame, so that trying other conversations is pointless."""
+    """True if the template causes the error, so that other conversations would fail too."""
 
 
 class LimitError(ChatError):
@@ -70,8 +70,8 @@ class ChatTemplate:
         ends: Sequence[str],
         limits: Limits | None = None,
     ) -> None:
-        """Stores the template. Messages call it `named`. Keys of `special_tokens` are the names that templates use
-        (bos_token). Texts of all special tokens are in `ends`; any of them may end a turn."""
+        """Stores the template. `named`: its name in messages. `special_tokens`: name that templates use (bos_token) ->
+        text. `ends`: texts of all special tokens, each of which may end a turn."""
         self.source, self.named, self.limits = source, named, limits or Limits()
         self.marked = MARKED.search(source) is not None
         """True if the template marks the assistant's answers itself."""
@@ -141,25 +141,28 @@ class ChatTemplate:
         if kind == "output":
             return LimitError(self._limit(f"writes more than {_size(self.limits.output_bytes)} for one conversation"))
         if kind == "endless":
-            return LimitError(f"{self.named} does not end ({_shown(why)})")
+            return LimitError(f"{self.named} recurses or nests too deeply ({_shown(why)}); correct the template")
         if kind == "unknown":
             return ChatError(
                 f"{self.named} does not begin message {int(why)} with its own add_generation_prompt text, so the "
                 "answer's start is unknown; put {% generation %} and {% endgeneration %} around the assistant's text"
             )
-        return ChatError(f"{self.named} rejects it ({_shown(why)})")
+        return ChatError(f"{self.named} rejects the conversation ({_shown(why)})")
 
     def _no_text(self) -> str:
         return f"{self.named} makes its process return something other than text; use another template"
 
     def _limit(self, what: str) -> str:
-        return f"{self.named} {what}, the limit of templates; correct it, or use another one"
+        return f"{self.named} {what}, the limit for templates; correct the template, or use another one"
 
     def _end(self, code: int) -> str:
         if code == -signal.SIGXCPU:
             return self._limit(f"takes more than {self.limits.cpu_seconds} s of CPU time for one conversation")
         if code == -signal.SIGKILL:
-            return f"{self.named}: its rendering process was killed (out of memory?); free some memory, or correct it"
+            return (
+                f"{self.named}: its rendering process was killed (out of memory?); free some "
+                "memory, or correct the template"
+            )
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         return f"{self.named}: its rendering process ended ({how}); correct the template, or use another one"
 
@@ -184,7 +187,7 @@ class ChatTemplate:
             raise ConfigError(self._no_text()) from None
         if not limits_memory:
             logging.getLogger(__name__).warning(
-                "%s: this system does not limit the memory of its rendering process (RLIMIT_AS); CPU time and output "
+                "%s: this system cannot limit the memory of the rendering process (RLIMIT_AS); CPU time and output "
                 "are limited",
                 self.named,
             )
@@ -193,7 +196,10 @@ class ChatTemplate:
 
     def _not_a_template(self, kind: str, why: str) -> str:
         if kind == "refused":
-            return f"{self.named}: not a chat template ({_shown(why)}); correct it, or give another --tokenizer-model"
+            return (
+                f"{self.named}: not a chat template ({_shown(why)}); correct the file, or give "
+                "another --tokenizer-model"
+            )
         return str(self._error(kind, why))
 
 
@@ -202,9 +208,9 @@ def request(messages: Sequence[Message], tools: Sequence[Any] | None = None, *, 
     try:
         content = json_bytes({"messages": list(messages), "tools": tools, "prompt": prompt})
     except RecursionError:
-        raise ChatError("its values are nested too deeply; flatten them") from None
+        raise ChatError("the conversation is nested too deeply; flatten it") from None
     if MARKS.search(content.decode("utf-8", "surrogatepass")):
-        raise ChatError("its text holds U+FDD0 or U+FDD1, which are noncharacters of Unicode; remove it")
+        raise ChatError("the conversation contains U+FDD0 or U+FDD1, which are noncharacters of Unicode; remove them")
     return content
 
 
@@ -240,7 +246,7 @@ class _Process:
 
     @property
     def usable(self) -> bool:
-        """True if it runs and this process owns it. A fork inherits the pipes, but must not use them."""
+        """True if it runs and this process started it. A fork inherits the pipes, but must not use them."""
         return self._owner == os.getpid() and self._popen.poll() is None
 
     def send(self, content: bytes) -> None:
@@ -291,7 +297,8 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
 
 
 def _texts(content: Iterable[Any]) -> tuple[Rendered, ...]:
-    """Validates the texts from the process, which are untrusted."""
+    """Checks the texts that the template's process sent, because a template is untrusted code. Raises ValueError on an
+    invalid one."""
     texts = []
     for text, answers in content:
         within = tuple((start, end) for start, end in answers)

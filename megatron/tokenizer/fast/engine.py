@@ -11,7 +11,7 @@ from megatron.tokenizer.fast.kinds import FastKind, NotFastError
 from megatron.utils.process import resident_bytes
 
 INSTALL = "pip install gigatoken"
-# The library caches every word without limit. It is rebuilt after this growth of the process.
+# The library caches every word without limit. It is loaded again when the process has grown by this much.
 CACHE_BYTES = 16 << 20
 CHECK_BYTES = 1 << 20
 # The same limit in bytes of text, for systems where the size of the process cannot be read.
@@ -37,7 +37,7 @@ class FastEngine:
         try:
             self._library: Any = self._load(self._description)
         except Exception as error:  # the library raises plain Exception
-            raise NotFastError(f"gigatoken cannot open it ({str(error).splitlines()[0]})") from None
+            raise NotFastError(f"gigatoken cannot open this tokenizer ({str(error).splitlines()[0]})") from None
         self._encode = self._library.encode
         self._size = resident_bytes()
         self._since_check = self._since_build = 0
@@ -52,7 +52,9 @@ class FastEngine:
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # the library's, which cannot be imported
                 raise
-            logging.getLogger(__name__).warning("gigatoken failed on a text (%s); tokenizers encodes it", error)
+            logging.getLogger(__name__).warning(
+                "gigatoken failed on a text (%s); the tokenizers package encodes this text", error
+            )
             self._build()
             raise EnginePanicError from None
 

@@ -1,4 +1,4 @@
-"""Finds texts that must fall back to the exact encoder, because two Unicode tables may treat them differently."""
+"""Finds texts that must fall back to the exact encoder, because the encoders' Unicode tables may differ."""
 
 import re
 import unicodedata
@@ -17,11 +17,11 @@ _BLOCK = 1 << 20
 
 
 class FallbackTexts:
-    """Finds such texts at a negligible cost compared with the fast encoder's.
+    """Finds texts with unsafe characters. Compared with the fast encoder, the cost is negligible.
 
-    A character is unsafe if Python's Unicode table lacks it: it is new, so the encoders may disagree about it being a
-    letter. If text is composed (normal form C) before encoding, characters that composition reorders or joins are also
-    unsafe. Characters of Unicode 3.2 are exempt, because every table has them.
+    A character is unsafe if Python's Unicode table lacks it. It is then new, so the encoders may disagree whether it
+    is a letter. If text is composed (normal form C) before encoding, characters that composition reorders or joins are
+    also unsafe. Characters of Unicode 3.2 are exempt, because every table has them.
     """
 
     def __init__(self, *, composes: bool = False, cased: bool = False, plain_tokens: Sequence[str] = ()) -> None:

@@ -1,8 +1,8 @@
-"""Guards the fast encoder: its ids equal the exact one's, or the run stops and reports the difference.
+"""Guards the fast encoder: if its ids differ from the exact ones, the run stops and reports the difference.
 
 1. Only kinds of tokenizer with proven equality use the fast encoder (kinds.py).
-2. At the start both encode probe texts with this vocabulary (probe_texts.py).
-3. Texts that two Unicode tables may treat differently fall back to the exact encoder (fallback_texts.py).
+2. At the start both encoders encode probe texts with this vocabulary (probe_texts.py).
+3. Texts on which the encoders' Unicode tables may differ fall back to the exact encoder (fallback_texts.py).
 4. The exact encoder encodes a sample of all text again. A difference raises EncoderDifference.
 """
 
@@ -23,7 +23,7 @@ from megatron.tokenizer.fast.words import WORD_END, split_at_words
 
 ExactEncoder = Callable[[str], Ids]
 
-# One piece of this size is compared per stretch: 0.2 % of the text, a tenth of the fast encoder's time.
+# One piece of this size is compared per stretch: 0.2 % of the text, which takes a tenth of the fast encoder's time.
 PIECE = 2048
 STRETCH = 1 << 20
 # Every stretch of this many characters has at least one sample, whichever texts the content selects.
@@ -55,7 +55,9 @@ def build_guarded(
         if encoder == "fast":
             raise ConfigError(f"--encoder fast: {name}: {reason}; give --encoder auto or exact") from None
         if announce:
-            logging.getLogger(__name__).warning("%s: encoded by tokenizers, not by the fast encoder: %s", name, reason)
+            logging.getLogger(__name__).warning(
+                "%s: the tokenizers package encodes texts, not the fast encoder: %s", name, reason
+            )
         return None
 
 
@@ -72,7 +74,7 @@ def _build(description: dict[str, Any], exact: ExactEncoder, eod_token: str | No
         except EnginePanicError:
             raise NotFastError("gigatoken failed on one of the test texts") from None
         if differs:
-            raise NotFastError(f"it differs on this vocabulary, as at {text[:60]!r}")
+            raise NotFastError(f"its ids differ from the exact ones on this vocabulary, as for {text[:60]!r}")
     return GuardedEncoder(engine, exact, fallback)
 
 
@@ -140,14 +142,14 @@ class GuardedEncoder:
         return [int((number + chance) / pieces * max(0, size - PIECE)) for number in range(pieces)]
 
     def _compare(self, index: int, text: str, ids: Ids, start: int, after: int | None) -> int | None:
-        """Compares the piece at `start` and returns its position in the ids. The next piece lies behind it, so the ids
-        of a text are searched once. `after` None means that an earlier piece was not found; then none is searched."""
+        """Compares the piece at `start` and returns its position in the ids. The search for the next piece begins
+        there, so the ids of a text are searched once. `after`: position of the piece before; None if not found."""
         piece, at_words = _cut(text, start)
         if at_words and after is not None:
             position = find_ids(self._exact(piece), ids, after)
             if position is not None:
                 return position
-        # A piece cut inside a word may be missing from the ids; then it, or all of a short text, is encoded again.
+        # A piece cut inside a word may be missing from the ids. Then it, or a short whole text, is encoded again.
         whole = text if at_words and len(text) <= STRETCH else piece
         if whole is not text and self._fallback.find([piece], [piece.encode()]):
             return after  # the engine has not encoded it

@@ -1,7 +1,7 @@
 """Recognises the tokenizer.json files that the fast encoder computes exactly.
 
-The list is closed. Each kind was verified with every character and millions of random texts; all others use the exact
-encoder. The fast library ignores unknown settings, so this module must check every setting.
+The list of kinds is fixed. Each kind was verified with every character and millions of random texts; all others use the
+exact encoder. The fast library ignores unknown settings, so this module must check every setting.
 """
 
 import re
@@ -49,7 +49,7 @@ class NotFastError(Exception):
 class FastKind:
     description: dict[str, Any]  # for the fast library, without settings that it would ignore
     composes: bool  # the exact encoder normalises text to form C first
-    cased: bool  # the word pattern depends on case
+    cased: bool  # the pre-tokenization pattern depends on case
     plain_tokens: tuple[str, ...]  # added tokens that match text
 
 
@@ -96,12 +96,12 @@ def _check_model(model: dict[str, Any]) -> None:
 def _check_merges(vocab: dict[str, int], merges: list[Merge]) -> None:
     """Rejects merges whose order depends on the implementation."""
     if len(set(merges)) != len(merges):
-        raise NotFastError("its list of merges has one twice")
+        raise NotFastError("its list of merges contains a merge twice")
     made = [vocab.get(left + right, -1) for left, right in merges]
     if -1 in made:
-        raise NotFastError("a merge makes a token that the vocabulary lacks")
+        raise NotFastError("a merge produces a token that the vocabulary lacks")
     if any(one == other for one, other in pairwise(made)):
-        raise NotFastError("two merges make the same token")
+        raise NotFastError("two merges produce the same token")
 
 
 def _composes(normalizer: dict[str, Any] | None) -> bool:
@@ -117,7 +117,7 @@ def _composes(normalizer: dict[str, Any] | None) -> bool:
 
 def _pre_tokenizer(pre: dict[str, Any] | None) -> dict[str, Any]:
     if pre is None:
-        raise NotFastError("it has no pre-tokenizer")
+        raise NotFastError("the tokenizer has no pre-tokenizer")
     parts: list[dict[str, Any]] = list(pre.get("pretokenizers") or ()) if pre.get("type") == "Sequence" else [pre]
     kinds = [part.get("type") for part in parts]
     if kinds == ["ByteLevel"] and parts[0].get("use_regex", True):
@@ -129,9 +129,9 @@ def _pre_tokenizer(pre: dict[str, Any] | None) -> dict[str, Any]:
     # Every known pattern matches every character, so splitting at matches and keeping them is the same.
     cuts = (str(split.get("behavior")).lower(), bool(split.get("invert"))) in (("isolated", False), ("removed", True))
     if pattern not in KNOWN_SPLITS or not cuts:
-        raise NotFastError(f"its word pattern is unknown ({str(pattern)[:40]}...)")
+        raise NotFastError(f"its pre-tokenization pattern is unknown ({str(pattern)[:40]}...)")
     if bytes_of.get("use_regex", True) or bytes_of.get("add_prefix_space", True):
-        raise NotFastError("it splits words twice, or adds a space before each")
+        raise NotFastError("its pre-tokenizer splits words twice, or adds a space before each")
     return {"type": "Sequence", "pretokenizers": [{"type": "Split", "pattern": {"Regex": pattern}}]}
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 # In every known pattern a word ends before a space that follows a visible character.
 WORD_END = re.compile(r"(?<=\S) ")
-# In GPT-2's pattern no word spans a visible character and a line end either, or looks past that point.
+# In GPT-2's pattern a word also ends before a line end that follows a visible character.
 WORD_OR_LINE_END = re.compile(r"(?<=\S)[ \n]")
 
 

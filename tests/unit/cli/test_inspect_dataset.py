@@ -93,7 +93,7 @@ def test_vocabulary_size_without_a_record(tmp_path: Path, capsys: pytest.Capture
     with IndexedDatasetBuilder(tmp_path / "d", "uint16") as builder:
         builder.add_document([1, 200])
     words = [str(tmp_path / "d"), "--verify", "--vocab-size"]
-    assert "token id 200 is not 0 to 199" in run(capsys, *words, "200", code=DataError.exit_code)
+    assert "token id 200, but ids must be 0 to 199" in run(capsys, *words, "200", code=DataError.exit_code)
     assert "ids below 201" in run(capsys, *words, "201")
 
 

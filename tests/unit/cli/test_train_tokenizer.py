@@ -54,9 +54,9 @@ def test_too_little_text_is_said(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "code", "complaint"),
     [
-        ("--vocab-size 100", 2, "--vocab-size 100: at least 257"),
+        ("--vocab-size 100", 2, "--vocab-size 100: must be at least 257"),
         ("--vocab-size 10000000000", 2, "--vocab-size: 10000000000 is more than 2147483647"),
-        ("--vocab-size 2147483647", 2, "--vocab-size 2147483647: at most 10000000 tokens can be learned"),
+        ("--vocab-size 2147483647", 2, "--vocab-size 2147483647: must be at most 10000000"),
         ("--vocab-size 300 --json-kye content", 2, "--json-kye: no such flag; did you mean --json-key?"),
         ("", 2, "required: --vocab-size"),
     ],

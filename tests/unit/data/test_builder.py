@@ -84,7 +84,7 @@ def test_merging_another_dtype_is_refused(tmp_path: Path) -> None:
         ([1.5], None, "must be a list of integers"),
         ([[1, 2]], None, "must be a list of integers"),
         ([1, 2], [1], "lengths add up to 1, but there are 2 tokens"),
-        ([1, 2], [3, -1], "sequence of -1 tokens"),
+        ([1, 2], [3, -1], "sequence has -1 tokens"),
     ],
 )
 def test_bad_documents_are_refused_and_leave_nothing(

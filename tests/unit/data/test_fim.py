@@ -245,17 +245,17 @@ def test_an_id_outside_of_the_vocabulary_is_refused_by_its_place(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"fim_prefix_token": "<PRE>"}, "--fim-prefix-token <PRE>: not in the tokenizer's vocabulary"),
-        ({"fim_eod_token": "</s>"}, "--fim-eod-token </s>: not in the tokenizer's vocabulary"),
+        ({"fim_prefix_token": "<PRE>"}, "--fim-prefix-token <PRE>: the tokenizer's vocabulary"),
+        ({"fim_eod_token": "</s>"}, "--fim-eod-token </s>: the tokenizer's vocabulary"),
         ({"fim_split_sample": "<repo>", "fim_fragment_rate": 0.5}, "--fim-split-sample <repo>: not in"),
-        ({"fim_middle_token": "<fim_suffix>"}, "name the same token twice"),
+        ({"fim_middle_token": "<fim_suffix>"}, "name the same token"),
     ],
 )
 def test_refusals(tokenizer: GPT2BPETokenizer, settings: dict[str, object], message: str) -> None:
     config = DataConfig(seq_length=8, fim_data=True, **settings)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
         FillInTheMiddle.of(config, tokenizer)
-    with pytest.raises(ConfigError, match="--fim-data: needs a text tokenizer, and this run has none"):
+    with pytest.raises(ConfigError, match="--fim-data: needs a text tokenizer, but this run has none"):
         FillInTheMiddle.of(config, None)
 
 

@@ -101,7 +101,7 @@ def test_preprocessing_again_is_never_met_by_an_old_cache(tmp_path: Path) -> Non
 
 def test_sequences_without_tokens(tmp_path: Path) -> None:
     prefix = write_dataset(tmp_path / "d", [[1, 2, 3], [], []])
-    with pytest.raises(DataError, match=r"d: sequences 1 to 3 hold no tokens"):
+    with pytest.raises(DataError, match=r"d: sequences 1 to 3 contain no tokens"):
         make(prefix, first=1, last=3)
 
 

@@ -129,18 +129,22 @@ TAMPERED = {
     "dtype code 0": (17, b"\x00", r"\.idx: dtype code 0"),
     "dtype code 99": (17, b"\x63", r"\.idx: dtype code 99"),
     "float tokens": (17, b"\x06", r"\.idx: dtype code 6 \(float64\)"),
-    "count 2^40": (18, struct.pack("<Q", 1 << 40), r"\.idx: .* counts"),
-    "count 2^63": (18, struct.pack("<Q", 1 << 63), r"\.idx: .* counts"),
-    "document count": (26, struct.pack("<Q", 8), r"\.idx: .* counts"),
+    "count 2^40": (18, struct.pack("<Q", 1 << 40), r"\.idx: .* header"),
+    "count 2^63": (18, struct.pack("<Q", 1 << 63), r"\.idx: .* header"),
+    "document count": (26, struct.pack("<Q", 8), r"\.idx: .* header"),
     "negative length": (LENGTHS_AT + 8, struct.pack("<i", -7), r"sequence lengths: length of sequence 2 is -7"),
     "overlapping": (OFFSETS_AT + 16, struct.pack("<q", 4), r"sequence pointers: sequence 2"),
     "misaligned": (OFFSETS_AT + 16, struct.pack("<q", 7), r"sequence pointers: sequence 2"),
     "out of range": (OFFSETS_AT + 40, struct.pack("<q", 1 << 50), r"sequence pointers: sequence 5"),
     "lengths redistributed": (LENGTHS_AT, struct.pack("<ii", 2, 1), r"sequence pointers: sequence 1"),
     "document start": (DOCUMENTS_AT, struct.pack("<q", 1), r"document index: starts with 1"),
-    "documents not monotone": (DOCUMENTS_AT + 16, struct.pack("<q", 0), r"document index: entry 2 is 0, after 1"),
-    "documents too few": (DOCUMENTS_AT + 48, struct.pack("<q", 5), r"document index: ends at 5 of 6"),
-    "documents too many": (DOCUMENTS_AT + 48, struct.pack("<q", 9), r"document index: ends at 9 of 6"),
+    "documents not monotone": (
+        DOCUMENTS_AT + 16,
+        struct.pack("<q", 0),
+        r"document index: entry 2 is 0, less than 1 before it",
+    ),
+    "documents too few": (DOCUMENTS_AT + 48, struct.pack("<q", 5), r"document index: ends at 5, but there are 6"),
+    "documents too many": (DOCUMENTS_AT + 48, struct.pack("<q", 9), r"document index: ends at 9, but there are 6"),
 }
 
 

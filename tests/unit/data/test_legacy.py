@@ -86,10 +86,10 @@ TAMPERED = {
     "dtype code 99": (16, struct.pack("<Q", 99), "dtype code 99"),
     "float tokens": (16, struct.pack("<Q", 6), "dtype code 6"),
     "itemsize": (24, struct.pack("<Q", 4), "dtype code 8 with 4 bytes"),
-    "count 2^40": (32, struct.pack("<Q", 1 << 40), "counts"),
-    "count 2^63": (32, struct.pack("<Q", 1 << 63), "counts"),
-    "sizes": (40, struct.pack("<Q", 7), "counts"),
-    "document count": (48, struct.pack("<Q", 9), "counts"),
+    "count 2^40": (32, struct.pack("<Q", 1 << 40), "its header"),
+    "count 2^63": (32, struct.pack("<Q", 1 << 63), "its header"),
+    "sizes": (40, struct.pack("<Q", 7), "its header"),
+    "document count": (48, struct.pack("<Q", 9), "its header"),
     "two dimensions": (HEAD + 8, struct.pack("<q", 2), "dim_offsets"),
     "overlapping": (HEAD + 8 * (N + 1) + 8 * 4, struct.pack("<q", 2), "sequence pointers: sequence 4"),
     "out of range": (HEAD + 8 * (N + 1) + 8 * 5, struct.pack("<q", 1 << 50), "sequence pointers: sequence 5"),
@@ -97,8 +97,12 @@ TAMPERED = {
     "negative length": (HEAD + 16 * (N + 1), struct.pack("<q", -2), "sizes: a length is outside"),
     "long length": (HEAD + 16 * (N + 1), struct.pack("<q", 1 << 31), "sizes: a length is outside"),
     "document start": (HEAD + 16 * (N + 1) + 8 * N, struct.pack("<q", 1), "document index: starts with 1"),
-    "falling": (HEAD + 16 * (N + 1) + 8 * N + 16, struct.pack("<q", 1), "document index: entry 2 is 1, after 2"),
-    "too few": (HEAD + 16 * (N + 1) + 8 * N + 40, struct.pack("<q", 5), "document index: ends at 5 of 6"),
+    "falling": (
+        HEAD + 16 * (N + 1) + 8 * N + 16,
+        struct.pack("<q", 1),
+        "document index: entry 2 is 1, less than 2 before it",
+    ),
+    "too few": (HEAD + 16 * (N + 1) + 8 * N + 40, struct.pack("<q", 5), "document index: ends at 5, but there are 6"),
 }
 
 

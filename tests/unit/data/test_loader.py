@@ -321,7 +321,7 @@ def test_batches_do_not_share_memory(dataset: GPTDataset) -> None:
 
 
 def test_more_consumed_than_there_is(dataset: GPTDataset) -> None:
-    with pytest.raises(DataError, match="100000 samples are consumed"):
+    with pytest.raises(DataError, match="consumed 100000 samples"):
         next(loader(dataset, consumed_samples=100000))
 
 

@@ -106,7 +106,7 @@ def test_swapped_parts_are_found(tmp_path: Path) -> None:
         first.rename(tmp_path / "aside")
         second.rename(first)
         (tmp_path / "aside").rename(second)
-    with pytest.raises(DataError, match="partition 1 of 2 by its record, but 0 of 2 by its name"):
+    with pytest.raises(DataError, match="the record says partition 1 of 2, but the file name says 0 of 2"):
         run_merge([tmp_path / "parts"], tmp_path / "merged")
     assert names(tmp_path) == ["parts"]
 
@@ -210,19 +210,21 @@ def test_missing_and_doubled_partitions(tmp_path: Path) -> None:
     refused(tmp_path, [folder], r"corpus_part1_of_3_text_document\.bin is missing")
     (folder / "corpus_part1_of_3_text_document.idx").unlink()
     write_parts(folder, some_documents(1, 10), 2)
-    refused(tmp_path, [folder], "partitions of 2 and of 3 are mixed")
+    refused(tmp_path, [folder], "some inputs are partitions of 2, others of 3")
 
 
 def test_partition_beyond_the_last(tmp_path: Path) -> None:
     write_parts(tmp_path / "parts", some_documents(1, 4), 2)
     write(tmp_path / "parts" / "corpus_part002_of_002_text_document", [])
-    refused(tmp_path, [tmp_path / "parts"], "the 2 partitions are numbered from 0")
+    refused(tmp_path, [tmp_path / "parts"], "the 2 partitions have the numbers 0 to 1")
 
 
 def test_keys_beside_other_datasets(tmp_path: Path) -> None:
     write_parts(tmp_path / "parts", [], 1)
     write(tmp_path / "parts" / "other", [])
-    refused(tmp_path, [tmp_path / "parts"], "other is not a partition, but others are partitions of text_document")
+    refused(
+        tmp_path, [tmp_path / "parts"], "other is not a partition, but other inputs are partitions .of text_document"
+    )
 
 
 def test_differences_are_refused_with_both_named(tmp_path: Path) -> None:
@@ -242,8 +244,8 @@ def test_inputs_that_are_none(tmp_path: Path) -> None:
     refused(tmp_path, [tmp_path / "empty"], r"contains no \.bin and \.idx")
     refused(tmp_path, [tmp_path / "x*"], "matches no dataset")
     refused(tmp_path, [tmp_path / "nothing"], r"nothing\.idx does not exist")
-    refused(tmp_path, [one, one], "named twice")
-    refused(tmp_path, [one, f"{one}.bin"], "named twice")
+    refused(tmp_path, [one, one], "given twice")
+    refused(tmp_path, [one, f"{one}.bin"], "given twice")
     refused(tmp_path, [one], "is also an input", output="one", overwrite=True)
 
 
@@ -284,7 +286,10 @@ def test_tool_says_when_there_is_no_record(tmp_path: Path, capsys: pytest.Captur
     one = write(tmp_path / "one", some_documents(1, 3))
     two = write(tmp_path / "two", some_documents(2, 3), record=False)
     assert main(["--input", one, two, "--output-prefix", str(tmp_path / "m")]) == 0
-    assert "m: no record was written: " in (said := capsys.readouterr().err) and "two had no record" in said
+    assert (
+        "m: no record (.meta.json) was written, because " in (said := capsys.readouterr().err)
+        and "two had none" in said
+    )
     assert not record_path(tmp_path / "m").exists() and IndexedDataset(tmp_path / "m").num_documents == 6
 
 

@@ -28,7 +28,7 @@ def megatron_single(total: int, consumed: int, micro: int, rank: int, size: int)
 @given(total=st.integers(0, 60), consumed=st.integers(0, 60), micro=st.integers(1, 4), size=st.sampled_from([1, 2, 4]))
 def test_single_is_that_of_megatron(total: int, consumed: int, micro: int, size: int) -> None:
     if consumed > total:
-        with pytest.raises(DataError, match=f"{consumed} samples are consumed, but the data has {total}"):
+        with pytest.raises(DataError, match=f"consumed {consumed} samples, but the data has {total}"):
             list(single_batches(total, consumed, shape(micro, 0, size)))
         return
     for rank in range(size):
@@ -117,7 +117,7 @@ def test_samples_of_a_step_do_not_depend_on_the_layout(kind: str) -> None:
 def test_cyclic_refusals() -> None:
     with pytest.raises(DataError, match="7 samples do not fill one block of 8"):
         next(cyclic_batches(7, 0, shape(4, 0, 2)))
-    with pytest.raises(ConfigError, match="the 6 samples consumed are not whole blocks of 4"):
+    with pytest.raises(ConfigError, match="the number of consumed samples, 6, is not divisible by 4"):
         next(cyclic_batches(100, 6, shape(2, 0, 2)))
 
 

@@ -135,7 +135,10 @@ def test_what_is_too_long_or_not_answered_is_counted(tmp_path: Path) -> None:
     talks = [chat("ab", "c" * 40), chat("a" * 20, "b"), chat("only asked"), chat("a", "b"), chat("x", "y", "z")]
     built = build(write_chats(tmp_path / "c.jsonl", talks))
     notes = "\n".join(built.notes)
-    assert "2 conversations are longer than --seq-length 12: 1 truncated, 1 left out (no answer within it)" in notes
+    assert (
+        "2 conversations are longer than --seq-length 12: 1 truncated, 1 left out (no answer within that length)"
+        in notes
+    )
     assert "left out: 1 conversation has no answer of the assistant to learn from (line 3)" in notes
     assert built.train is not None
     assert any(shown(built.train[i]) == "|aBCCCCCCCCCCC" for i in range(len(built.train)))
@@ -192,14 +195,14 @@ def test_a_wrong_line_is_named(line: str, message: str, tmp_path: Path) -> None:
 
 def test_all_wrong_lines_are_counted(tmp_path: Path) -> None:
     path = write_chats(tmp_path / "c.jsonl", [chat("a", "b"), chat("a!", "b"), [], chat("!", "b")])
-    with pytest.raises(DataError, match=r"c\.jsonl, line 2: it shouts \(2 others are wrong too\)$"):
+    with pytest.raises(DataError, match=r"c\.jsonl, line 2: it shouts \(2 others have errors too\)$"):
         build(path)
 
 
 def test_what_the_settings_need(tmp_path: Path) -> None:
     path = write_chats(tmp_path / "c.jsonl", [chat("a", "b")])
     config = DataConfig(data_path=(str(path),), seq_length=12, sft=True)
-    with pytest.raises(ConfigError, match=r"--sft: .* add chat=run\.chat"):
+    with pytest.raises(ConfigError, match=r"--sft: .* pass chat=run\.chat"):
         build_train_valid_test(config, num_samples=(1, 0, 0), seed=1, vocab_size=None, eod_id=None)
     with pytest.raises(MegatronError, match=r"none\.jsonl: no such file; give a JSONL"):
         build(tmp_path / "none.jsonl")

@@ -113,7 +113,7 @@ def test_a_record_says_whether_ends_were_added(tmp_path: Path) -> None:
         if appended:
             build([prefix], eod_mask_loss=True)
         else:
-            with pytest.raises(ConfigError, match=r"--eod-mask-loss: .*--append-eod, or leave --eod-mask-loss out"):
+            with pytest.raises(ConfigError, match=r"--eod-mask-loss: .*--append-eod, or remove --eod-mask-loss"):
                 build([prefix], eod_mask_loss=True)
         build([prefix])
 
@@ -183,7 +183,7 @@ def test_the_smallest_data_trains(tmp_path: Path, documents: int, length: int) -
     assert built.train[19].tolist() == [7] * 9
     assert built.valid is None and built.test is None
     for name in ("valid", "test"):
-        assert f"{name}: empty ({documents} sequences, of which it gets none)" in built.notes
+        assert f"{name}: empty (it gets none of the {documents} sequences)" in built.notes
     assert built.warnings or documents * length * 4 >= 160
 
 
@@ -194,7 +194,7 @@ def test_one_token_in_one_document_for_one_sample(tmp_path: Path) -> None:
 
 
 def test_nothing_at_all(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"the training split is empty \(1 sequences, of which it gets none\)"):
+    with pytest.raises(DataError, match=r"the training split is empty \(it gets none of the 1 sequences\)"):
         build([write_dataset(tmp_path / "s", [[]])])
     with pytest.raises(ConfigError, match=r"nowhere\.idx does not exist"):
         build([str(tmp_path / "nowhere")])

@@ -87,7 +87,7 @@ def test_bare_prefixes_take_everything_once(prefixes: dict[str, str], texts: dic
     short = build(data_path=path, split="1,0,0", num_samples=(50, 0, 0))
     assert len(short.train or ()) == 50
     total = len(one_epoch[0]) + len(one_epoch[1])
-    with pytest.raises(DataError, match=f"--data-path: one epoch of its sources is {total} train samples"):
+    with pytest.raises(DataError, match=f"--data-path: its sources have {total} train samples in one epoch"):
         build(data_path=path, split="1,0,0", num_samples=(total + 1, 0, 0))
 
 
@@ -96,7 +96,7 @@ def test_an_evaluation_of_bare_prefixes_begins_again(prefixes: dict[str, str]) -
     built = build(data_path=(prefixes["a"], prefixes["b"]), split="8,1,1", num_samples=(50, 5000, 5000))
     for name, dataset in (("valid", built.valid), ("test", built.test)):
         assert dataset is not None and 0 < len(dataset) < 5000
-        assert f"{name}: {len(dataset)} samples in its sources; an evaluation begins again after them" in built.notes
+        assert f"{name}: its sources have {len(dataset)} samples; an evaluation then reads them again" in built.notes
 
 
 def test_a_path_for_each_split(prefixes: dict[str, str], texts: dict[str, list[list[int]]]) -> None:
@@ -116,7 +116,7 @@ def test_empty_splits_are_fine_and_said(tmp_path: Path, documents: int) -> None:
     built = build(data_path=prefix)
     assert built.train is not None and len(built.train) >= 100
     assert built.test is None
-    assert f"test: empty ({documents} sequences, of which it gets none)" in built.notes
+    assert f"test: empty (it gets none of the {documents} sequences)" in built.notes
     assert (built.valid is None) == (documents <= 16)
 
 
@@ -174,14 +174,14 @@ def test_sentences_are_sampled_one_by_one_and_it_is_said(tmp_path: Path) -> None
     ]
     built = build(data_path=str(tmp_path / "d_sentence"), split="1,0,0", num_samples=(9, 0, 0))
     assert tokens_of(built.train) == oracle.gpt_samples(sentences, list(range(20)), 9, 8, 7)
-    assert [note for note in built.notes if "GPT shuffles" in note] == [
-        f"{tmp_path / 'd_sentence'}: 10 documents of 20 sequences: GPT shuffles sequences, not documents"
+    assert [note for note in built.notes if "sequences are shuffled" in note] == [
+        f"{tmp_path / 'd_sentence'}: 10 documents with 20 sequences in total: sequences are shuffled, not documents"
     ]
 
 
 def test_record_is_checked_before_anything_is_built(prefixes: dict[str, str]) -> None:
     prefix = prefixes["a"]
-    assert any("no record of its tokenizer" in note for note in build(data_path=prefix).notes)
+    assert any("no record of the tokenizer" in note for note in build(data_path=prefix).notes)
     record = make_record(prefix, tokenizer_fingerprint="abc", vocab_size=1000, eod_id=0, max_id=999)
     write_record(prefix, record)
     assert not any("no record" in note for note in build(data_path=prefix, tokenizer_fingerprint="abc").notes)

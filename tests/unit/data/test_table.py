@@ -56,7 +56,7 @@ def test_repeated_sources_are_warned_of_and_refused() -> None:
     assert list(warn_repeated(rows[:1])) == []
     refuse_repeated(rows, None)
     refuse_repeated(rows, 166)
-    message = "--max-epochs 5: training would read s2 165.20 times (weight 0.01562, 1,000 tokens, 10 samples); give it"
+    message = "--max-epochs 5: training would read s2 165.20 times (weight 0.01562, 1,000 tokens, 10 samples); add"
     with pytest.raises(ConfigError, match=re.escape(message)):
         refuse_repeated(rows, 5)
     with pytest.raises(ConfigError, match=", and 2 other sources too often"):

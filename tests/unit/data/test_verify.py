@@ -114,7 +114,9 @@ def test_damage_names_documents_and_the_id(tmp_path: Path) -> None:
     start = int(data.document_bounds(20, 21)[0])
     flip(f"{prefix}.bin", start + 1, 0x80)
     first, last = data.document_at(start // BLOCK * BLOCK), data.document_at(start // BLOCK * BLOCK + BLOCK - 1)
-    message = rf"\(documents {first} to {last}\).*bytes {start} to {start + 2} \(document 20\): token id \d+ is not"
+    message = (
+        rf"\(documents {first} to {last}\).*bytes {start} to {start + 2} \(document 20\): token id \d+, but ids must be"
+    )
     with pytest.raises(DataError, match=message):
         verify_dataset(prefix, record)
 
@@ -122,9 +124,11 @@ def test_damage_names_documents_and_the_id(tmp_path: Path) -> None:
 def test_id_out_of_range(tmp_path: Path, read_bytes: int) -> None:
     prefix, _ = write(tmp_path, record=False)
     start = int(IndexedDataset(prefix).document_bounds(6, 7)[0]) + 4
-    message = rf"d\.bin: bytes {start} to {start + 2} \(document 6\): token id 999 is not 0 to 998"
+    message = rf"d\.bin: bytes {start} to {start + 2} \(document 6\): token id 999, but ids must be 0 to 998"
     ten = int(IndexedDataset(prefix).document_bounds(5, 6)[0]) + 4
-    with pytest.raises(DataError, match=rf"bytes {ten} to {ten + 2} \(document 5\): token id 999 is not 0 to 998"):
+    with pytest.raises(
+        DataError, match=rf"bytes {ten} to {ten + 2} \(document 5\): token id 999, but ids must be 0 to 998"
+    ):
         verify_dataset(prefix, None, vocab_size=999)
     content = np.fromfile(f"{prefix}.bin", dtype="<u2")
     content[ten // 2] = 5
@@ -138,7 +142,7 @@ def test_negative_id(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "wide", "int32") as builder:
         builder.add_document([1, 2, 3])
     np.array([1, -2, 3], dtype="<i4").tofile(tmp_path / "wide.bin")
-    with pytest.raises(DataError, match=r"bytes 4 to 8 \(document 0\): token id -2 is not 0 or more"):
+    with pytest.raises(DataError, match=r"bytes 4 to 8 \(document 0\): token id -2, but ids must be 0 or more"):
         verify_dataset(str(tmp_path / "wide"), None)
 
 
@@ -187,7 +191,7 @@ def test_a_record_without_checksums(tmp_path: Path) -> None:
         ({"sequences": 7}, "sequences 7, but the files have"),
         ({"dtype": "int32"}, "dtype int32, but the files have uint16"),
         ({"index_fingerprint": "x"}, "the record describes other"),
-        ({"vocab_size": 500}, "token id 999 is not 0 to 499"),
+        ({"vocab_size": 500}, "token id 999, but ids must be 0 to 499"),
     ],
 )
 def test_a_record_that_says_something_else(tmp_path: Path, changed: dict[str, Any], message: str) -> None:

@@ -197,7 +197,7 @@ def test_texts_are_those_of_the_standard_library() -> None:
 # ---------------------------------------------------------------- reasons
 
 REASONS = [
-    (b"{", "not JSON", "only {: not one object per line; convert it with jq -c ."),
+    (b"{", "not JSON", "only {: not one object per line; convert the file with jq -c ."),
     (b'{"text": }', "not JSON", "Expecting value: line 1 column 10 (char 9)"),
     (b"[" * 10**5, "not JSON", "nested too deeply"),
     (b'"a"', "not a JSON object", "each line must be one object, with the text under a key"),

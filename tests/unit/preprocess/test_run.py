@@ -175,7 +175,7 @@ def test_a_difference_of_the_fast_encoder_stops_the_run_and_names_the_line(
     rows[41] = {"text": ["1", "", "666"]}
     write(tmp_path / "in.jsonl", rows)
     for on_error in ("stop", "skip"):
-        with pytest.raises(DataError, match=r"in\.jsonl:42: the fast encoder differs.*--encoder exact"):
+        with pytest.raises(DataError, match=r"in\.jsonl:42: the fast encoder's ids differ.*--encoder exact"):
             preprocess(settings(tmp_path, workers=2, on_error=on_error, overwrite=True), quiet)
 
 

@@ -212,5 +212,5 @@ def test_patterns_that_match_folders_and_what_lies_in_them(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.zst"])
 def test_a_packed_file_of_no_bytes_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"--input .*{name}: has 0 bytes, .*; fetch it again, or leave it out"):
+    with pytest.raises(ConfigError, match=rf"--input .*{name}: has 0 bytes, .*; fetch it again, or remove it"):
         expand_inputs([str(write(tmp_path / name, b""))])

@@ -73,7 +73,7 @@ def test_begin_and_end_are_added_and_no_end_of_document_exists(kind: str, vocab:
     ours = build(kind, vocab)
     assert ours.vocab_size == len(vocab.read_text(encoding="utf-8").splitlines()) + 2
     assert ours.eod_id is None
-    with pytest.raises(ConfigError, match="no end-of-document token; leave out --append-eod"):
+    with pytest.raises(ConfigError, match="no end-of-document token; remove --append-eod"):
         _ = ours.eod
 
 

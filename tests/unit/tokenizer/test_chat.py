@@ -227,12 +227,16 @@ def folder_of(path: Path) -> str:
     ("template", "messages", "message"),
     [
         (THINKS, chat("a", "b"), "does not begin message 2 with its own add_generation_prompt .* put {% generation %}"),
-        ("{{ raise_exception('roles must alternate') }}", chat("a", "b"), "rejects it .roles must alternate"),
-        ("{{ messages.pop() }}", chat("a", "b"), "rejects it"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", chat("a", "b"), "rejects it"),
-        ("{{ cycler.__init__.__globals__.os.system('true') }}", chat("a", "b"), "rejects it"),
-        ("{{ strftime_now('%d') }}", chat("a", "b"), "rejects it .'strftime_now' is undefined"),
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", chat("a", "b"), "does not end"),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            chat("a", "b"),
+            "rejects the conversation .roles must alternate",
+        ),
+        ("{{ messages.pop() }}", chat("a", "b"), "rejects the conversation"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", chat("a", "b"), "rejects the conversation"),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", chat("a", "b"), "rejects the conversation"),
+        ("{{ strftime_now('%d') }}", chat("a", "b"), "rejects the conversation .'strftime_now' is undefined"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", chat("a", "b"), "recurses or nests too deeply"),
         (CHATML, chat("a<|im_end|>", "b"), r"message 1 holds the text '<\|im_end\|>', which is a special token"),
         (CHATML, chat("a", "\ufdd0"), "U.FDD0"),
     ],
@@ -290,7 +294,7 @@ def test_the_template_is_found_or_asked_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"chat_template\.jinja: not a chat template"):
         ChatEncoder(tmp_path, "default", 0).check()
     assert made.fingerprint != ChatEncoder(tmp_path, "nemotron-h-aligned", 0).fingerprint
-    with pytest.raises(ConfigError, match=r"names none \(eos_token"):
+    with pytest.raises(ConfigError, match=r"names none; add eos_token"):
         ChatEncoder(tmp_path, "identity", None)
     with pytest.raises(ConfigError, match="--sft: NullTokenizer has no chat template"):
         build_chat_encoder(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9), 9)

@@ -125,8 +125,8 @@ def forget_a_byte(description: dict[str, Any]) -> None:
         (model_option(byte_fallback=True), "its model has byte_fallback True"),
         (model_option(end_of_word_suffix="</w>"), "its model has end_of_word_suffix"),
         (forget_a_byte, "does not have all 256 bytes"),
-        (repeat_a_merge, "its list of merges has one twice"),
-        (make_a_token_twice, "two merges make the same token"),
+        (repeat_a_merge, "its list of merges contains a merge twice"),
+        (make_a_token_twice, "two merges produce the same token"),
         (lambda d: d.update(normalizer={"type": "NFKC"}), "its normalizer is NFKC"),
         (
             lambda d: d.update(
@@ -134,7 +134,7 @@ def forget_a_byte(description: dict[str, Any]) -> None:
             ),
             "its normalizer is Lowercase",
         ),
-        (lambda d: d.update(pre_tokenizer=None), "it has no pre-tokenizer"),
+        (lambda d: d.update(pre_tokenizer=None), "the tokenizer has no pre-tokenizer"),
         (lambda d: d["pre_tokenizer"].update(use_regex=False), "its pre-tokenizer is ByteLevel"),
         (
             lambda d: d.update(
@@ -154,9 +154,9 @@ def test_whatever_is_not_proved_is_refused(
 
 
 def test_other_models_patterns_and_added_tokens_are_refused(tmp_path: Path) -> None:
-    assert "its word pattern is unknown" in refusal(save(rust(POSSESSIVE), tmp_path / "a"))
+    assert "its pre-tokenization pattern is unknown" in refusal(save(rust(POSSESSIVE), tmp_path / "a"))
     merged = rust(SPLITS["LLAMA3_SPLIT"], behavior="merged_with_next")
-    assert "its word pattern is unknown" in refusal(save(merged, tmp_path / "b"))
+    assert "its pre-tokenization pattern is unknown" in refusal(save(merged, tmp_path / "b"))
     assert "added token '  ' occurs in nearly every text" in refusal(save(rust(None, plain=("  ",)), tmp_path / "c"))
     words = RustTokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
     assert "its model is WordLevel, not a byte-level BPE" in refusal(save(words, tmp_path / "d"))
@@ -165,7 +165,7 @@ def test_other_models_patterns_and_added_tokens_are_refused(tmp_path: Path) -> N
 def test_the_possessive_pattern_would_have_been_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Accepting the pattern would show in the probe texts."""
     monkeypatch.setattr(fast_kinds, "KNOWN_SPLITS", (POSSESSIVE,))
-    assert "it differs on this vocabulary, as at" in refusal(save(rust(POSSESSIVE), tmp_path))
+    assert "its ids differ from the exact ones on this vocabulary, as for" in refusal(save(rust(POSSESSIVE), tmp_path))
 
 
 def test_a_token_outside_the_byte_alphabet_is_never_made(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def test_a_vocabulary_that_cannot_spell_every_byte_is_refused(tmp_path: Path) ->
         ("[1]", "not an object of token -> id"),
         ('{"a": "b"}', "not an object of token -> id"),
         ("{}", "not an object of token -> id"),
-        ('{"a": 1, "b": 1}', "two tokens share one id"),
+        ('{"a": 1, "b": 1}', "two tokens have the same id"),
     ],
 )
 def test_a_damaged_vocabulary_is_refused(tmp_path: Path, content: str, complaint: str) -> None:

@@ -202,12 +202,14 @@ def test_an_engine_that_is_wrong_on_this_vocabulary_is_not_used(
     files: tuple[Path, Path], exact: GPT2BPETokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(FastEngine, "encode", Wrong(exact, "camelCase").encode)
-    with pytest.raises(ConfigError, match=r"--encoder fast: .* it differs on this vocabulary, as at 'camelCase"):
+    with pytest.raises(
+        ConfigError, match=r"--encoder fast: .* its ids differ .* on this vocabulary, as for 'camelCase"
+    ):
         fast_tokenizer(files)
     with caplog.at_level(logging.WARNING):
         assert GPT2BPETokenizer(*files, encoder="auto").engine == "exact"
         assert GPT2BPETokenizer(*files, encoder="auto", announce=False).engine == "exact"
-    assert len(caplog.records) == 1 and "it differs on this vocabulary" in caplog.text
+    assert len(caplog.records) == 1 and "its ids differ from the exact ones" in caplog.text
 
 
 def test_young_characters_take_the_exact_encoder(files: tuple[Path, Path], exact: GPT2BPETokenizer) -> None:
@@ -425,7 +427,7 @@ def test_a_library_that_cannot_open_the_vocabulary_is_not_used(
     import gigatoken
 
     monkeypatch.setattr(gigatoken.Tokenizer, "from_json", refuse)
-    with pytest.raises(ConfigError, match=r"gigatoken cannot open it \(no such thing\); give"):
+    with pytest.raises(ConfigError, match=r"gigatoken cannot open this tokenizer \(no such thing\); give"):
         fast_tokenizer(files)
 
 

@@ -29,9 +29,14 @@ from tests.helpers.chats import CHATML, chat, encoded, write_chat_tokenizer, wri
 MIB = 1 << 20
 SMALL = Limits(memory_bytes=256 * MIB, cpu_seconds=0, output_bytes=MIB)  # 0: the rest of a second
 SAID = chat("hello", "you")
-CPU, MEMORY, OUTPUT, REFUSED = "of CPU time", "more than 256 MiB of memory", "writes more than 1 MiB", "rejects it"
-ENDLESS = "does not end"
-PRINTS = "rejects it .it prints the address of an object, which differs each time; add . list or"
+CPU, MEMORY, OUTPUT, REFUSED = (
+    "of CPU time",
+    "more than 256 MiB of memory",
+    "writes more than 1 MiB",
+    "rejects the conversation",
+)
+ENDLESS = "recurses or nests too deeply"
+PRINTS = "rejects the conversation .the template prints an object's address, which differs each time; add . list or"
 
 GROWS = "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x | length }}"
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -62,15 +67,21 @@ HOSTILE = {
     "a file": ("{% include '/etc/passwd' %}", REFUSED),
     "a division": ("{{ 1 / 0 }}", REFUSED),
     "a number of many digits": ("{{ (messages | length) ** 20000 }}", REFUSED),
-    "a random choice": ("{{ messages | random }}", "rejects it .random and lipsum give a different text each time"),
-    "random choices": ("{{ [messages] | map('random') | list }}", "rejects it .random and lipsum"),
-    "random words": ("{{ lipsum(n=1) }}", "rejects it .random and lipsum give a different text each time"),
+    "a random choice": (
+        "{{ messages | random }}",
+        "rejects the conversation .random and lipsum give a different text each time",
+    ),
+    "random choices": ("{{ [messages] | map('random') | list }}", "rejects the conversation .random and lipsum"),
+    "random words": (
+        "{{ lipsum(n=1) }}",
+        "rejects the conversation .random and lipsum give a different text each time",
+    ),
     "an object": ("{{ joiner() }}", PRINTS),
     "an object in a list": ("{{ [cycler(1)] }}", PRINTS),
     "a call without parentheses": ("{{ 'a' ~ messages[0].content.strip }}", PRINTS),
     "a list that is none": ("{{ messages | map(attribute='role') }}", PRINTS),
     "a function": ("{{ '%s' % raise_exception }}", PRINTS),
-    "a terminal's commands": ("{{ raise_exception('\\x1b[2J\\na') }}", r"rejects it \(.\[2J a\)"),
+    "a terminal's commands": ("{{ raise_exception('\\x1b[2J\\na') }}", r"rejects the conversation \(.\[2J a\)"),
 }
 AT_START = {
     "a power that the compiler computes": ("{{ 3 ** (10 ** 9) }}", CPU),
@@ -128,7 +139,7 @@ def test_the_limits_of_a_run() -> None:
     writes = "{% for i in range(messages | length) %}{{ 'a' * 1048576 }}{% endfor %}"
     template = made(writes, Limits())
     assert len(rendered(template, SAID * 8)[0].text) == 16 * MIB
-    with pytest.raises(LimitError, match="writes more than 64 MiB for one conversation, the limit of templates"):
+    with pytest.raises(LimitError, match="writes more than 64 MiB for one conversation, the limit for templates"):
         rendered(template, SAID * 33)
     with pytest.raises(LimitError, match="takes more than 1 GiB of memory"):
         rendered(made("{{ 'a' * (messages | length * 2 ** 29) }}", Limits()))
@@ -293,7 +304,7 @@ def test_a_system_without_a_limit_of_memory_says_so(
     monkeypatch.setattr(renderer, "__file__", str(tmp_path / "renderer.py"))
     assert rendered(made(CHATML))
     assert [record.getMessage() for record in caplog.records] == [
-        "the chat template in F: this system does not limit the memory of its rendering process (RLIMIT_AS); CPU "
+        "the chat template in F: this system cannot limit the memory of the rendering process (RLIMIT_AS); CPU "
         "time and output are limited"
     ]
 

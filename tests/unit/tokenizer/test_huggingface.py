@@ -230,7 +230,7 @@ def test_what_cannot_be_opened_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="use --tokenizer-type GPT2BPETokenizer --vocab-file"):
         HuggingFaceTokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}', encoding="utf-8")
-    with pytest.raises(ConfigError, match="the package tokenizers cannot open it"):
+    with pytest.raises(ConfigError, match="the tokenizers package cannot open it"):
         HuggingFaceTokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match="not JSON"):
@@ -271,13 +271,15 @@ def test_a_panic_of_the_library_is_one_line(exported: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(tokenizer, "_rust", Panics())
     for act in (lambda: tokenizer._encode_exactly("a"), lambda: tokenizer._encode_batch_exactly(["a"])):
-        with pytest.raises(DataError, match=r"tokenizers fails on a text \(called `Option::unwrap\(\)` on a `None`"):
+        with pytest.raises(
+            DataError, match=r"the tokenizers package fails on a text \(called `Option::unwrap\(\)` on a `None`"
+        ):
             act()
 
 
 def test_a_vocabulary_without_its_unknown_token_is_one_line(tmp_path: Path) -> None:
     RustTokenizer(models.WordPiece({"a": 0}, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(DataError, match=r"tokenizer.json: tokenizers fails on a text \(.*UNK"):
+    with pytest.raises(DataError, match=r"tokenizer.json: the tokenizers package fails on a text \(.*UNK"):
         HuggingFaceTokenizer(tmp_path).tokenize("b")
 
 

@@ -99,7 +99,7 @@ def test_the_config_section_fits() -> None:
         ({"tokenizer_type": "BertWordPieceCase", "null_tokenizer_eod_id": 3}, "--null-tokenizer-eod-id 3: BertWordP"),
         (
             {"tokenizer_type": "NullTokenizer", "vocab_size": 9, "null_tokenizer_eod_id": 10},
-            "--null-tokenizer-eod-id 10: not in the vocabulary of --vocab-size 9; give one of 0 to 8",
+            "--null-tokenizer-eod-id 10: not in the vocabulary of --vocab-size 9; give 0 to 8",
         ),
         ({"tokenizer_type": "MultimodalTokenizer"}, "not for GPT pretraining"),
         ({"tokenizer_type": "GPT2Tokenizer"}, "no such tokenizer; did you mean GPT2BPETokenizer?"),
@@ -169,7 +169,7 @@ def test_null_reads_ids() -> None:
 
 @pytest.mark.parametrize("text", ["a", "-1", "100", "1.5", "٣", "9" * 50])
 def test_null_refuses_what_is_no_id(text: str) -> None:
-    with pytest.raises(DataError, match="is not an id below 101 other than the end of document"):
+    with pytest.raises(DataError, match="is not allowed; give ids from 0 to 100"):
         NullTokenizer(100).tokenize(text)
 
 
@@ -177,7 +177,7 @@ def test_null_may_have_its_end_of_document_inside() -> None:
     inside = build(tokenizer_type="NullTokenizer", vocab_size=100, null_tokenizer_eod_id=0)
     assert (inside.vocab_size, inside.eod) == (100, 0)
     assert inside.tokenize("5 99 1") == [5, 99, 1]
-    with pytest.raises(DataError, match="'0' is not an id below 100"):
+    with pytest.raises(DataError, match="'0' is not allowed; give ids from 0 to 99"):
         inside.tokenize("5 0")
     last, usual = NullTokenizer(100, eod_id=99), NullTokenizer(99)  # the same ids
     assert (last.vocab_size, last.eod, last.fingerprint) == (usual.vocab_size, usual.eod, usual.fingerprint)
@@ -215,5 +215,5 @@ def test_too_little_text_gives_fewer_tokens() -> None:
 
 
 def test_a_vocabulary_below_the_bytes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--vocab-size 256: at least 257"):
+    with pytest.raises(ConfigError, match="--vocab-size 256: must be at least 257"):
         train_bpe(["a"], 256)

@@ -74,7 +74,7 @@ def test_an_end_of_document_that_text_can_spell_is_refused_in_text(tmp_path: Pat
     model = train(tmp_path / "m.model", user_defined_symbols=["<EOD>"])
     ours = build(TYPES[0], model)
     assert ours.tokenize("fine")
-    with pytest.raises(DataError, match=r"encodes the text '<EOD>' to the end of document"):
+    with pytest.raises(DataError, match=r"encodes the text '<EOD>' to the end-of-document id"):
         ours.tokenize("not <EOD> fine")
 
 

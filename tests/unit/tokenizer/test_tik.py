@@ -88,7 +88,7 @@ def test_a_rank_file_is_the_same_tokenizer(ranks: Path, tmp_path: Path) -> None:
 def test_the_vocabulary_size_cuts_the_ranks(ranks: Path) -> None:
     cut = build(ranks, vocab_size=1300)
     assert cut.vocab_size == 1300 and max(cut.tokenize("".join(SAMPLES))) < 1300
-    with pytest.raises(ConfigError, match="--vocab-size 9999: 1000 special tokens and"):
+    with pytest.raises(ConfigError, match="--vocab-size 9999: with 1000 special tokens and"):
         build(ranks, vocab_size=9999)
 
 
@@ -98,7 +98,7 @@ def test_the_vocabulary_size_cuts_the_ranks(ranks: Path) -> None:
         ({"tiktoken_pattern": "v3"}, "--tiktoken-pattern v3: no such pattern; choose from v1, v2"),
         ({"tiktoken_special_tokens": ("<s>",)}, "--tiktoken-special-tokens <s>: <unk> is missing"),
         ({"tiktoken_special_tokens": ("<s>", "<unk>", "</s>", "<s>")}, "a token occurs twice"),
-        ({"tiktoken_num_special_tokens": 3}, "--tiktoken-num-special-tokens 3: 7 special tokens are named"),
+        ({"tiktoken_num_special_tokens": 3}, "--tiktoken-num-special-tokens 3: there are 7 special tokens"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(ranks: Path, options: dict[str, Any], complaint: str) -> None:
@@ -110,9 +110,9 @@ def test_settings_that_do_not_fit_are_refused(ranks: Path, options: dict[str, An
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
     damaged = tmp_path / "x.tiktoken"
     for content, complaint in (
-        ("", "not ranks that tiktoken reads"),
-        ("abc", "not ranks that tiktoken reads"),
-        ("[1]", "not ranks that tiktoken reads"),
+        ("", "not a file of ranks for tiktoken"),
+        ("abc", "not a file of ranks for tiktoken"),
+        ("[1]", "not a file of ranks for tiktoken"),
         ("YQ== 0\nYg== 2\n", "ranks are not 0, 1, 2"),
         ("YQ== 0\n", "255 of 256 bytes are missing"),
     ):

@@ -246,7 +246,7 @@ def test_fill_in_the_middle_in_a_run_and_its_resume(tmp_path: Path, text_corpus:
 
 
 def test_fill_in_the_middle_without_its_tokens(text_corpus: dict[str, Any], corpus: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="--fim-prefix-token <PRE>: not in the tokenizer's vocabulary"):
+    with pytest.raises(ConfigError, match="--fim-prefix-token <PRE>: the tokenizer's vocabulary"):
         make_parts(flags(**text_corpus, fim_data=True, fim_prefix_token="<PRE>"))
     with pytest.raises(ConfigError, match="--fim-data: needs a text tokenizer"):
         make_parts(flags(**corpus, fim_data=True))

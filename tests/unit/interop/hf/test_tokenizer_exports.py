@@ -219,7 +219,7 @@ def test_values_that_transformers_cannot_read_are_left_out_by_name(
     assert export(tmp_path / "run", tmp_path / "hf") == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "tokenizer_config.json: " in line]
     assert [line.partition("config.json: ")[2].partition(" is ")[0] for line in lines] == [*UNREADABLE]
-    assert "is '512', but transformers reads a positive number; the export leaves it out, so set" in lines[0]
+    assert "is '512', but transformers requires a positive number; the exported" in lines[0]
     assert not UNREADABLE.keys() & json.loads((tmp_path / "hf" / CONFIG).read_text()).keys()
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").padding_side in ("left", "right")
 
