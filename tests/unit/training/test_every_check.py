@@ -53,7 +53,7 @@ LATER: dict[str, str] = {
     "--mock-data --eod-mask-loss": "--eod-mask-loss: the tokenizer has no end-of-document id",
     "--reset-position-ids": "--reset-position-ids: the tokenizer has no",
     "--dataloader-inter-document-masking": "--dataloader-inter-document-masking: the tokenizer has no",
-    "--global-batch-size 3": "--global-batch-size 3 does not divide",
+    "--global-batch-size 3": "--global-batch-size 3 is not divisible by",
     "--eval-global-batch-size 3 --eval-iters 1": "--eval-global-batch-size 3: ",
     "--profile --profile-step-start 0 --profile-step-end 1 --profile-ranks 1": "--profile-ranks 1: there is no rank 1",
     "--device cuda": "--device cuda: not available",

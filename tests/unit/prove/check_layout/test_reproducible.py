@@ -129,7 +129,7 @@ def test_a_world_that_fits_the_batch(settings: dict[str, object], ranks: int) ->
     ("asked", "settings", "named"),
     [
         (3, {}, "--global-batch-size 8 is not divisible by --micro-batch-size 1 x 3 data-parallel ranks"),
-        (16, {}, "--global-batch-size 8 does not divide"),
+        (16, {}, "--global-batch-size 8 is not divisible by"),
         (None, {"global_batch_size": 1}, "--global-batch-size 1 is not divisible by --micro-batch-size 1 x 2"),
         (
             2,
