@@ -336,8 +336,10 @@ def test_a_source_behind_a_url_is_told_how_to_be_fetched(flag: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_paths(parse_args(command))
     lines = str(error.value).splitlines()
-    assert f"{flag} s3://b/code: training reads local files; first fetch it to each node (python " in str(error.value)
-    assert any("--input s3://b/code --output-prefix code) and give that prefix" in line for line in lines)
+    assert f"{flag} s3://b/code: training reads only local files; copy it to each node first (python " in str(
+        error.value
+    )
+    assert any("--input s3://b/code --output-prefix code) and give code" in line for line in lines)
     assert "pw" not in str(error.value) and "no such file" not in str(error.value) and "h.org/a/web" in str(error.value)
 
 
