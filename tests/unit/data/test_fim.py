@@ -255,7 +255,7 @@ def test_refusals(tokenizer: GPT2BPETokenizer, settings: dict[str, object], mess
     config = DataConfig(seq_length=8, fim_data=True, **settings)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
         FillInTheMiddle.of(config, tokenizer)
-    with pytest.raises(ConfigError, match="--fim-data: needs a text tokenizer, and this run has none"):
+    with pytest.raises(ConfigError, match="--fim-data: needs a text tokenizer, and none is given"):
         FillInTheMiddle.of(config, None)
 
 
