@@ -44,7 +44,7 @@ EP, TP = "expert_model_parallel_size", "tensor_model_parallel_size"
         ),
         ({**MOE, "moe_layer_freq": "([0]*1+[1]*2)"}, ["--moe-layer-freq", "3 entries", "--num-layers 2"]),
         ({**MOE, "moe_layer_freq": "[0]*2"}, ["--moe-layer-freq", "no layer has experts"]),
-        ({**MOE, "moe_layer_freq": "__import__('os')"}, ["--moe-layer-freq", "such a list"]),
+        ({**MOE, "moe_layer_freq": "__import__('os')"}, ["--moe-layer-freq", "neither a number nor a 0/1 list"]),
         ({**MOE, "moe_layer_freq": 0}, ["--moe-layer-freq 0", "number"]),
         (
             {**MOE, "moe_expert_capacity_factor": 1.0, "context_parallel_size": 2},
