@@ -34,11 +34,12 @@ AXES = (
 )
 """All axes that have groups of ranks.
 
-Gradients of dense parameters are reduced over `dp_cp`, gradients of experts over `expert_dp`. `shard` and
+Gradients of dense parameters are reduced over `dp_cp`, gradients of experts over `expert_dp`. The groups `shard` and
 `expert_shard` are the parts of these groups within one optimizer instance. A group of `replicate` has one rank of each
 instance, with the same shard. With one instance, `shard` equals `dp_cp`, `expert_shard` equals `expert_dp`, and each
-group of `replicate` is a single rank. `embedding` joins the first and the last pipeline stage, because both hold the
-weight of a tied head. A group of `model` (tp x pp) holds one replica of the model. The group of `world` is all ranks.
+group of `replicate` is a single rank. A group of `embedding` joins the first and the last pipeline stage, because both
+hold the weight of a tied head. A group of `model` (tp x pp) holds one replica of the model. The group of `world` is all
+ranks.
 """
 
 

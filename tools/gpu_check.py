@@ -8,8 +8,8 @@
 - `ops` builds the kernels if they do not load. It compares each kernel with an fp64 result and with the same kernel on
   the CPU, twice, on new random inputs. If compute-sanitizer is installed, it checks small shapes. Each kernel is timed
   against PyTorch, torch.compile and a memory copy of the same size.
-- `ops` writes the record megatron/ops/gpu_verified.json. Commit this file: `--kernels auto` does not verify the kernels
-  in the record again.
+- `ops` writes the record megatron/ops/gpu_verified.json. Commit this file.
+  The kernels in the record are not verified again under `--kernels auto`.
 - The other parts write gpu_check_PART.json. Flags after -- go to the benchmark: `--part peers -- --sizes 345M`.
 - Each measurement is written at once, so an interrupted run keeps its measurements.
 - `--device cpu` runs the same checks on the CPU, with small shapes, to test this tool.

@@ -123,8 +123,8 @@ def fingerprint(torch: str) -> str:
 
 
 def with_build(locked: Locked, chosen: Mapping[str, Any]) -> Locked:
-    """Returns the entry of the torch that pip chose. A build for one device ("2.13.0+cpu") is not in the public index, but
-    in one that the user configured. It is accepted with the checksum of that index."""
+    """Returns the entry of the torch that pip chose. A build for one device ("2.13.0+cpu") is in no public index. It
+    comes from an index that the user configured, and is accepted with the checksum of that index."""
     version, archive = chosen["metadata"]["version"], chosen["download_info"].get("archive_info", {})
     release, _, local = version.partition("+")
     known = archive.get("hashes") or dict([archive.get("hash", "=").split("=", 1)])  # "hash": pip before 23.1

@@ -20,7 +20,7 @@ FAULT_NAMES = (
 
 
 class CheckError(MegatronError):
-    """The check ended with an unexpected exception, which is no MegatronError."""
+    """The check ended with an unexpected exception, not with a MegatronError."""
 
     exit_code = 2
 

@@ -106,7 +106,7 @@ class BatchPlan:
 
     @property
     def total_iterations(self) -> int:
-        """Iterations of a run that starts at iteration 0. A resumed run uses `iterations_left`, because its earlier
+        """Iterations from iteration 0 to the end. A resumed run uses `iterations_left`, because its earlier
         steps may have had another batch size."""
         return self.iterations_left(0, 0)
 

@@ -23,7 +23,7 @@ def check_settings(
     """Runs all checks that need only the settings.
 
     `complete=False`: the model's shape, the tokenizer and the sequence length are not known yet, because
-    --use-checkpoint-args takes them from the checkpoint. `refusals` collects the errors; without it they are raised.
+    --use-checkpoint-args takes them from the checkpoint. Errors are collected in `refusals`, or else raised.
     """
     found = Refusals() if refusals is None else refusals
     if complete:

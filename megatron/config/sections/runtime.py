@@ -120,8 +120,8 @@ class CpuConfig:
     )
     cpu_allocator: str = flag(
         "auto",
-        "Handling of freed memory of large tensors. keep: reuse it (faster, but the process never shrinks); system: "
-        "return it to the system; auto: keep when training on a CPU with glibc, except at stages 2 and 3 of ZeRO.",
+        "Memory of freed large tensors. keep: reuse it (faster, but the process never shrinks); system: "
+        "return it. The value auto is keep when training on a CPU with glibc, except at stages 2 and 3 of ZeRO.",
         choices=("auto", "keep", "system"),
     )
     fp32_products: str = flag(
