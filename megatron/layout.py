@@ -224,7 +224,7 @@ def nearest_multiples(number: int, unit: int) -> tuple[int, ...]:
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
-    """Returns the rows of the embedding table: the smallest multiple of `divisible_by * tp` from `vocab_size` on."""
+    """Returns the rows of the embedding table: the smallest multiple of `divisible_by * tp` that is >= `vocab_size`."""
     if vocab_size < 1:
         raise ConfigError(f"vocabulary size {vocab_size}: must be at least 1")
     if divisible_by < 1:

@@ -297,7 +297,7 @@ def _refuse_occupied(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _target(arguments: argparse.Namespace) -> Iterator[Path]:
-    """Yields the directory to write a native checkpoint in. With --overwrite, it is temporary until the end."""
+    """Yields the directory to write a native checkpoint in. With --overwrite, it replaces the old one at the end."""
     from megatron.checkpoint.paths import holds_nothing
     from megatron.interop.conversion import written_aside
 

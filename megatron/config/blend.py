@@ -105,7 +105,7 @@ def data_sources(data: "DataConfig") -> DataSources:
 
 
 def given_sets(data: "DataConfig") -> tuple[bool, bool, bool]:
-    """Returns for training, validation and test: True if there is data. Without data settings, a script supplies it."""
+    """Returns for training, validation and test: True if there is data. All True if a script supplies the data."""
     sources = data_sources(data)
     if data.mock_data or sources.cut:
         return (sources.shares[0] > 0, sources.shares[1] > 0, sources.shares[2] > 0)

@@ -52,7 +52,7 @@ class Refusals:
                 raise
 
     def end_if_unknown(self) -> None:
-        """Raises the errors about unknown names, if any, without others: a misspelt flag is also missing."""
+        """Raises the errors about unknown names, if any, without their consequences, such as missing flags."""
         self._raise(tuple(error for error in self._errors.values() if isinstance(error, UnknownSettingError)))
 
     @property

@@ -125,7 +125,7 @@ class SettingsSource(Protocol):
     """Reads another program's file that the command line or a file of --config names."""
 
     def __call__(self, others: Sequence[Assignments], refusals: Refusals) -> Assignments | None:
-        """Returns the file's values; None if no file is named. `others`: sources that override it, the last most."""
+        """Returns the file's values; None if no file is named. `others`: sources that override it, in order."""
 
 
 def value_of(sources: Sequence[Assignments], name: str) -> Any:

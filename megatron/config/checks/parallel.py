@@ -128,7 +128,7 @@ def check_pipeline(config: RunConfig) -> None:
 
 
 def check_zero(config: RunConfig) -> None:
-    """Checks that all settings select the same stage of ZeRO. --use-distributed-optimizer agrees with 1 to 3."""
+    """Checks that all settings select the same stage of ZeRO. --use-distributed-optimizer agrees with stages 1 to 3."""
     asked = config.parallel.zero_asked
     (deepest, stage), *_ = sorted(asked.items(), key=lambda item: -item[1]) or [("zero_stage", 0)]
     for name, other in asked.items():

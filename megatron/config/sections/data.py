@@ -279,5 +279,5 @@ class TokenizerConfig:
 
     @property
     def kind(self) -> str:
-        """The tokenizer type in force: GPT2BPETokenizer if none is given, as in Megatron."""
+        """The tokenizer type that is used: GPT2BPETokenizer if none is given, as in Megatron."""
         return self.tokenizer_type or GPT2

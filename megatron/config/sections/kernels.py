@@ -1,4 +1,4 @@
-"""The implementation of each operation. No value changes the function that is computed."""
+"""Choice of the implementation of each operation. No value changes the function that is computed."""
 
 from dataclasses import dataclass
 

@@ -26,7 +26,8 @@ _GELU = Need(
 _NO_BIAS = Need("--disable-bias-linear", lambda run: not run.model.add_bias_linear)
 _QK_NORM = Need("--qk-layernorm", lambda run: run.model.qk_layernorm)
 _DENSE_LAYER = Need(
-    "a dense layer (or without --moe-ffn-hidden-size)", lambda run: not run.moe.only_own_width(run.model.num_layers)
+    "a dense layer, or experts without --moe-ffn-hidden-size",
+    lambda run: not run.moe.only_own_width(run.model.num_layers),
 )
 
 

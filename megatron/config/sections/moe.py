@@ -159,7 +159,7 @@ class MoEConfig:
 
 
 def _pattern(text: str, num_layers: int) -> list[bool]:
-    """True for each layer that has experts."""
+    """Returns, for each layer, True if the layer has experts."""
     written = text.replace(" ", "")
     if re.fullmatch(r"0*[1-9][0-9]{0,8}", written):
         return [layer % int(written) == 0 for layer in range(num_layers)]

@@ -26,7 +26,7 @@ def _updates_with(*names: str) -> tuple[Need, ...]:
 
 _MUON = _is(*_MUONS)
 _ADAFACTOR = _is("adafactor")
-_SCALED = Need("the scale by the parameter", lambda run: run.optimizer.adafactor_scale_parameter)
+_SCALED = Need("a rate that is scaled by the parameter", lambda run: run.optimizer.adafactor_scale_parameter)
 _PRECISION_AWARE = Need("--use-precision-aware-optimizer", lambda run: run.optimizer.use_precision_aware_optimizer)
 _A_TYPE = Need("--exp-avg-dtype or --exp-avg-sq-dtype bf16", lambda run: "bf16" in run.optimizer.moment_dtypes)
 _NARROW = {"fp16": "a scale for each tensor would depend on the layout; use bf16", "fp8": "use bf16"}
@@ -221,7 +221,7 @@ class OptimizerConfig:
 
     @property
     def scalar_optimizer(self) -> str | None:
-        """The rule of parameters that Muon does not update."""
+        """The update rule of parameters that Muon does not update."""
         return self.muon_scalar_optimizer if self.uses_muon else None
 
     @property
@@ -235,7 +235,7 @@ class OptimizerConfig:
 
     @property
     def is_plain_adamw(self) -> bool:
-        """True for the update that the native kernel computes."""
+        """True for AdamW with fp32 moments, the update that the native kernel computes."""
         return self.optimizer == "adam" and self.decoupled_weight_decay and not self.has_narrow_moments
 
     @property

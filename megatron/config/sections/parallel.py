@@ -196,13 +196,13 @@ class ParallelConfig:
     )
     overlap_p2p_communication: bool = flag(
         True, "Do not overlap pipeline communication.", off="--no-overlap-p2p-communication", status="no-op",
-        note="it always overlaps where it can, which changes no result",
+        note="pipeline communication always overlaps where it can, which changes no result",
     )  # fmt: skip
     tp_comm_overlap: bool = flag(
         False,
         "Overlap tensor-parallel communication.",
         status="no-op",
-        note="it always overlaps with the products of the backward pass",
+        note="tensor-parallel communication always overlaps with the products of the backward pass",
     )
 
     @property
@@ -260,7 +260,7 @@ class ParallelConfig:
 
     @property
     def schedule(self) -> str:
-        """The pipeline schedule in force."""
+        """The pipeline schedule that is used."""
         return self.pipeline_schedule or ("interleaved" if self.has_virtual_stages else "1f1b")
 
     @property

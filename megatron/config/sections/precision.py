@@ -42,10 +42,10 @@ class PrecisionConfig:
         None, "fp8 format of the linear layers.", choices=("e4m3", "hybrid"), status="later", note="use --bf16"
     )
     fp8_recipe: str = flag("delayed", "Method to compute fp8 scales.", status="later", note="remove the flag")
-    fp8_margin: int = flag(0, "Margin of delayed scaling.", status="later", note="leave it at 0")
-    fp8_amax_history_len: int = flag(1, "History of delayed scaling.", status="later", note="leave it at 1")
+    fp8_margin: int = flag(0, "Margin of delayed scaling.", status="later", note="remove the flag")
+    fp8_amax_history_len: int = flag(1, "History of delayed scaling.", status="later", note="remove the flag")
     fp8_amax_compute_algo: str = flag(
-        "most_recent", "Choice of the maximum from the history.", status="later", note="leave it at most_recent"
+        "most_recent", "Choice of the maximum from the history.", status="later", note="remove the flag"
     )
 
     @property
