@@ -133,7 +133,8 @@ def _conflicts(problem: Callable[[str], None]) -> Rows:
         )
         if first:
             problem(
-                f"{folder}: hides megatron.{both[0]} of {HERE}; remove that folder from PYTHONPATH, or uninstall it"
+                f"{folder}: hides megatron.{both[0]} of {HERE}; remove that folder from PYTHONPATH, or "
+                "uninstall that package"
             )
 
 
