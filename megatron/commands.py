@@ -1,6 +1,6 @@
-"""The commands that messages name: `python tools/generate.py` in a checkout, `megatron-generate` where it is installed.
+"""Commands in messages: `python tools/generate.py` in a checkout, `megatron-generate` in an installed package.
 
-Messages are written in the first form. `as_typed_here` changes them where there is no checkout.
+Messages in the code use the first form. In an installed package, `as_typed_here` replaces it by the second.
 """
 
 import importlib.metadata
@@ -17,7 +17,7 @@ TOOLS = (
     *("inspect_dataset", "merge_datasets", "plot_loss", "preprocess_data", "profile_summary", "results_table"),
     *("train_tokenizer", "verify_checkpoint"),
 )
-"""Files of tools/ that are also installed as commands; each has a module of its name in `megatron.cli`."""
+"""Files of tools/ that are also installed as commands. Each has a module of the same name in `megatron.cli`."""
 _SHORT = {"convert_checkpoint": "convert", "preprocess_data": "preprocess"}
 _FILE = re.compile(
     rf"(?P<torchrun>\btorchrun(?: --?[\w=-]+(?: \d+)?)* )?(?:\bpython3? )?(?<![\w./-])"
@@ -26,12 +26,12 @@ _FILE = re.compile(
 
 
 def script(tool: str) -> str:
-    """Returns the installed command of a tool: megatron-convert for convert_checkpoint."""
+    """Returns the installed command of a tool, such as megatron-convert for convert_checkpoint."""
     return f"megatron-{_SHORT.get(tool, tool).replace('_', '-')}"
 
 
 def as_typed_here(text: str, *, in_checkout: bool = IN_CHECKOUT) -> str:
-    """Replaces the files of a checkout by the installed commands, where there is no checkout."""
+    """Replaces script names in a text by the installed commands, unless this is a checkout."""
     return text if in_checkout else _FILE.sub(_installed, text)
 
 
@@ -50,7 +50,7 @@ def build_command(root: Path = _ROOT) -> str:
 
 
 def _origin(root: Path) -> list[str]:
-    """Arguments with which pip installs the package from its sources again: their place, or the package's name."""
+    """Returns the pip arguments that install the package from source again: the sources' location, or the name."""
     found = next(iter(importlib.metadata.distributions(name=_DISTRIBUTION, path=[str(root)])), None)
     record = json.loads((found.read_text("direct_url.json") if found else None) or "{}")
     if "vcs_info" in record:

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 from megatron.commands import as_typed_here
 
-# With one slash, too: a Path of a URL loses the other.
+# Also matches one slash, because pathlib.Path turns :// into :/.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}:/{1,2})([^\s'\"<>]*[^\s'\"<>:;,.)])")
 
 
 def without_secrets(text: str) -> str:
     """Replaces the user, password and query of every URL in a text by dots, because signed links have their key in the
-    query. Other parts stay: s3://bucket/a?.json is a pattern, abfs://container@account a place."""
+    query. Parts that look similar stay: `?` in s3://bucket/a?.json is a file pattern, and container@account in
+    abfs://container@account is an address."""
     return _URL.sub(lambda found: found[1] + _public(found[1], found[2]), text)
 
 
@@ -32,19 +33,19 @@ def _public(scheme: str, rest: str) -> str:
 _LONGEST_WORD, _LONGEST_LINE = 200, 2000
 _WORD = re.compile(rf"\S{{{_LONGEST_WORD + len('...') + 1},}}")
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that a terminal obeys (escapes, line ends, a change of the writing direction), and halves of surrogate
-pairs, which stand for bytes that are not UTF-8 in names of files and cannot be encoded."""
+"""Control characters (escapes, line ends, changes of the writing direction), and lone surrogates. Python represents a
+byte of a file name that is not UTF-8 by a lone surrogate, which cannot be encoded."""
 
 
 def printable(text: str, longest: int = _LONGEST_LINE) -> str:
-    """Returns the text in one line of limited length, without secrets. Characters that a terminal obeys become escapes
-    such as \\x1b. A long word keeps its beginning, a long line its beginning and its end, where errors have the reason
+    """Returns the text as one line of limited length, without secrets. Control characters become escapes such as
+    \\x1b. A long word is cut at its end. A long line is cut in the middle, because the end of an error has the reason
     and the fix."""
     text = _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), without_secrets(text))
     text = _WORD.sub(lambda found: _beginning(found[0]), text)
     if len(text) <= longest:
         return text
-    half = longest // 2 - 20  # with room for the text between the halves, so that the line is cut once
+    half = longest // 2 - 20  # leaves room for the note, so that a line that was cut is not cut again
     return f"{text[:half]} ... ({len(text)} characters) ... {text[-half:]}"
 
 
@@ -54,7 +55,7 @@ def _beginning(word: str) -> str:
 
 
 class MegatronError(Exception):
-    """Base of all errors whose cause is outside of the program. (Bugs are assertions.)"""
+    """Base of all errors whose cause is outside the program, such as a wrong setting. Bugs raise other exceptions."""
 
     exit_code: int = 1
 
@@ -63,7 +64,7 @@ class MegatronError(Exception):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Lines to print: a single one, unless several mistakes were found at once."""
+        """Lines to print, one for each mistake that was found."""
         return (str(self),)
 
 
@@ -92,7 +93,7 @@ class DataError(MegatronError):
 
 
 class CheckpointError(MegatronError):
-    """No valid checkpoint in a directory that exists, or one that cannot be read."""
+    """A checkpoint directory has no valid checkpoint, or a checkpoint cannot be read."""
 
     exit_code = 12
 
@@ -146,6 +147,6 @@ class InterruptError(MegatronError):
 
 
 class TerminatedError(MegatronError):
-    """SIGTERM ended a run that has no --exit-signal-handler."""
+    """SIGTERM ended a run without --exit-signal-handler."""
 
     exit_code = 143

@@ -7,8 +7,9 @@ Ranks are numbered with tensor parallel fastest, then context, data and pipeline
 Expert parallelism is not a factor of the world size. It divides the CP x DP ranks of a pipeline stage and tensor slice.
 With `j = cp + CP * dp`, the expert coordinate is `j % EP`, and `j // EP` numbers the replicas of each expert.
 
-ZeRO splits these CP x DP ranks into optimizer instances: equal runs of neighbours (Megatron's order). Ranks of an
-instance divide its state among them. Ranks at the same place of all instances hold the same share.
+These CP x DP ranks form optimizer instances: equally large groups of consecutive `j` (Megatron's order). ZeRO shards
+the optimizer's state over the ranks of an instance. Ranks with the same index in different instances hold the same
+shard.
 """
 
 from collections.abc import Iterator
@@ -25,18 +26,20 @@ PP_FLAG = "--pipeline-model-parallel-size"
 INSTANCES_FLAG = "--num-distributed-optimizer-instances"
 
 RANK_ORDER = "tp-cp-dp-pp"
-"""The factors of the rank, the fastest first."""
+"""Order of the axes in the rank number. The first one varies fastest."""
 
 AXES = (
     *("tp", "cp", "ep", "dp", "pp", "dp_cp", "expert_dp", "shard", "expert_shard", "replicate"),
     *("embedding", "model", "world"),
 )
-"""Every axis that has groups.
+"""All axes that have groups of ranks.
 
-Gradients of dense parameters are reduced over `dp_cp`, those of experts over `expert_dp`. Within an instance of the
-optimizer these are `shard` and `expert_shard`, and `replicate` joins the instances. With one instance the three are
-`dp_cp`, `expert_dp` and each rank by itself. The axis `embedding` joins the first and the last pipeline stage (a tied
-head is on both). A group of `model` (tp x pp) holds one replica of the model, and `world` is all ranks.
+Gradients of dense parameters are reduced over `dp_cp`, gradients of experts over `expert_dp`. The groups `shard` and
+`expert_shard` are the parts of these groups within one optimizer instance. A group of `replicate` has one rank of each
+instance, with the same shard. With one instance, `shard` equals `dp_cp`, `expert_shard` equals `expert_dp`, and each
+group of `replicate` is a single rank. A group of `embedding` joins the first and the last pipeline stage, because both
+hold the weight of a tied head. A group of `model` (tp x pp) holds one replica of the model. The group of `world` is all
+ranks.
 """
 
 
@@ -50,12 +53,12 @@ class Coordinates:
     expert_dp: int
     instance: int
     shard: int
-    """Place in the optimizer instance."""
+    """Index of the rank within its optimizer instance."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes of the parallel axes, and the ranks that each group holds."""
+    """Sizes of the parallel axes, and the ranks of each group."""
 
     world_size: int
     tp: int = 1
@@ -79,7 +82,7 @@ class Layout:
 
     @property
     def model_size(self) -> int:
-        """Ranks that together hold and compute one replica: TP x CP x PP."""
+        """Number of ranks that together hold and compute one model replica: TP x CP x PP."""
         return self.tp * self.cp * self.pp
 
     @property
@@ -92,18 +95,18 @@ class Layout:
 
     @property
     def shard(self) -> int:
-        """Ranks that divide the optimizer's state of dense parameters among them."""
+        """Number of ranks over which ZeRO shards the optimizer's state of dense parameters."""
         return self.dp * self.cp // self.instances
 
     def size(self, axis: str) -> int:
-        """Ranks in each group of `axis`."""
+        """Returns the number of ranks in each group of `axis`."""
         sizes = {"tp": self.tp, "cp": self.cp, "ep": self.ep, "dp": self.dp, "pp": self.pp, "replicate": self.instances}
         sizes |= {"dp_cp": self.dp * self.cp, "model": self.tp * self.pp, "world": self.world_size}
         sizes |= {"expert_dp": self.expert_dp, "shard": self.shard, "expert_shard": self.shard // self.ep}
         return sizes[axis] if axis in sizes else len(self.group_of(axis, 0))
 
     def first_groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """Returns the first two groups of `axis` and the last rank's group, without making the others."""
+        """Returns the first two groups of `axis` and the last rank's group, without computing the others."""
         first = self.group_of(axis, 0)
         members = frozenset(first)
         second = next(rank for rank in range(self.world_size) if rank not in members)
@@ -111,8 +114,8 @@ class Layout:
 
     def coordinates(self, rank: int) -> Coordinates:
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
-        shared = rank // self.tp % (self.cp * self.dp)  # cp and dp together, cp fastest
+            raise ValueError(f"rank {rank} is outside a world of {self.world_size} ranks, which are numbered from 0")
+        shared = rank // self.tp % (self.cp * self.dp)  # cp + CP * dp
         return Coordinates(
             tp=rank % self.tp,
             cp=shared % self.cp,
@@ -125,15 +128,15 @@ class Layout:
         )
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """All groups of `axis`, their members in order; every rank is in exactly one."""
+        """Returns all groups of `axis`, each in ascending order. Every rank is in exactly one group."""
         return _groups(self, axis)
 
     def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
-        """The group of `axis` that holds `rank`."""
+        """Returns the group of `axis` that contains `rank`."""
         if axis not in AXES:
-            raise ValueError(f"unknown axis {axis!r}; there are {', '.join(AXES)}")
+            raise ValueError(f"unknown axis {axis!r}; use one of {', '.join(AXES)}")
         place, shared = self.coordinates(rank), self.cp * self.dp
-        at = place.cp + self.cp * place.dp  # among the ranks of a stage and a tensor slice
+        at = place.cp + self.cp * place.dp  # index among the CP x DP ranks of a stage and tensor slice
         stages, slices, own = range(place.pp, place.pp + 1), range(place.tp, place.tp + 1), range(at, at + 1)
         start = place.instance * self.shard
         if axis in ("pp", "model", "world"):
@@ -156,9 +159,9 @@ class Layout:
         return tuple(tp + self.tp * (one + shared * pp) for pp in stages for one in own for tp in slices)
 
     def pipeline_links(self) -> Iterator[tuple[str, dict[int, int]]]:
-        """Yields (what, {sender: receiver}) of the links between neighbouring stages, also around the ends of the
-        pipeline, in one order for all ranks. Activations go to the next stage, gradients to the previous one. Links of
-        a round share no rank: every other stage sends, and the last of an odd number of stages has its own round."""
+        """Yields rounds (what, {sender: receiver}) of links between neighbouring stages, in one order for all ranks.
+        Activations go to the next stage, gradients to the previous one; the last stage is followed by the first. A rank
+        has one link per round: every second stage sends, and the last of an odd number of stages has its own round."""
         pipelines, whole = self.groups("pp"), self.pp - self.pp % 2
         for what, step in (("activation", 1), ("gradient", -1)):
             for senders in (range(0, whole, 2), range(1, whole, 2), range(whole, self.pp)):
@@ -180,15 +183,15 @@ class Layout:
                 fits = " or ".join(str(n) for n in nearest_divisors(self.world_size // others, size))
                 ways.append(f"use {flag} {fits}")
         needs = f"{product} = {self.model_size}" if len(given) > 1 else product
-        started = "1 process that was" if self.world_size == 1 else f"{self.world_size} processes that were"
-        return f"{needs} does not divide the {started} started; {', or '.join(ways)}"
+        reason = f"the number of processes, {self.world_size}, is not divisible by {self.model_size}"
+        return f"{needs}: {reason}; {', or '.join(ways)}"
 
     def _expert_message(self) -> str:
         replicas = self.dp * self.cp
         fits = " or ".join(str(n) for n in nearest_divisors(replicas, self.ep))
         return (
-            f"{EP_FLAG} {self.ep} does not divide the {replicas} ranks of data parallel {self.dp} x {CP_FLAG} "
-            f"{self.cp}; use {EP_FLAG} {fits}"
+            f"{EP_FLAG} {self.ep}: the {replicas} ranks (data parallel {self.dp} x {CP_FLAG} {self.cp}) are not "
+            f"divisible into groups of {self.ep}; use {EP_FLAG} {fits}"
         )
 
     def _instances_message(self) -> str:
@@ -197,16 +200,16 @@ class Layout:
             sizes += f" x {CP_FLAG} {self.cp}"
         if self.ep > 1:
             sizes += f" / {EP_FLAG} {self.ep}"
-        sharing = "divide the same experts" if self.ep > 1 else "would divide the optimizer's state"
+        sharing = "hold the same experts" if self.ep > 1 else "shard the optimizer's state"
         fits = " or ".join(str(n) for n in nearest_divisors(size, self.instances))
         return (
-            f"{INSTANCES_FLAG} {self.instances} does not divide the number of ranks that {sharing}, {size} ({sizes}); "
-            f"use {INSTANCES_FLAG} {fits}"
+            f"{INSTANCES_FLAG} {self.instances}: the number of ranks that {sharing}, {size} ({sizes}), is not "
+            f"divisible by {self.instances}; use {INSTANCES_FLAG} {fits}"
         )
 
 
 def nearest_divisors(number: int, size: int) -> tuple[int, ...]:
-    """The largest divisor of `number` up to `size` and the smallest above it, as far as they exist."""
+    """Returns the largest divisor of `number` up to `size` and the smallest one above `size`, if they exist."""
     small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
     divisors = sorted({*small, *(number // d for d in small)})
     below = [d for d in divisors if d <= size]
@@ -215,13 +218,13 @@ def nearest_divisors(number: int, size: int) -> tuple[int, ...]:
 
 
 def nearest_multiples(number: int, unit: int) -> tuple[int, ...]:
-    """The multiples of `unit` next to `number`, below and above, without 0."""
+    """Returns the nearest multiples of `unit` at or below `number` and above it, without 0."""
     below = number // unit * unit
     return tuple(n for n in (below, below + unit) if n)
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
-    """Rows of the vocabulary tables in memory: the smallest multiple of `divisible_by * tp` that holds `vocab_size`."""
+    """Returns the rows of the embedding table: the smallest multiple of `divisible_by * tp` that is >= `vocab_size`."""
     if vocab_size < 1:
         raise ConfigError(f"vocabulary size {vocab_size}: must be at least 1")
     if divisible_by < 1:
@@ -234,7 +237,7 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
 
 @lru_cache(maxsize=32)
 def _groups(layout: Layout, axis: str) -> tuple[tuple[int, ...], ...]:
-    groups: dict[int, tuple[int, ...]] = {}  # by member
+    groups: dict[int, tuple[int, ...]] = {}  # rank -> its group
     for rank in range(layout.world_size):
         if rank not in groups:
             groups.update(dict.fromkeys(group := layout.group_of(axis, rank), group))

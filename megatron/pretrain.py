@@ -1,8 +1,9 @@
-"""Entry points of training scripts: the training core, connected to the readers of other programs' files.
+"""Entry points of training scripts. They connect the training core to the readers of other programs' files.
 
-Your own script calls `pretrain(datasets_provider, model_provider, forward_step)`, as pretrain_gpt.py does, and `Hook`
-adds to the training loop. Without the loop, `setup(argv)` gives ranks, device and settings. Importing this module loads
-no torch. That happens after the command line was read, so `--help` and a mistyped flag answer at once.
+Your own script calls `pretrain(datasets_provider, model_provider, forward_step)`, as pretrain_gpt.py does. A `Hook`
+adds code to the training loop. A script with its own loop calls `setup(argv)` for ranks, device and settings. Importing
+this module does not load torch: torch is loaded after the command line was read, so `--help` and the error for a
+mistyped flag appear at once.
 """
 
 import sys
@@ -37,11 +38,11 @@ def pretrain(
     needs_data: bool = True,
     hooks: Sequence[Hook] = (),
 ) -> StopReason:
-    """Trains by the settings of the command line. Errors end the process with one line and their exit code.
+    """Trains with the settings of the command line. An error prints one line and ends the process with its exit code.
 
-    With `needs_data=False` the datasets are the script's own: neither --data-path nor a tokenizer is required. A
-    dataset is anything with `len` and `[i]` whose samples are dicts. The `forward_step` gets them stacked, with their
-    `sample_ids`, and casts what it feeds to a model in half precision. See `Hook` for `hooks`.
+    With `needs_data=False` the script makes its own datasets, so neither --data-path nor a tokenizer is required. A
+    dataset needs `len` and `[i]`, and its samples are dicts. `forward_step` gets the samples of a batch stacked by key,
+    with their `sample_ids`. It must cast the inputs of a model in half precision. See `Hook` for `hooks`.
     """
     from megatron.compat.deepspeed_file.source import deepspeed_assignments
     from megatron.interop.source import OTHER_PROGRAMS
@@ -59,8 +60,9 @@ def pretrain(
 
 
 def setup(argv: Sequence[str] | None = None, *, needs_data: bool = True) -> "Run":
-    """Starts a script without the training loop: reads settings, connects ranks, seeds random streams. Usage errors are
-    raised before any process waits for another. Such a script ends with `megatron.distributed.launch.shutdown()`."""
+    """Prepares a script that has its own training loop: reads settings, connects ranks, seeds random streams. Errors in
+    the settings are raised before the ranks connect. The script must end with
+    `megatron.distributed.launch.shutdown()`."""
     sleep_at_once()
     from megatron.compat.deepspeed_file.source import deepspeed_assignments
     from megatron.config import describe

@@ -26,7 +26,7 @@ PACKAGES = {"sphinx": "sphinx", "furo": "furo", "myst_parser": "myst-parser", "s
 
 
 class SiteError(Exception):
-    """A site that cannot be built or is not right; its lines are printed."""
+    """Reasons why the site cannot be built or fails a check, one per line."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ def build(output: Path) -> None:
 
 
 def broken_links(site: Path) -> list[str]:
-    """Links to files or anchors of the site that do not exist."""
+    """Returns the links to files or anchors of the site that do not exist."""
     pages = {path.resolve(): Page() for path in site.rglob("*.html")}
     for path, page in pages.items():
         page.feed(path.read_text(encoding="utf-8"))
@@ -76,7 +76,7 @@ def broken_links(site: Path) -> list[str]:
 def _leads_somewhere(link: str, start: Path, pages: dict[Path, Page]) -> bool:
     parts = urlsplit(link)
     if parts.scheme or parts.netloc:
-        return True  # another server is not asked
+        return True  # links to other sites are not checked
     target = (start.parent / unquote(parts.path)).resolve() if parts.path else start
     if target not in pages:
         return target.is_file()
@@ -96,7 +96,7 @@ def not_found(index: dict[str, Any], wanted: Iterable[str]) -> list[str]:
 
 
 def wanted_entries() -> Iterator[str]:
-    """Every flag in every spelling, and every exit code."""
+    """Yields every flag in every spelling, and every exit code."""
     from megatron.config.docs import names_with_status
 
     yield from (line.split()[0] for line in names_with_status().splitlines())
@@ -104,7 +104,7 @@ def wanted_entries() -> Iterator[str]:
 
 
 def exit_codes() -> list[int]:
-    """The exit codes that the package's errors have."""
+    """Returns 0 and the exit codes of the package's errors."""
     from megatron import errors
 
     of_errors = {value.exit_code for value in vars(errors).values() if hasattr(value, "exit_code")}

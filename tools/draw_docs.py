@@ -28,7 +28,7 @@ from megatron.training.state_bytes import StateBytes, state_bytes
 
 PICTURES_FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 WIDTH = 680
-# Colours for both grounds; ink and lines follow the reader's theme. Later stages of a rank are stronger.
+# Colours for light and dark pages; text and lines follow the reader's theme. A rank's later chunks are stronger.
 _STYLE = """
 :root{--ink:#1f2328;--soft:#59636e;--line:#c6ccd3}
 @media (prefers-color-scheme:dark){:root{--ink:#e6e9ed;--soft:#a3adb8;--line:#444c56}}
@@ -42,7 +42,7 @@ rect{fill:var(--c);fill-opacity:.3;stroke:var(--c);stroke-width:1}rect.x{fill-op
 
 
 class Svg:
-    """A picture that grows downwards; text stays text."""
+    """An SVG picture whose height follows its content. Text is kept as text elements."""
 
     def __init__(self, title: str) -> None:
         self.title, self.parts, self.height = title, list[str](), 0.0
@@ -83,7 +83,7 @@ _WHAT = {"tp": "every layer", "dp": "the batch", "pp": "the list of layers"}
 
 
 def rank_groups() -> dict[str, list[list[int]]]:
-    """The groups of 16 ranks at TP 2, DP 4, PP 2."""
+    """Returns the groups of 16 ranks at TP 2, DP 4, PP 2."""
     return {axis: [list(group) for group in GRID.groups(axis)] for axis in _DIVIDE}
 
 
@@ -110,7 +110,7 @@ _KINDS = {"F": "c0", "B": "c2", "W": "c1"}
 
 
 def pipeline_steps() -> dict[str, Timeline]:
-    """A simulated step of each schedule. A micro-batch takes a stage one unit forward and two backward."""
+    """Simulates a step of each schedule. A stage needs one time unit for a forward pass and two for a backward."""
     steps = {}
     for name, schedule in SCHEDULES.items():
         chunks = 2 if schedule.interleaves else 1
@@ -180,7 +180,7 @@ def recorded(name: str) -> Any:
 
 
 def loss_differences(curves: Curves) -> Curves:
-    """The distance of each layout's loss from that of the first, one process."""
+    """Returns each layout's absolute difference from the losses of the first curve, which is one process."""
     first, *others = curves
     return {name: [abs(a - b) for a, b in zip(curves[name], curves[first], strict=True)] for name in others}
 
@@ -199,7 +199,7 @@ def draw_losses() -> str:
 
 
 def _panel(svg: Svg, top: float, height: float, curves: Curves, kinds: dict[str, str]) -> None:
-    """Axes with round numbers, and a line per curve. Dashes (d) take turns, so that equal curves show all colours."""
+    """Draws axes and a line per curve. Dashes (d) of the curves alternate, so that equal curves show all colours."""
     left, low, high = 70, min(map(min, curves.values())), max(map(max, curves.values()))
     count = len(next(iter(curves.values())))
     across, up, step = (WIDTH - left - 14) / (count - 1), height / (high - low), ticks(high - low)[1]
@@ -248,7 +248,7 @@ _DOCUMENTS = ([12, 7, 301, 9, 511], [44, 3, 511], [8, 8, 270, 19, 2, 65, 511])
 
 
 def dataset_files() -> dict[str, Any]:
-    """Three documents as they are written: what the two files hold."""
+    """Writes a dataset of three documents, and returns the content of its two files."""
     with tempfile.TemporaryDirectory() as folder:
         prefix = Path(folder) / "corpus"
         with IndexedDatasetBuilder(prefix, "uint16") as builder:

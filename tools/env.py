@@ -1,4 +1,4 @@
-"""Describes this installation, and says what keeps a training from starting. See `--help`."""
+"""Describes this installation, and reports problems that prevent a training; see `--help`."""
 
 import sys
 from pathlib import Path

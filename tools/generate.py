@@ -1,4 +1,4 @@
-"""Text from a trained checkpoint; see `--help`."""
+"""Continues texts with a trained model; see `--help`."""
 
 import sys
 from pathlib import Path

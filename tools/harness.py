@@ -1,4 +1,4 @@
-"""EleutherAI's harness on our checkpoints; see `--help`."""
+"""Runs EleutherAI's harness on a checkpoint; see `--help`."""
 
 import sys
 from pathlib import Path

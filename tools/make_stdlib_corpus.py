@@ -1,9 +1,9 @@
-"""Makes a small code corpus out of the Python standard library that is on this machine: one JSON object a line.
+"""Writes the Python standard library of this machine as a small code corpus, with one JSON object per line.
 
     python tools/make_stdlib_corpus.py --output corpus.json
 
-The text is under `content` (or --json-key), the file's name under `path`. Files stand in an order shuffled by a fixed
-seed, so that a split by position (Megatron's way) does not cut the library by topic.
+The text is under `content` (or --json-key), the file's name under `path`. The files are shuffled with a fixed seed,
+because --split divides a corpus by position, and each part should have all topics.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a c
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.utils.command_line import Parser, integer, number, run_tool
 
-# Tests repeat themselves; lookup tables and bundled wheels are no code to learn from.
+# Tests are repetitive, and lookup tables and bundled wheels are not useful code.
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data", "_bundled"}
 
 
@@ -39,13 +39,13 @@ def documents(library: Path, seed: int, key: str) -> Iterator[dict[str, str]]:
         try:
             text = path.read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError):
-            continue  # a few files are Latin-1 on purpose; a corpus of the rest is as good
+            continue  # a few files are Latin-1 on purpose; they are skipped
         if text.strip():
             yield {"path": path.relative_to(library).as_posix(), key: text}
 
 
 def write_corpus(library: Path, output: Path, *, max_megabytes: float, seed: int, key: str) -> tuple[int, int]:
-    """Writes beside the target and renames, so that a file with the final name is always whole."""
+    """Writes a temporary file and renames it, so that a file with the final name is always complete."""
     temporary = output.with_name(output.name + ".tmp")
     count = size = 0
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -69,12 +69,12 @@ def make() -> None:
     parser.add_argument("--output", type=Path, required=True, help="the JSON-lines file to write")
     parser.add_argument("--json-key", default="content", metavar="KEY", help="the key of the text (content)")
     parser.add_argument("--max-megabytes", type=number, default=float("inf"), help="stop after this much text")
-    parser.add_argument("--seed", type=integer(0), default=1234, help="of the order of the files")
+    parser.add_argument("--seed", type=integer(0), default=1234, help="seed of the order of the files (1234)")
     args = parser.parse_known_flags(sys.argv[1:])
     if not args.max_megabytes > 0:
         raise ConfigError(f"--max-megabytes {args.max_megabytes}: nothing would be written; give a number above 0")
     if args.json_key in ("", "path"):
-        raise ConfigError(f"--json-key {args.json_key}: the file's name stands there; give another key")
+        raise ConfigError(f"--json-key {args.json_key}: the key is empty, or has the file's name; give another key")
     if args.output.is_dir():
         raise ConfigError(f"--output {args.output}: is a directory; name a file in it")
     library = Path(sysconfig.get_paths()["stdlib"])

@@ -1,4 +1,4 @@
-"""Loss curves of runs, as a PNG or in the terminal; see `--help`."""
+"""Draws loss curves of runs, as a PNG or in the terminal; see `--help`."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""JSON lines to .bin/.idx datasets; see `--help`."""
+"""Converts JSON lines to .bin/.idx datasets; see `--help`."""
 
 import sys
 from pathlib import Path

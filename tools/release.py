@@ -7,7 +7,7 @@ committed. The wheel must have the kernels and the index builders. auditwheel mu
 must pass `twine check --strict`. With --nvidia, tests/release must pass beside the wheels of megatron-core and
 megatron-bridge.
 
-The files lie in dist/ in the end, and their SHA-256 are printed.
+At the end, the files are in dist/, and their SHA-256 are printed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron.utils.command_line import run_tool
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES = ("megatron/ops/_kernels.so", "megatron/ops/_kernels.json", "megatron/data/_helpers.so")
-TORCH_LIBRARY = "libtorch_cpu.so"  # the torch that runs has it, so no wheel of ours does
+TORCH_LIBRARY = "libtorch_cpu.so"  # part of the installed torch, so the wheel does not contain it
 NVIDIA = ("megatron-core", "megatron-bridge")
 
 
@@ -39,9 +39,13 @@ class ReleaseError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", required=True, help="builds and checks; there is nothing else")
-    parser.add_argument("--allow-changes", action="store_true", help="takes files that are not committed, too")
-    parser.add_argument("--nvidia", action="store_true", help="downloads NVIDIA's wheels and tests beside them")
+    parser.add_argument(
+        "--check", action="store_true", required=True, help="build and check the files (the only action)"
+    )
+    parser.add_argument("--allow-changes", action="store_true", help="accept files that are not committed")
+    parser.add_argument(
+        "--nvidia", action="store_true", help="download NVIDIA's wheels and run tests/release with them"
+    )
     args = parser.parse_args(argv)
     try:
         print(f"version {check_version(ROOT)}")
@@ -62,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_version(root: Path) -> str:
-    """The version, which three files have."""
+    """Returns the version, which must be the same in three files."""
     version = first(r'__version__ = "(\S+)"', root / "megatron" / "version.py")
     for name, pattern in (("CITATION.cff", r"^version: (\S+)"), ("CHANGELOG.md", r"^## (\S+)")):
         if (found := first(pattern, root / name)) != version:

@@ -1,4 +1,4 @@
-"""Samples/s and perplexity of runs beside published ones, as a table and a PNG; see `--help`."""
+"""Prints samples/s and perplexity of runs beside published results, and draws a PNG; see `--help`."""
 
 import sys
 from pathlib import Path

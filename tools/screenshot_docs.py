@@ -1,4 +1,4 @@
-"""Takes pictures of the documentation site in a real browser, on a phone and on a desk, light and dark.
+"""Takes screenshots of the documentation site in a real browser, in phone and desktop width, light and dark.
 
 Build the site first (tools/build_docs.py). The command fails if a page scrolls sideways, an image does not load or the
 console has an error. It also fails if the site's own search does not list a flag and an exit code first.
@@ -26,7 +26,7 @@ PAGES = ("docs/index", "docs/getting_started", "docs/flags", "docs/parallelism",
 SEARCHES = {"--seq-length": "#flag-seq-length", "exit code 14": "#exit-code-14"}
 WIDTHS = {390: 844, 1440: 900}
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-# Without a sandbox where the user is root, as in a container: only the site's own files are opened.
+# No sandbox, which root (in a container) cannot use; only the site's own files are opened.
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe")
 _SIDEWAYS = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 _BROKEN = "[...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src).join(' ')"
@@ -39,10 +39,10 @@ class BrowserError(Exception):
 
 
 class Browser:
-    """A headless Chromium, spoken to by its debugging protocol over two pipes: JSON texts that end with a zero byte."""
+    """A headless Chromium, controlled by its debugging protocol: JSON texts with a final zero byte, over two pipes."""
 
     def __init__(self, program: str) -> None:
-        here, theirs = os.pipe(), os.pipe()  # to it, from it
+        here, theirs = os.pipe(), os.pipe()  # to the browser, from the browser
         self._profile = tempfile.TemporaryDirectory()
         command = [program, *FLAGS, f"--user-data-dir={self._profile.name}", "about:blank"]
         # The protocol reads descriptor 3 and writes descriptor 4.
@@ -84,7 +84,7 @@ class Browser:
         return message
 
     def value(self, expression: str) -> Any:
-        """The value of a JavaScript expression in the page, awaited if it is a promise."""
+        """Returns the value of a JavaScript expression in the page. A promise is awaited."""
         answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         return answer["result"].get("value")
 
@@ -99,7 +99,7 @@ class Browser:
         self.value(_LOADED)
 
     def until(self, expression: str, seconds: float = 20) -> bool:
-        """Waits until the expression is true; false if it never is."""
+        """Waits until the expression is true. Returns False if it is not true after `seconds`."""
         limit = time.monotonic() + seconds
         while time.monotonic() < limit:
             if self.value(expression):
@@ -135,7 +135,7 @@ class Browser:
 
 
 def mistakes(browser: Browser) -> list[str]:
-    """Lists what is wrong with the page that is open."""
+    """Returns the faults of the open page."""
     found = [f"console: {text}" for text in browser.console_errors()]
     if (pixels := browser.value(_SIDEWAYS)) > 0:
         found.append(f"scrolls sideways by {pixels} pixels")
@@ -155,7 +155,7 @@ def picture_pages(browser: Browser, site: Path, output: Path) -> list[str]:
 
 
 def try_searches(browser: Browser, site: Path) -> list[str]:
-    """Searches the site as a reader does; the first result must lead to the row."""
+    """Searches the site as a reader does. Returns the texts whose first result does not link to the right row."""
     found = []
     for text, anchor in SEARCHES.items():
         words = text.replace(" ", "+")

@@ -26,14 +26,14 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 MARKER = "megatron-setup.json"  # inside the virtual environment: what it was made from
-LOCK = ROOT / "constraints.lock"  # its first lines say how it is made
+LOCK = ROOT / "constraints.lock"  # its first lines have the command that makes it
 OLD_LOCK = ROOT / "tests" / "transformers-4.57.lock"  # exports are also tested with it
 OLDEST_TORCH = (2, 10)
 say = partial(print, "[setup]", flush=True)
 
 
 class SetupError(Exception):
-    """Reason why the set-up cannot go on, with the fix, in one line."""
+    """Reason why the set-up cannot continue, with the fix, in one line."""
 
 
 class Locked(NamedTuple):
@@ -50,7 +50,7 @@ def release_tuple(version: str) -> tuple[int, ...]:
 
 
 def outside_torch() -> str:
-    """'VERSION in FOLDER' of the torch this interpreter can import, found without importing it (that takes seconds)."""
+    """Returns 'VERSION in FOLDER' of the torch that this interpreter can import, without the slow import."""
     if (spec := importlib.util.find_spec("torch")) is None or spec.origin is None:
         return ""
     folder = Path(spec.origin).parent
@@ -61,7 +61,7 @@ def outside_torch() -> str:
 
 
 def imported_torch(python: Path, modules: str, problem: str) -> str:
-    """Version of the torch that imports with `modules`. Their compiled form is kept, whatever the user's setting."""
+    """Imports torch with `modules` and returns its version. Always keeps compiled files, to start faster."""
     code = f"import sys; sys.dont_write_bytecode = False; import {modules}; print(torch.__version__)"
     done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -70,7 +70,7 @@ def imported_torch(python: Path, modules: str, problem: str) -> str:
 
 
 def check_torch(torch: str) -> None:
-    fix = f"change it there, or name a Python without it: PYTHON=... (now {sys.executable})"
+    fix = f"replace that torch, or use a Python without torch: PYTHON=... (now {sys.executable})"
     if release_tuple(torch) < OLDEST_TORCH:
         raise SetupError(f"torch {torch} is too old, 2.10 or newer is needed; {fix}")
     imported_torch(Path(sys.executable), "torch", f"torch {torch} does not import ({{}}); {fix}")
@@ -82,7 +82,7 @@ def wait_for_others() -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        say("another set-up of this checkout is at work: waiting for it")
+        say("another set-up of this checkout is running: waiting for it")
         fcntl.flock(handle, fcntl.LOCK_EX)
 
 
@@ -101,7 +101,7 @@ def read_lock(text: str) -> dict[str, Locked]:
 
 
 def closure(lock: Mapping[str, Locked], names: Iterable[str]) -> set[str]:
-    """The names, and those of the locked packages that they need, directly or not."""
+    """Returns the names, and those of all locked packages that they need, directly or indirectly."""
     chosen, more = set[str](), set(names)
     while more:
         chosen |= more
@@ -123,18 +123,18 @@ def fingerprint(torch: str) -> str:
 
 
 def with_build(locked: Locked, chosen: Mapping[str, Any]) -> Locked:
-    """The torch that pip chose. A build for one device ("2.13.0+cpu") is in no public index: it comes from an index
-    that the user gave, and is taken with the checksum of that index."""
+    """Returns the entry of the torch that pip chose. A build for one device ("2.13.0+cpu") is in no public index. It
+    comes from an index that the user configured, and is accepted with the checksum of that index."""
     version, archive = chosen["metadata"]["version"], chosen["download_info"].get("archive_info", {})
     release, _, local = version.partition("+")
-    known = archive.get("hashes") or dict([archive.get("hash", "=").split("=", 1)])  # the latter: pip before 23.1
+    known = archive.get("hashes") or dict([archive.get("hash", "=").split("=", 1)])  # "hash": pip before 23.1
     if f"torch=={release}" != locked.pin or (local and "sha256" not in known):
         raise unlocked(f"torch {version}")
     return locked._replace(pin=f"torch=={version}", hashes=(f"--hash=sha256:{known['sha256']}",)) if local else locked
 
 
 def unlocked(packages: str) -> SetupError:
-    fix = "install it (or torch, if that needs it) into that Python; the set-up uses installed packages"
+    fix = "install it (or the torch that needs it) into that Python, because the set-up uses installed packages"
     return SetupError(f"{packages} would be installed: {LOCK.name} has no checksum of it; {fix}")
 
 
@@ -167,20 +167,22 @@ def write_marker(venv: Path, **marker: Any) -> None:
 
 def create_venv(venv: Path, torch: str) -> None:
     if venv.exists() and any(venv.iterdir()) and not read_marker(venv).get("made_here"):
-        raise SetupError(f"{venv} is there and was not made by this script: move it away")
+        raise SetupError(f"{venv} exists and was not made by this script: move it away")
     shutil.rmtree(venv, ignore_errors=True)
     venv.mkdir()
     write_marker(venv, state="building", made_here=True, python=sys.executable)
     log, options = venv / "setup.log", ["--system-site-packages"] if torch else []
     command = [sys.executable, "-m", "venv", *options, str(venv)]
     if not run_logged(command, log) and not run_logged([*command, "--without-pip"], log):
-        raise SetupError(f"{sys.executable} -m venv failed, see {log}: install python3-venv, or set PYTHON to another")
+        raise SetupError(
+            f"{sys.executable} -m venv failed, see {log}: install python3-venv, or set PYTHON to another Python"
+        )
     if torch and sys.prefix != sys.base_prefix:
-        # We were started inside a virtual environment; --system-site-packages would skip to the system's packages.
+        # This Python is in a virtual environment. --system-site-packages would show only the system's packages.
         outer = sorted({path for path in sys.path if path.startswith(sys.prefix) and path.endswith("-packages")})
         (folder,) = venv.glob("lib/python3*/site-packages")
         write_lines(folder / "outer_environment.pth", [f"import site; site.addsitedir({path!r})" for path in outer])
-    if torch:  # the outer torchrun runs the outer Python, which lacks our requirements
+    if torch:  # the outer torchrun would run the outer Python, which lacks the requirements
         script = ["#!/bin/sh", f'exec "{venv}/bin/python" -m torch.distributed.run "$@"']
         write_lines(venv / "bin" / "torchrun", script).chmod(0o755)
 
@@ -192,26 +194,28 @@ def pip_command(venv: Path) -> tuple[str, ...]:
         return python, "-m", "pip"
     if importlib.util.find_spec("pip"):
         return sys.executable, "-m", "pip", "--python", python
-    raise SetupError(f"{sys.executable} has neither pip nor ensurepip: install python3-venv, or set PYTHON to another")
+    raise SetupError(
+        f"{sys.executable} has neither pip nor ensurepip: install python3-venv, or set PYTHON to another Python"
+    )
 
 
 def run_pip(venv: Path, *options: str) -> None:
-    """Installs wheels only: to read what a source archive needs, pip would run it."""
+    """Installs only wheels: to read the requirements of a source archive, pip would run its code."""
     command = (*pip_command(venv), "install", "--no-input", "--disable-pip-version-check", "--only-binary", ":all:")
     if not run_logged((*command, *options), log := venv / "setup.log", r"Downloading|Processing|Install|ERROR"):
         raise SetupError(f"pip could not install the requirements, see the end of {log}; then run this again")
 
 
 def reported(venv: Path, *options: str) -> dict[str, dict[str, Any]]:
-    """Asks pip what it would install, and returns it by name. Nothing is installed."""
+    """Returns name -> report of the packages that pip would install. Installs nothing."""
     run_pip(venv, "--dry-run", "--report", str(venv / "report.json"), *options)
     chosen = json.loads((venv / "report.json").read_text(encoding="utf-8"))["install"]
     return {project_name(item["metadata"]["name"]): item for item in chosen}
 
 
 def install_locked(venv: Path, path: Path, *more: str) -> None:
-    """Installs a file of locked lines: with uv, if it is on the PATH, on the indexes that pip is configured for. If it
-    fails, pip installs them or explains why it cannot."""
+    """Installs the packages in a file of locked lines. If uv is on the PATH, uv installs them from the indexes that pip
+    is configured for. Without uv, or if uv fails, pip installs them."""
     options = ("--no-deps", "--require-hashes", *more, "-r", str(path))
     if uv := shutil.which("uv"):
         listed = subprocess.run([*pip_command(venv), "config", "list"], capture_output=True, text=True, check=False)
@@ -224,8 +228,8 @@ def install_locked(venv: Path, path: Path, *more: str) -> None:
 
 
 def install_packages(venv: Path, extras: Sequence[str], torch: str) -> None:
-    """Installs locked packages: all, for the build of torch that pip chooses, or what pip finds missing beside a torch
-    that is there. A vendor's numpy was chosen with its torch, and stays."""
+    """Installs locked packages. Without an installed torch: all packages, with the build of torch that pip chooses.
+    With an installed torch: only packages that pip finds missing, so that a vendor's numpy for its torch stays."""
     lock, asked = read_lock(LOCK.read_text(encoding="utf-8")), wanted(extras)
     say(f"installing {len(asked)} requirements into {venv} (the first time takes some minutes)")
     asked, locked_torch = [line for line in asked if project_name(line) != "torch"], lock.pop("torch")
@@ -234,7 +238,9 @@ def install_packages(venv: Path, extras: Sequence[str], torch: str) -> None:
         here = {project_name(found.name) for found in importlib.metadata.distributions() if found.name}
         pins = write_lines(venv / "pins.txt", [each.pin for name, each in lock.items() if name not in here])
         chosen = {*reported(venv, "-c", str(pins), "-r", str(write_lines(venv / "asked.txt", asked)))} - {"torch"}
-        names = (chosen & closure(lock, roots)) | (chosen - {*lock})  # without what only the locked torch needs
+        names = (chosen & closure(lock, roots)) | (
+            chosen - {*lock}
+        )  # without the packages that only the locked torch needs
     else:
         built = reported(venv, "--ignore-installed", "--no-deps", locked_torch.pin)["torch"]
         needs = built["metadata"].get("requires_dist", [])
@@ -252,16 +258,18 @@ def install_packages(venv: Path, extras: Sequence[str], torch: str) -> None:
 
 
 def right_interpreter(venv: Path, marker: Mapping[str, Any]) -> None:
-    """Continues in the interpreter that the environment belongs to, if that is not this one."""
+    """Restarts this script in the interpreter of the environment, if another one runs it."""
     python, inside = str(venv / "bin" / "python"), Path(sys.prefix).resolve() == venv.resolve()
     if marker.get("made_here") and inside:  # started from the activated environment
         os.execv(marker["python"], [marker["python"], *sys.argv])
     if (venv / "pyvenv.cfg").is_file() and not marker.get("made_here") and not inside:  # the user's own environment
         if subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode:
-            raise SetupError(f"{venv} is not ours and its Python does not run: move it away")
+            raise SetupError(f"{venv} was not made by this script and its Python does not run: move it away")
         os.execv(python, [python, *sys.argv])
     if not (3, 11) <= sys.version_info[:2] <= (3, 13):
-        raise SetupError(f"{sys.executable}: not Python 3.11, 3.12 or 3.13; name one, as in PYTHON=python3.12 bash ...")
+        raise SetupError(
+            f"{sys.executable}: not Python 3.11, 3.12 or 3.13; use one of these, as in PYTHON=python3.12 bash ..."
+        )
 
 
 def prepare(venv: Path, extras: Sequence[str]) -> None:
@@ -276,14 +284,14 @@ def prepare(venv: Path, extras: Sequence[str]) -> None:
         return
     if torch:
         check_torch(torch)
-        say(f"torch {torch} is already here and is used")
+        say(f"torch {torch} is installed and is used")
     if made_here and not (ready and (marker["python"], marker["found"]) == (sys.executable, torch)):
         create_venv(venv, torch)
     install_packages(venv, extras, torch)
     problem = f"the installed packages do not import ({{}}): see {venv / 'setup.log'}"
     version = imported_torch(venv / "bin" / "python", "torch, numpy, tokenizers, transformers, yaml", problem)
     if torch and version != torch.split()[0]:
-        raise SetupError(f"{venv} imports torch {version} where {torch} was found: unset PYTHONPATH and retry")
+        raise SetupError(f"{venv} imports torch {version}, but {torch} was found: unset PYTHONPATH and retry")
     now = {"made_here": made_here, "python": sys.executable, "found": torch, "torch_version": version}
     write_marker(venv, state="ready", key=key, extras=extras, **now)
 

@@ -1,4 +1,4 @@
-"""vocab.json and merges.txt of a GPT-2 style BPE from JSON lines; see `--help`."""
+"""Learns vocab.json and merges.txt of a GPT-2 style BPE from JSON lines; see `--help`."""
 
 import sys
 from pathlib import Path

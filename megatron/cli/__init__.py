@@ -1,3 +1,3 @@
-"""The command lines of tools/, a file each. None of them imports torch to print its `--help`."""
+"""Command lines of tools/, one file per tool. Printing `--help` does not import torch."""
 
 import megatron_anywhere

@@ -1,7 +1,7 @@
 """Checks a launch before any process starts: `python -m megatron.cli.check_launch RANKS FLAGS...`
 
-A mistake prints one line, where a launch would print it once per rank. With --dry-run, missing files are reported but
-are not errors: a launch is planned before its data exists. This module loads no torch.
+An error is printed once, while a launch would print it once per rank. With --dry-run, missing files are reported but
+are not errors, because a launch may be planned before its data exists. This module does not load torch.
 """
 
 import sys
@@ -16,7 +16,7 @@ from megatron.training.settings import read_settings
 
 
 def check_launch(ranks: int, flags: Sequence[str]) -> tuple[str, ...]:
-    """Returns, for a --dry-run, the lines about missing files; raises a ConfigError for what a launch would reject."""
+    """Returns lines about missing files (only with --dry-run). Raises a ConfigError if a launch would be rejected."""
     absent = Refusals() if "--dry-run" in flags else None
     config = read_settings(flags, absent=absent, source=OTHER_PROGRAMS, other_file=deepspeed_assignments)
     check_world(config, ranks)

@@ -20,7 +20,7 @@ FAULT_NAMES = (
 
 
 class CheckError(MegatronError):
-    """The check failed with an exception that is not one of our own errors."""
+    """The check ended with an unexpected exception, not with a MegatronError."""
 
     exit_code = 2
 
@@ -33,13 +33,15 @@ def build_parser() -> Parser:
     parser = Parser(
         prog=NAME,
         usage="%(prog)s [options] -- FLAGS OF THE TRAINING",
-        description="Shows that a layout trains what one process trains. The configuration behind -- runs a few steps "
-        "in its layout and in one process, on the CPU in fp64 without dropout. Losses, every gradient, gradient norms, "
-        "weights and an evaluation are compared, and every token has its own weight. Exit code 0: equal within the "
-        "tolerance; 1: different; other codes: nothing was compared.",
+        description="Compares a training in a parallel layout with the same training in one process. The configuration "
+        "after -- is trained for a few steps in both ways, on the CPU in fp64 without dropout. Losses, every gradient, "
+        "gradient norms, weights and an evaluation are compared. In the loss, each token has another weight. "
+        "Exit code 0: equal within the tolerance; 1: different; other codes: nothing was compared.",
     )
     parser.add_argument("--steps", type=integer(1, 1_000_000), default=3, metavar="N", help="optimizer steps (3)")
-    parser.add_argument("--tolerance", type=_positive, default=1e-10, metavar="X", help="relative (1e-10)")
+    parser.add_argument(
+        "--tolerance", type=_positive, default=1e-10, metavar="X", help="largest relative difference (1e-10)"
+    )
     parser.add_argument(
         "--ranks",
         type=integer(1, MOST_PROCESSES),
@@ -50,9 +52,9 @@ def build_parser() -> Parser:
         "--cluster",
         type=integer(2, LARGEST_WORLD),
         metavar="N",
-        help="train nothing; prove that the flags do not hang on N ranks over nccl. One rank of each kind records its "
-        "communication from start to stop, with a save and a load, and the record is printed. Exit code 0: proved; 1: "
-        "the ranks would hang",
+        help="train nothing; prove that N ranks with these flags do not hang over nccl. One rank of each kind records "
+        "its communication from start to stop, with a save and a load, and the record is printed. Exit code 0: proved; "
+        "1: the ranks would hang",
     )
     parser.add_argument(
         "--workers",
@@ -60,18 +62,22 @@ def build_parser() -> Parser:
         metavar="N",
         help="processes at a time for --cluster (one for each CPU)",
     )
-    parser.add_argument("--full", action="store_true", help="never shrink the model, however long it takes")
+    parser.add_argument("--full", action="store_true", help="never shrink the model, even if the check takes long")
     parser.add_argument("--script", metavar="FILE.py", help="a pretrain script of your own (pretrain_gpt.py)")
     parser.add_argument("--plant", choices=FAULT_NAMES, help="inject this fault, to see that it is found (exit code 1)")
     parser.add_argument(
-        "--timeout-minutes", type=_positive, default=30.0, metavar="X", help="longest time of one of the runs (30)"
+        "--timeout-minutes",
+        type=_positive,
+        default=30.0,
+        metavar="X",
+        help="time limit of each of the two runs, in minutes (30)",
     )
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     return parser
 
 
 def _of_training(options: argparse.Namespace) -> str | None:
-    """Returns the first given option that only trainings use, or None; --cluster trains nothing."""
+    """Returns the first given option that has no effect with --cluster, which trains nothing; None if there is none."""
     unset = build_parser().parse_known_flags([])
     names = ("steps", "tolerance", "ranks", "full", "plant", "timeout_minutes")
     changed = (name for name in names if getattr(options, name) != getattr(unset, name))
@@ -94,17 +100,17 @@ def _run(argv: list[str]) -> int:
     cut = argv.index("--") if "--" in argv else len(argv)
     options = build_parser().parse_known_flags(argv[:cut])
     if options.cluster is not None and (given := _of_training(options)):
-        raise ConfigError(f"--cluster {options.cluster}: trains nothing, so {given} has no effect; remove it")
+        raise ConfigError(f"--cluster {options.cluster}: trains nothing, so {given} has no effect; remove {given}")
     if options.cluster is None and options.workers is not None:
-        raise ConfigError(f"--workers {options.workers}: has no effect without --cluster N; remove it")
-    try:  # imports not above: `--help` loads no torch
+        raise ConfigError(f"--workers {options.workers}: has no effect without --cluster N; remove --workers")
+    try:  # imported here, so that `--help` does not load torch
         from megatron.compat.deepspeed_file.source import deepspeed_assignments
         from megatron.interop.source import OTHER_PROGRAMS
 
         if options.cluster is not None:
             from megatron.prove.order.prove import prove
 
-            # A worker is a forked process, which macOS cannot have safely.
+            # Workers are forked processes, and forking is not safe on macOS.
             cpus = usable_cpus() if sys.platform == "linux" else 1
             return prove(
                 options.cluster,
@@ -125,4 +131,4 @@ def _run(argv: list[str]) -> int:
         told = as_megatron_error(error)
         if isinstance(told, MegatronError):
             raise told from None
-        raise CheckError(f"{in_one_line(error)}; --traceback shows the calls that led there") from None
+        raise CheckError(f"{in_one_line(error)}; --traceback shows the calls that led to the error") from None

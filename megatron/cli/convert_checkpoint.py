@@ -1,4 +1,4 @@
-"""The command line of tools/convert_checkpoint.py: between our checkpoints, Hugging Face's and Megatron-LM's."""
+"""The command line of tools/convert_checkpoint.py: converts checkpoints from and to other formats."""
 
 import argparse
 import sys
@@ -26,14 +26,14 @@ def parser(*, check: bool = False) -> Parser:
     p = Parser(
         prog="convert_checkpoint.py",
         description="Converts a checkpoint. --to hf writes a folder with the run's tokenizer, which transformers opens "
-        "offline. The folder gets its name only after its logits and token ids equal those of the run.",
+        "offline. The folder gets its final name only if its logits and token ids equal those of the run.",
     )
     p.add_argument(
         "--check",
         type=Path,
         metavar="FOLDER",
-        help="Compare how transformers reads the tokenizer of a folder exported earlier: with the run's tokenizer "
-        "(--load), or with its own tokenizer.json. Converts nothing.",
+        help="Check a folder that was exported earlier, without a conversion: transformers must read its tokenizer "
+        "like the run's tokenizer (--load), or like its own tokenizer.json.",
     )
     p.add_argument(
         "--load", type=Path, required=not check, help="A run's save directory, or a Hugging Face model folder."
@@ -43,7 +43,7 @@ def parser(*, check: bool = False) -> Parser:
         "--from", dest="source", choices=("native", "hf", "megatron"), help="Format of --load (default: detected)."
     )
     p.add_argument(
-        "--true-vocab-size", type=integer(1, INT32), help="Rows of the vocabulary without padding (--from megatron)."
+        "--true-vocab-size", type=integer(1, INT32), help="Vocabulary size without padding (--from megatron)."
     )
     p.add_argument(
         "--target-tensor-parallel-size", type=integer(1, LARGEST_WORLD), metavar="N", help="TP size for Megatron (1)."
@@ -95,8 +95,8 @@ def _refuse_theirs(words: Sequence[str]) -> None:
         raise ConfigError(f"{', '.join(theirs)}: flags of Megatron-LM's converter; run: {converting(words)}")
     if "--target-expert-parallel-size" in names:
         raise ConfigError(
-            "--target-expert-parallel-size: --to megatron writes all experts for expert-parallel size 1; leave it out, "
-            "and divide them with Megatron-LM's own tools/checkpoint/convert.py"
+            "--target-expert-parallel-size: --to megatron writes all experts for expert-parallel size 1; remove the "
+            "flag, and divide the experts with Megatron-LM's own tools/checkpoint/convert.py"
         )
 
 
@@ -105,12 +105,12 @@ def check_exported_folder(arguments: argparse.Namespace) -> None:
 
     given = [name for name, value in vars(arguments).items() if value and name not in ("check", "load", "ckpt_step")]
     if others := [f"--{name.replace('_', '-')}" for name in given if not name.startswith("_")]:
-        raise ConfigError(f"--check {arguments.check}: converts nothing; leave out {', '.join(others)}")
+        raise ConfigError(f"--check {arguments.check}: converts nothing; remove {', '.join(others)}")
     arguments.source = "native"
     found = None if arguments.load is None else _found(arguments)
     tokenizer = None if found is None else found.tokenizer_files
     if found is not None and (tokenizer is None or not tokenizer.has_json):
-        raise ConfigError(f"--load {arguments.load}: has no tokenizer.json to compare with; leave --load out")
+        raise ConfigError(f"--load {arguments.load}: has no tokenizer.json to compare with; remove --load")
     print_line(check_folder(arguments.check, tokenizer))
 
 
@@ -120,10 +120,10 @@ def convert_checkpoint(arguments: argparse.Namespace) -> None:
     if arguments.source is None:
         arguments.source = _format(arguments.load, arguments.ckpt_step)
     if arguments.source == arguments.to and arguments.to != "megatron":
-        raise ConfigError(f"--to {arguments.to}: --load is in that format already; there is nothing to convert")
+        raise ConfigError(f"--to {arguments.to}: --load has this format already; give another format")
     if arguments.true_vocab_size is not None and arguments.source != "megatron":
         given = f"--true-vocab-size {arguments.true_vocab_size}"
-        raise ConfigError(f"{given}: has no effect without --from megatron; leave it out")
+        raise ConfigError(f"{given}: has no effect without --from megatron; remove the flag")
     _refuse_targets(arguments)
     if arguments.overwrite:
         from megatron.interop.conversion import refuse_what_must_stay
@@ -151,18 +151,18 @@ def _format(directory: Path, step: int | None) -> str:
 
 
 def _refuse_targets(arguments: argparse.Namespace) -> None:
-    """Rejects flags about a format that is neither read nor written."""
+    """Rejects flags of a format that is neither read nor written."""
     for flag in ("target_tensor_parallel_size", "target_pipeline_parallel_size", "megatron_names"):
         value = getattr(arguments, flag)
         if value is not None and arguments.to != "megatron":
-            raise ConfigError(f"--{flag.replace('_', '-')} {value}: has no effect without --to megatron; leave it out")
+            raise ConfigError(f"--{flag.replace('_', '-')} {value}: has no effect without --to megatron; remove it")
     given = {"--dtype": arguments.dtype, "--max-shard-size": arguments.max_shard_size, "--verify": arguments.verify}
     given |= {"--no-safe-serialization": arguments.no_safe_serialization}
     for flag, value in given.items():
         if value and arguments.to != "hf":
-            raise ConfigError(f"{flag}{f' {value}' * (value is not True)}: has no effect without --to hf; leave it out")
+            raise ConfigError(f"{flag}{f' {value}' * (value is not True)}: has no effect without --to hf; remove it")
     if arguments.ckpt_step is not None and arguments.source == "hf":
-        raise ConfigError(f"--ckpt-step {arguments.ckpt_step}: does not apply to --from hf; leave it out")
+        raise ConfigError(f"--ckpt-step {arguments.ckpt_step}: does not apply to --from hf; remove the flag")
 
 
 def save_for_megatron(arguments: argparse.Namespace) -> None:
@@ -180,7 +180,7 @@ def save_for_megatron(arguments: argparse.Namespace) -> None:
         written = to_megatron(found, arguments.save, target, show)
     print_line(
         f"saved {written} for Megatron-LM, TP {target.tp}, PP {target.pp}, {target.names} names; load it there with "
-        "--no-load-rng: random states are not carried over"
+        "--no-load-rng, because random states are not converted"
     )
 
 
@@ -199,8 +199,8 @@ def from_megatron(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _ours(arguments: argparse.Namespace, target: "TargetLayout") -> "Iterator[FoundStep]":
-    """Yields the native step to convert. A Hugging Face model is first imported into a temporary folder beside --save;
-    a `target` that it does not fit is rejected before."""
+    """Yields the native step to convert. A Hugging Face model is first imported into a temporary folder beside --save,
+    after a check that it fits the layout `target`."""
     if arguments.source != "hf":
         yield _found(arguments)
         return
@@ -231,7 +231,7 @@ def _found(arguments: argparse.Namespace) -> "FoundStep":
 
     found = _step_in(arguments.load, arguments.ckpt_step)
     if (found.foreign is not None) != (arguments.source == "megatron"):
-        raise ConfigError(f"--from {arguments.source}: {found.directory} is in another format; leave --from out")
+        raise ConfigError(f"--from {arguments.source}: {found.directory} is in another format; remove --from")
     return with_true_vocabulary(found, arguments.true_vocab_size)
 
 
@@ -251,8 +251,8 @@ def to_hugging_face(arguments: argparse.Namespace) -> None:
     print_line(f"exporting {found.directory} as {export.family.architecture}, vocabulary {export.facts.vocab_size}")
     if export.instead_of is not None:
         print_line(
-            f"not as {export.instead_of.architecture}: transformers 5.8 and later read every tokenizer in such a "
-            f"folder as Qwen2's; {export.family.architecture} is the same model, with zeros for more biases"
+            f"not as {export.instead_of.architecture}, whose tokenizer transformers 5.8 and later always read as "
+            f"Qwen2's; {export.family.architecture} is the same model, with additional biases of zero"
         )
     with _progress("exported") as written, _progress("checked") as checked:
         write_export(
@@ -297,7 +297,7 @@ def _refuse_occupied(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _target(arguments: argparse.Namespace) -> Iterator[Path]:
-    """Yields the directory to write a native checkpoint in. With --overwrite, a temporary one replaces the old one."""
+    """Yields the directory to write a native checkpoint in. With --overwrite, it replaces the old one at the end."""
     from megatron.checkpoint.paths import holds_nothing
     from megatron.interop.conversion import written_aside
 

@@ -21,22 +21,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> Parser:
-    parser = Parser(prog=NAME, description="Draws when each pass of a pipelined step ran, with the bubble.")
+    parser = Parser(
+        prog=NAME,
+        description="Draws the times of all forward and backward passes of one pipelined step, and prints the bubble.",
+    )
     parser.add_argument("--trace", metavar="DIR", help="directory that a run with --pipeline-trace DIR wrote")
-    parser.add_argument("--schedule", choices=tuple(SCHEDULES), help="simulate this schedule instead")
+    parser.add_argument("--schedule", choices=tuple(SCHEDULES), help="simulate this schedule, instead of --trace")
     parser.add_argument("--stages", type=integer(1, 1024), default=4, metavar="N", help="simulated ranks (4)")
     parser.add_argument("--micro-batches", type=integer(1, 4096), default=8, metavar="N", help="micro-batches (8)")
     parser.add_argument("--chunks", type=integer(1, 64), default=1, metavar="N", help="simulated stages per rank (1)")
     parser.add_argument(
-        "--group", type=integer(1, 4096), metavar="N", help="simulated micro-batches per group (--stages)"
+        "--group", type=integer(1, 4096), metavar="N", help="simulated micro-batches per group (the value of --stages)"
     )
-    parser.add_argument("--output", required=True, metavar="FILE.png", help="the picture")
+    parser.add_argument("--output", required=True, metavar="FILE.png", help="the picture to write")
     return parser
 
 
 def _draw(arguments: argparse.Namespace) -> None:
     if (arguments.trace is None) == (arguments.schedule is None):
-        raise ConfigError("--trace and --schedule: give one of them, a run's times or what to simulate")
+        raise ConfigError(
+            "--trace and --schedule: give one of them: --trace for a run's times, --schedule for a simulation"
+        )
     if arguments.trace is not None:
         step = read_timelines(Path(arguments.trace))[-1]
         source = f"measured, {step.end:.3f} s"
@@ -53,7 +58,7 @@ def _draw(arguments: argparse.Namespace) -> None:
     except ImportError:
         raise ConfigError(
             f"--output {arguments.output}: drawing needs pillow, which is not installed for {sys.executable}; "
-            f"{sys.executable} -m pip install pillow (the extra 'plot')"
+            f"run {sys.executable} -m pip install pillow (the extra 'plot')"
         ) from None
     print_line(f"{arguments.output}: {title}")
 
@@ -64,14 +69,14 @@ def _simulated(arguments: argparse.Namespace) -> Timeline:
     chunks, group = arguments.chunks, arguments.group
     if (chunks > 1) != record.interleaves:
         raise ConfigError(
-            f"--chunks {chunks}: only --schedule interleaved has several chunks per rank, and it needs them"
+            f"--chunks {chunks}: --schedule interleaved needs at least 2 chunks per rank, other schedules have 1"
         )
     if group is not None and not record.interleaves:
-        raise ConfigError(f"--group {group}: only --schedule interleaved has groups; leave it out")
+        raise ConfigError(f"--group {group}: only --schedule interleaved has groups; remove the flag")
     if record.interleaves and not fills_groups(micro_batches, group or ranks, ranks):
         raise ConfigError(
             f"--micro-batches {micro_batches}: --schedule interleaved takes groups of {group or ranks} micro-batches, "
-            f"and no group of fewer than --stages {ranks}; give a multiple of {max(group or ranks, ranks)}"
+            f"and a group needs at least --stages {ranks}; give a multiple of {max(group or ranks, ranks)}"
         )
     if 2 * ranks * micro_batches * chunks > _MOST_PASSES:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""tools/env.py, megatron-env: describes this installation, and what keeps a training from starting."""
+"""tools/env.py, megatron-env: describes this installation, and reports problems that prevent a training."""
 
 import argparse
 import contextlib
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> Parser:
     parser = Parser(prog=NAME, description="Prints what a bug report needs: versions, devices, kernels, conflicts.")
-    parser.add_argument("--share", action="store_true", help="leave out paths, user and host names")
+    parser.add_argument("--share", action="store_true", help="omit paths, user and host names")
     return parser
 
 
@@ -67,7 +67,7 @@ def _torch(problem: Callable[[str], None]) -> Rows:
     fix = "install one: bash examples/quickstart.sh in a checkout, or python -m pip install torch"
     try:
         import torch
-    except Exception as error:  # whatever a broken library raises
+    except Exception as error:  # a broken library may raise any exception
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         yield "torch", f"does not import: {reason}"
         problem(f"torch: does not import ({reason}); {fix}")
@@ -80,7 +80,7 @@ def _torch(problem: Callable[[str], None]) -> Rows:
 
 
 def _source(name: str, cuda: str | None, hip: str | None) -> str:
-    """Describes the source of a torch and the devices that it was built for."""
+    """Describes the origin of a torch (wheel or build) and the devices that it was built for."""
     built = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPU"
     try:
         known = version("torch")
@@ -121,7 +121,7 @@ def _packages(problem: Callable[[str], None]) -> Rows:
 
 
 def _conflicts(problem: Callable[[str], None]) -> Rows:
-    """Other folders of the namespace `megatron`. A folder that Python searches first hides our packages."""
+    """Yields other folders of the namespace `megatron`. A folder that Python searches first hides our packages."""
     ours = {path.stem for path in HERE.iterdir() if path.name[0] not in "_."}
     folders = [Path(path).resolve() for path in sys.modules["megatron"].__path__]
     for folder in (folder for folder in folders if folder != HERE and folder.is_dir()):
@@ -132,7 +132,10 @@ def _conflicts(problem: Callable[[str], None]) -> Rows:
             f"{folder}, {'hides ours: ' if first else 'hidden: ' if both else 'no conflict'}{', '.join(both)}",
         )
         if first:
-            problem(f"{folder}: hides megatron.{both[0]} of {HERE}; take its folder from PYTHONPATH, or uninstall it")
+            problem(
+                f"{folder}: hides megatron.{both[0]} of {HERE}; remove that folder from PYTHONPATH, or "
+                "uninstall that package"
+            )
 
 
 def _room(problem: Callable[[str], None]) -> Rows:
@@ -141,7 +144,7 @@ def _room(problem: Callable[[str], None]) -> Rows:
 
 
 def without_private(text: str) -> str:
-    """Replaces absolute paths, the user's name and the host's."""
+    """Replaces absolute paths, the user name and the host name."""
     text = re.sub(r"(?<![\w.])(/[^\s/,;:()'\"]+)+/?", "<path>", text)
     names = [socket.gethostname(), socket.gethostname().partition(".")[0]]
     with contextlib.suppress(KeyError, OSError):  # a container's user may have no name

@@ -40,7 +40,7 @@ def parser() -> Parser:
         "--overlapping-eval",
         type=integer(1),
         metavar="N",
-        help="Tokens from one window to the next; each window scores its new tokens (default: the window).",
+        help="Stride of the windows in tokens. A window scores only its new tokens (default: the window length).",
     )
     what.add_argument(
         "--score-first-token",
@@ -71,7 +71,7 @@ def task_options(given: argparse.Namespace) -> "TaskOptions":
     defaults = {field.name: field.default for field in dataclasses.fields(TaskOptions)}
     for name in set().union(*used.values()) - set(used[given.task]):
         if getattr(given, name) != defaults[name]:
-            raise ConfigError(f"--{name.replace('_', '-')}: has no effect on --task {given.task}; leave it out")
+            raise ConfigError(f"--{name.replace('_', '-')}: has no effect on --task {given.task}; remove the flag")
     return TaskOptions(**fields_from(given, TaskOptions))
 
 

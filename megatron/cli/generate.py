@@ -29,7 +29,7 @@ Flags that most runs need:
   --prompts FILE            JSON lines, or a prompt in each line; - is stdin
   --max-new-tokens N        most tokens to add (default: 64)
   --temperature X, --top-k K, --top-p P, --seed N, --greedy
-                            how tokens are drawn
+                            sampling of the tokens
   --stop TEXT               ends before this text
   --chat                    prompts are conversations
   --output FILE             writes JSON lines instead of printing
@@ -63,12 +63,12 @@ def _add_prompt_flags(group: argparse._ArgumentGroup) -> None:
         "--chat",
         action="store_true",
         help="Prompts are conversations, formatted by the model's chat template: a text is one user message, a JSON "
-        "line has messages. Special tokens spelled in them stay text.",
+        "line has messages. Special tokens in messages are plain text.",
     )
     group.add_argument(
         "--prompt-with-special-tokens",
         action="store_true",
-        help="Encode special tokens that a prompt spells (default: they are text, as in documents).",
+        help="Encode special tokens in prompts as such (default: as plain text, as in documents).",
     )
     group.add_argument(
         "--output", metavar="FILE", help="Write JSON lines to this file, atomically, instead of printing."
@@ -146,7 +146,7 @@ def sampling(given: argparse.Namespace) -> "Sampling":
 
 
 _NOT_WITH_CHAT = {
-    "json_key": "with --chat, JSON lines have messages, as with --sft",
+    "json_key": "with --chat, the key is always messages, as with --sft",
     "truncate_prompts": "a chat template cannot format a conversation without its beginning",
     "prompt_with_special_tokens": "the chat template writes the special tokens; messages are text",
 }
@@ -155,16 +155,14 @@ _NOT_WITH_CHAT = {
 def check_sampling_flags(given: argparse.Namespace) -> None:
     """Checks the flags that need no torch."""
     if given.greedy and (given.top_k or given.top_p or given.temperature != 1.0):
-        raise ConfigError("--greedy: --temperature, --top-k and --top-p have no effect with it; leave them out")
+        raise ConfigError("--greedy: with this flag, --temperature, --top-k and --top-p have no effect; remove them")
     if given.num_beams > 1 and (given.greedy or given.top_k or given.top_p or given.temperature != 1.0):
         raise ConfigError(
-            f"--num-beams {given.num_beams}: beam search does not sample; leave --greedy, --temperature, --top-k "
-            "and --top-p out"
+            f"--num-beams {given.num_beams}: beam search does not sample; remove --greedy, --temperature, --top-k "
+            "and --top-p"
         )
     if given.num_beams > 1 and given.stop:
-        raise ConfigError(
-            f"--num-beams {given.num_beams}: --stop does not work with beam search; leave one of them out"
-        )
+        raise ConfigError(f"--num-beams {given.num_beams}: --stop does not work with beam search; remove one of them")
     if given.num_beams == 1 and given.length_penalty != 1.0:
         raise ConfigError(
             f"--length-penalty {given.length_penalty}: has no effect without beam search; give --num-beams 2 or more"
@@ -175,14 +173,14 @@ def check_sampling_flags(given: argparse.Namespace) -> None:
         raise ConfigError("--prompt: --prompts is given too; give one of them")
     if given.json_key != "prompt" and not str(given.prompts).endswith((".jsonl", ".json")):
         raise ConfigError(
-            "--json-key: has no effect unless --prompts is a file of JSON lines (.jsonl, .json); leave it out"
+            "--json-key: has no effect unless --prompts is a file of JSON lines (.jsonl, .json); remove the flag"
         )
     if given.chat:
         for flag, why in _NOT_WITH_CHAT.items():
             if getattr(given, flag) not in (False, "prompt"):
-                raise ConfigError(f"--{flag.replace('_', '-')}: {why}; leave it or --chat out")
+                raise ConfigError(f"--{flag.replace('_', '-')}: {why}; remove this flag or --chat")
     if given.logprobs and given.output is None:
-        raise ConfigError("--logprobs: has no effect without --output FILE; add that")
+        raise ConfigError("--logprobs: has no effect without --output FILE; add --output")
     if "" in given.stop:
         raise ConfigError("--stop: the text is empty and would end the output at once; give a text")
 

@@ -1,4 +1,4 @@
-"""The command line of tools/harness.py: EleutherAI's harness with our models as a model type."""
+"""The command line of tools/harness.py: runs EleutherAI's harness with the model type `megatron`."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from megatron.training.exit import StopReason, rank_of_process, run_as_program
 from megatron.utils.loading import loading_torch
 
 _WRITING = {"--output_path": True, "-o": True, "--log_samples": False, "-s": False}
-"""Flags with which the harness writes files -> whether they take a value. Only the first rank gets them."""
+"""Flags of the harness that write files -> True if the flag takes a value. Only rank 0 gets these flags."""
 
 
 _USAGE = """\

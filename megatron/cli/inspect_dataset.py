@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron.tokenizer import Tokenizer
 
 NAME = "inspect_dataset.py"
-_SHOWN = 256  # tokens of a document, unless --tokens says otherwise
+_SHOWN = 256  # most tokens shown of a document, without --tokens
 _TERMINAL = "terminal"
 
 
@@ -39,7 +39,7 @@ def build_parser() -> Parser:
     parser.add_argument("--tokens", type=integer(1), metavar="N", help=f"most tokens to show of each ({_SHOWN})")
     parser.add_argument(
         "--histogram", nargs="?", const=_TERMINAL, metavar="FILE",
-        help="picture of the documents' lengths: in the terminal, or a FILE.svg or FILE.png",
+        help="histogram of the documents' lengths: in the terminal, or a FILE.svg or FILE.png",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one line of JSON per dataset")
     parser.add_argument("--work-folder", metavar="DIR", help="folder for local copies of URLs (here)")
@@ -62,7 +62,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = build_parser().parse_known_flags(argv)
     picture = arguments.histogram
     if picture not in (None, _TERMINAL) and not picture.endswith((".svg", ".png")):
-        raise ConfigError(f"--histogram {picture}: a picture is a .svg or a .png; put prefixes before --histogram")
+        raise ConfigError(f"--histogram {picture}: the file must be a .svg or a .png; put prefixes before --histogram")
     if picture not in (None, _TERMINAL) and len(arguments.prefixes) > 1:
         raise ConfigError(f"--histogram {picture}: draws only one dataset; give one PREFIX")
     if arguments.tokens is not None and arguments.document is None:
@@ -164,7 +164,7 @@ def _lines(data: IndexedDataset, record: DataRecord | None, numbers: Statistics)
         f"  percentiles {cuts}",
     ]
     if record is None:
-        return [*lines, "  record      none (.meta.json): made elsewhere, or merged from data made elsewhere"]
+        return [*lines, "  record      none (.meta.json): the data, or a part of it, was made by another program"]
     marked = {True: "at each document's end", False: "not appended", None: "unknown whether appended"}
     sums = ", ".join(f".{name}: {len(known.blocks)} blocks" for name, known in record.files.items())
     return [
@@ -224,7 +224,7 @@ def _picture(prefix: str, numbers: Statistics, arguments: argparse.Namespace) ->
         except ImportError:
             raise ConfigError(
                 f"--histogram {arguments.histogram}: a .png needs matplotlib, which is not installed "
-                f"({sys.executable} -m pip install matplotlib); a .svg needs nothing"
+                f"({sys.executable} -m pip install matplotlib); or give a .svg, which needs no package"
             ) from None
     from megatron.utils.durable import write_atomically, writing
 
@@ -255,5 +255,5 @@ def _verify(
         for line in verified.not_checked:
             print_line(f"{prefix}: not checked: {line}")
         if verified.eod_inside:
-            print(f"{prefix}: {verified.eod_inside:,} end-of-document tokens are not the last of their document")
+            print(f"{prefix}: {verified.eod_inside:,} end-of-document tokens are not at the end of a document")
     return verified

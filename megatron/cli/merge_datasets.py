@@ -23,15 +23,15 @@ NAME = "merge_datasets.py"
 def build_parser() -> Parser:
     parser = Parser(
         prog=NAME,
-        description="Concatenates datasets: the partitions of one run in their order, or any others by name. "
-        "Partitions of several keys become PATH_KEY_document each.",
+        description="Concatenates datasets: the partitions of one run in the order of their ranks, others by name. "
+        "If partitions have several keys, each key becomes a dataset PATH_KEY_document.",
     )
     parser.add_argument(
         "--input",
         nargs="+",
         required=True,
         metavar="DIR_OR_PREFIX",
-        help="folders of datasets, prefixes, patterns; URLs",
+        help="folders, prefixes, patterns or URLs of datasets",
     )
     parser.add_argument("--output-prefix", required=True, metavar="PATH", help="writes PATH.bin, .idx and .meta.json")
     parser.add_argument("--work-folder", metavar="DIR", help="folder for local copies of URLs (here)")
@@ -52,7 +52,7 @@ def merge_inputs(arguments: argparse.Namespace) -> None:
 
     if not any(is_url(word) for word in (*arguments.input, output)):
         if arguments.work_folder is not None:
-            raise ConfigError(f"--work-folder {arguments.work_folder}: only used with URLs; leave it out")
+            raise ConfigError(f"--work-folder {arguments.work_folder}: only used with URLs; remove the flag")
         for merged in _merge(arguments, arguments.input, output):
             _print(merged, merged.summary.prefix)
         return
@@ -76,17 +76,19 @@ def merge_inputs(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def temporary_folder(given: str | None) -> Iterator[Path]:
-    """A temporary folder in the given one (by default the current one), removed with its content."""
+    """Yields a temporary folder in `given` (default: the current folder), and removes it with its content."""
     with ExitStack() as stack:
         try:
             folder = stack.enter_context(TemporaryDirectory(prefix="megatron-", suffix=".work", dir=given or "."))
         except OSError as error:
-            raise ConfigError(f"--work-folder {given or '.'}: cannot be used ({error.strerror})") from None
+            raise ConfigError(
+                f"--work-folder {given or '.'}: cannot be used ({error.strerror}); give another folder"
+            ) from None
         yield Path(folder)
 
 
 def _merge(arguments: argparse.Namespace, inputs: Sequence[str], output: str) -> "list[MergeResult]":
-    from megatron.data.merge import merge  # numpy, after --help
+    from megatron.data.merge import merge  # imported here, so that --help does not load numpy
     from megatron.data.parts import find_prefixes, plan_groups
 
     groups = plan_groups(find_prefixes(inputs, output), output)

@@ -8,13 +8,13 @@ from megatron.utils.numerals import INT32, LARGEST_WORLD
 
 
 def add_model_flags(parser: Parser, *, batch: str, axes: Sequence[str]) -> argparse._ArgumentGroup:
-    """Adds the flags. `batch` is the unit of --batch-size; `axes` split the model, such as "tensor-model"."""
+    """Adds the flags. `batch`: the unit of --batch-size. `axes`: parallel axes, such as "tensor-model"."""
     how = parser.add_argument_group("model")
     how.add_argument(
         "--load",
         required=True,
         metavar="DIR",
-        help="A run's --save, a checkpoint of Megatron-LM, a Hugging Face model.",
+        help="A run's --save, a checkpoint of Megatron-LM, or a Hugging Face model.",
     )
     how.add_argument("--ckpt-step", type=integer(0), metavar="N", help="Iteration to load (default: the newest).")
     how.add_argument("--batch-size", type=integer(1, INT32), default=8, metavar="N", help=f"{batch} (default 8).")

@@ -30,8 +30,8 @@ def build_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     several: dict[str, Any] = {"type": Path, "nargs": "+", "default": [], "metavar": "FILE"}
-    parser.add_argument("--metrics-jsonl", **several, help="files that runs with --metrics-jsonl wrote (all digits)")
-    parser.add_argument("--log", **several, help="logs of runs, in either --log-format, or of Megatron-LM")
+    parser.add_argument("--metrics-jsonl", **several, help="metrics files of runs with --metrics-jsonl (all digits)")
+    parser.add_argument("--log", **several, help="logs of runs (any --log-format), or of Megatron-LM")
     parser.add_argument("--output", type=Path, metavar="FILE.png", help="the picture (needs matplotlib)")
     parser.add_argument("--value", default="lm_loss", help="number to draw, by its key in the metrics file (lm_loss)")
     parser.add_argument("--names", nargs="+", metavar="NAME", help="names of the runs in the legend (their files)")
@@ -47,11 +47,11 @@ def _plot(arguments: argparse.Namespace) -> None:
     if count == 0:
         raise ConfigError("--metrics-jsonl and --log: neither is given; give the metrics file or the log of a run")
     if arguments.output is None and count > 1:
-        raise ConfigError(f"{count} runs are too many for the terminal; add --output FILE.png")
+        raise ConfigError(f"the terminal shows one run, and {count} are given; add --output FILE.png")
     if arguments.output is not None and arguments.output.suffix.lower() != ".png":
-        raise ConfigError(f"--output {arguments.output}: a PNG is written; let the name end in .png")
+        raise ConfigError(f"--output {arguments.output}: only PNG is written; give a name that ends in .png")
     if arguments.names and len(arguments.names) != count:
-        raise ConfigError(f"--names: {len(arguments.names)} for {count} runs; give one for each")
+        raise ConfigError(f"--names: {len(arguments.names)} names for {count} runs; give one name per run")
     runs = [read_metrics(path, arguments.value) for path in arguments.metrics_jsonl]
     runs += [read_log(path, arguments.value) for path in arguments.log]
     if arguments.names:

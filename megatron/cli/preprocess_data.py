@@ -30,7 +30,7 @@ writes corpus_text_document.bin, .idx and .meta.json; training reads them with
 
 Flags that every run needs:
   --input FILE ...          .jsonl, .json, .gz, .zst, .parquet; - is stdin
-  --output-prefix PATH      beginning of the names of the output
+  --output-prefix PATH      beginning of the output files' names
   --json-keys KEY ...       keys that hold the text (default: text)
   --tokenizer-type NAME     GPT2BPETokenizer, HuggingFaceTokenizer, ...
   --vocab-file, --merge-file, --tokenizer-model
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.find_optimal_num_workers:
             return find_workers(arguments, settings, folder)
         from megatron.data.remote import is_url
-        from megatron.preprocess.run import Terminated, preprocess  # numpy and tokenizers, after --help
+        from megatron.preprocess.run import Terminated, preprocess  # they load numpy and tokenizers, after --help
 
         def say(line: str) -> None:
             print(line, file=sys.stderr)
@@ -90,7 +90,7 @@ def _add_data_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--work-folder", metavar="DIR",
-        help="local folder for the output before its upload, if --output-prefix is a URL (NAME-....upload here)",
+        help="local folder for the output before its upload, if --output-prefix is a URL (./NAME-....upload)",
     )  # fmt: skip
     group.add_argument("--overwrite", action="store_true", help="replace an existing output, or an interrupted run")
     group.add_argument("--resume", action="store_true", help="continue an interrupted run; finished parts are kept")
@@ -101,7 +101,7 @@ def _add_data_flags(group: argparse._ArgumentGroup) -> None:
         "--on-error",
         choices=("stop", "skip"),
         default="stop",
-        help="action for a line that gives no document (stop)",
+        help="action for a line without a valid document (stop)",
     )
     group.add_argument(
         "--max-skip-fraction",
@@ -115,14 +115,14 @@ def _add_data_flags(group: argparse._ArgumentGroup) -> None:
 def _add_text_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--json-keys", nargs="+", default=["text"], metavar="KEY",
-        help="keys of the text; each makes a dataset; meta.text is the key text within meta (text)",
+        help="JSON keys of the text; one dataset per key; meta.text is the key text within meta (text)",
     )  # fmt: skip
     group.add_argument("--append-eod", action="store_true", help="put an end-of-document token after each document")
     group.add_argument(
         "--split-sentences", action="store_true", help="make a sequence of each sentence; writes PATH_KEY_sentence"
     )
-    group.add_argument("--keep-newlines", action="store_true", help="keep line ends (--split-sentences)")
-    group.add_argument("--lang", metavar="NAME", help="language of the text (--split-sentences; english)")
+    group.add_argument("--keep-newlines", action="store_true", help="keep line ends, with --split-sentences")
+    group.add_argument("--lang", metavar="NAME", help="language of the text, with --split-sentences (english)")
 
 
 def _add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
@@ -130,11 +130,13 @@ def _add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--vocab-file", "--vocab", metavar="FILE", help="vocab.json of GPT-2, or vocab.txt of BERT")
     group.add_argument("--merge-file", "--merges-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
     group.add_argument("--tokenizer-model", metavar="PATH", help="tokenizer.json or its folder, .model, ranks")
-    group.add_argument("--vocab-size", type=integer(1, INT32), metavar="N", help="ids of NullTokenizer or TikTokenizer")
-    group.add_argument("--tiktoken-pattern", choices=("v1", "v2"), help="word pattern of TikTokenizer (v2)")
+    group.add_argument(
+        "--vocab-size", type=integer(1, INT32), metavar="N", help="vocabulary size of NullTokenizer or TikTokenizer"
+    )
+    group.add_argument("--tiktoken-pattern", choices=("v1", "v2"), help="pre-tokenization pattern of TikTokenizer (v2)")
     group.add_argument(
         "--tiktoken-num-special-tokens", type=integer(3, INT32), default=1000, metavar="N",
-        help="ids of TikTokenizer before its ranks (1000)",
+        help="number of special ids of TikTokenizer, before those of its ranks file (1000)",
     )  # fmt: skip
     group.add_argument(
         "--tiktoken-special-tokens", "--tokenizer-special-tokens", nargs="+", metavar="TOKEN",
@@ -144,11 +146,11 @@ def _add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
         "--null-tokenizer-eod-id",
         type=integer(0, INT32),
         metavar="N",
-        help="end of document of NullTokenizer (--vocab-size)",
+        help="end-of-document id of NullTokenizer (the value of --vocab-size)",
     )
     group.add_argument(
         "--encoder", choices=("auto", "fast", "exact"), default="auto",
-        help="engine; auto: the fast one if it is installed and proved equal (auto)",
+        help="encoder; auto: the fast one if it is installed and gives equal ids (auto)",
     )  # fmt: skip
 
 
@@ -161,7 +163,7 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
         help="processes (one for each core)",
     )
     group.add_argument(
-        "--chunk-size", type=integer(1), metavar="N", help="most documents encoded at a time (about 1 MB of them)"
+        "--chunk-size", type=integer(1), metavar="N", help="most documents encoded at a time (about 1 MB of text)"
     )
     group.add_argument(
         "--log-interval", type=integer(1), metavar="N",
@@ -174,7 +176,7 @@ def _add_trial_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--find-optimal-num-workers",
         action="store_true",
-        help="measure short runs with different --workers, print them, and write no dataset",
+        help="measure the speed with different --workers, print it, and write no dataset",
     )
     group.add_argument(
         "--workers-to-check",
@@ -183,7 +185,7 @@ def _add_trial_flags(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="numbers of workers to measure (1, 2, 4, ... to all cores)",
     )
-    group.add_argument("--max-documents", type=integer(1), metavar="N", help="documents of each run (100000)")
+    group.add_argument("--max-documents", type=integer(1), metavar="N", help="documents per measurement (100000)")
 
 
 def _add_partition_flags(group: argparse._ArgumentGroup) -> None:
@@ -195,7 +197,7 @@ def _add_partition_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--partitions", type=integer(1, LARGEST_WORLD), metavar="N",
-        help="the same as --world, with --rank; without it a no-op: all --workers share the files",
+        help="the same as --world, with --rank; without --rank a no-op: all --workers share the files",
     )  # fmt: skip
 
 
@@ -243,7 +245,10 @@ def find_workers(arguments: argparse.Namespace, settings: "PreprocessSettings", 
     for trial in trials:
         rates = f"{trial.documents_per_second:12.1f} docs/s {trial.megabytes_per_second:9.2f} MB/s"
         print(f"--workers {trial.workers:<4d} {rates}")
-    print(f"--workers {trials[0].workers} is the fastest; no dataset was written: run again without the search")
+    print(
+        f"--workers {trials[0].workers} is the fastest; no dataset was written; run again without "
+        "--find-optimal-num-workers"
+    )
 
 
 def powers_of_two(most: int) -> list[int]:
@@ -265,7 +270,7 @@ def _world(arguments: argparse.Namespace) -> int:
         if arguments.partitions is not None and arguments.partitions > 1:
             print_line(
                 f"--partitions {arguments.partitions}: no-op; all --workers share the files and the output is the "
-                "same. With --rank it makes one partition of many",
+                "same. With --rank, one of these partitions is written",
                 sys.stderr,
             )
         return 1
@@ -287,26 +292,28 @@ def _check(arguments: argparse.Namespace) -> None:
         if keys.count(key) > 1:
             raise ConfigError(f"--json-keys {' '.join(keys)}: {key} is given twice; name each key once")
         if "/" in key or "\0" in key:
-            raise ConfigError(f"--json-keys {key}: a key with a slash cannot be part of the output's name; rename it")
+            raise ConfigError(f"--json-keys {key}: a key with a slash cannot be part of a file name; rename the key")
     prefix = arguments.output_prefix
     if not prefix or prefix.endswith(os.sep):
         raise ConfigError(f"--output-prefix {prefix}: is a folder; add the name of the dataset: {prefix}corpus")
     if arguments.work_folder is not None and "://" not in prefix:
         raise ConfigError(
-            f"--work-folder {arguments.work_folder}: only used with a URL as --output-prefix; leave it out"
+            f"--work-folder {arguments.work_folder}: only used with a URL as --output-prefix; remove the flag"
         )
     if arguments.on_error == "stop" and arguments.max_skip_fraction != 1.0:
-        raise ConfigError(f"--max-skip-fraction {arguments.max_skip_fraction:g}: only used with --on-error skip")
+        raise ConfigError(
+            f"--max-skip-fraction {arguments.max_skip_fraction:g}: only used with --on-error skip; add it"
+        )
     if arguments.resume and arguments.overwrite:
         raise ConfigError("--resume: --overwrite starts anew and --resume continues; give one of the two")
     trials = (("--workers-to-check", arguments.workers_to_check), ("--max-documents", arguments.max_documents))
     for flag, value in trials:
         if value is not None and not arguments.find_optimal_num_workers:
             shown = value if isinstance(value, int) else " ".join(map(str, value))
-            raise ConfigError(f"{flag} {shown}: only used with --find-optimal-num-workers; add it, or leave this out")
+            raise ConfigError(f"{flag} {shown}: only used with --find-optimal-num-workers; add it, or remove {flag}")
     for flag, given in (("--keep-newlines", arguments.keep_newlines), ("--lang", arguments.lang)):
         if given and not arguments.split_sentences:
-            raise ConfigError(f"{flag}: only used with --split-sentences; leave it out, or split sentences")
+            raise ConfigError(f"{flag}: only used with --split-sentences; add it, or remove {flag}")
 
 
 def print_summary(report: "Report") -> None:

@@ -1,4 +1,4 @@
-"""tools/profile_summary.py: prints where the time of traced steps went."""
+"""tools/profile_summary.py: prints how traced steps spent their time."""
 
 import argparse
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> Parser:
-    parser = Parser(prog=NAME, description="Prints a table, per trace, of where the time of training steps went.")
+    parser = Parser(prog=NAME, description="Prints for each trace a table of how training steps spent their time.")
     parser.add_argument("traces", nargs="+", metavar="TRACE", help="trace files, or the folder given as --profile-dir")
     parser.add_argument("--top", type=integer(0), default=10, metavar="N", help="number of operations to list (10)")
     return parser

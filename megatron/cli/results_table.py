@@ -33,7 +33,7 @@ def build_parser() -> Parser:
 
 def _show(arguments: argparse.Namespace) -> None:
     if arguments.output is not None and arguments.output.suffix.lower() != ".png":
-        raise ConfigError(f"--output {arguments.output}: a PNG is written; let the name end in .png")
+        raise ConfigError(f"--output {arguments.output}: only PNG is written; give a name that ends in .png")
     published = Published("", ()) if arguments.published is None else read_published(arguments.published)
     rows = [*(row_of_run(size, devices, Path(file)) for size, devices, file in arguments.run), *published.rows]
     print(render(rows, published.source))
@@ -48,8 +48,8 @@ def render(rows: Sequence[SizeResult], source: str) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     lines.insert(1, "  ".join("-" * width for width in widths))
     lines.append(
-        "samples/s: the median of the logged intervals. PPL: of the last evaluation of the run's own validation split, "
-        "per token; another text or vocabulary gives another."
+        "samples/s: the median of the logged intervals. PPL: perplexity per token in the last evaluation of the run's "
+        "validation split; other texts or vocabularies give other values."
     )
     return "\n".join([*lines, *([f"published: {source}."] if source else [])])
 

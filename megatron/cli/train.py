@@ -1,6 +1,6 @@
 """Pretrains a GPT: `torchrun -m megatron.cli.train --num-layers 12 ...`, or pretrain_gpt.py in a checkout.
 
-Hands three functions to `megatron.pretrain.pretrain`; a script for a model of your own is a copy of this file.
+Passes three functions to `megatron.pretrain.pretrain`. For a model of your own, copy this file and change them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # `--help` loads no torch
 
 
 def datasets_provider(run: Run, num_samples: tuple[int, int | None, int]) -> Datasets:
-    """The training, validation and test sets, each at least as long as the run asks."""
+    """Returns the training, validation and test sets, each with at least `num_samples` samples."""
     from megatron.data.index_builders import Builders
     from megatron.data.split_datasets import build_train_valid_test
 
@@ -38,7 +38,7 @@ def datasets_provider(run: Run, num_samples: tuple[int, int | None, int]) -> Dat
 
 
 def model_provider(run: Run) -> nn.Module:
-    """The plain model; `megatron.parallelize` and the trainer do the rest."""
+    """Returns the model without parallelism, which `megatron.parallelize` and the trainer add."""
     from megatron.model.gpt import GPT
 
     return GPT(
@@ -52,7 +52,7 @@ def model_provider(run: Run) -> nn.Module:
 
 
 def forward_step(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The summed loss of the counted tokens, and how many they are."""
+    """Returns the sum of the losses of the counted tokens, and the number of these tokens."""
     losses = model(  # [batch, seq]
         batch["tokens"],
         position_ids=batch.get("position_ids"),

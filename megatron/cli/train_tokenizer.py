@@ -38,11 +38,15 @@ def build_parser() -> Parser:
         type=integer(1, INT32),
         required=True,
         metavar="N",
-        help="tokens, bytes and <|endoftext|> included",
+        help="number of tokens, including the 256 bytes and <|endoftext|>",
     )
     parser.add_argument("--output-dir", required=True, metavar="DIR", help="folder for vocab.json and merges.txt")
     parser.add_argument(
-        "--min-frequency", type=integer(1), default=2, metavar="N", help="a pair seen less often is not merged (2)"
+        "--min-frequency",
+        type=integer(1),
+        default=2,
+        metavar="N",
+        help="least number of occurrences of a merged pair (2)",
     )
     parser.add_argument(
         "--log-interval", type=integer(1), default=1000, metavar="N", help="documents between progress lines (1000)"
@@ -93,7 +97,7 @@ def _refuse_file_on_the_way(directory: Path) -> None:
 
 
 def _texts(sources: "Sequence[InputFile]", key: str, progress: "ProgressDisplay") -> Iterator[str]:
-    """Streams the texts; a line without text is an error that names its place."""
+    """Yields the texts. A line without text raises a DataError with its file and line."""
     from megatron.preprocess.input.segments import plan_segments, read_batches
 
     path, before = "", 0
@@ -103,7 +107,11 @@ def _texts(sources: "Sequence[InputFile]", key: str, progress: "ProgressDisplay"
         for batch in read_batches(segment, [key]):
             if batch.bad:
                 bad = batch.bad[0]
-                way_out = f"name it with --json-key, not {key}" if bad.kind == "key missing" else "correct it"
+                way_out = (
+                    f"give the text's key with --json-key, not {key}"
+                    if bad.kind == "key missing"
+                    else "correct the line"
+                )
                 raise DataError(f"{segment.source.place(before + bad.number - batch.first_line + 1)}: {bad}; {way_out}")
             for _, texts in batch.documents:
                 yield from texts[0]

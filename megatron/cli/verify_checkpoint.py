@@ -23,8 +23,8 @@ def parser() -> Parser:
         "the manifest does not list, 2 usage, 3 unsafe, 4 incomplete.",
     )
     p.add_argument("directory", type=Path, nargs="?", help="A run's save directory, or one of its iter_* directories.")
-    p.add_argument("--load", type=Path, metavar="DIR", help="The same directory, spelled as in the other tools.")
-    p.add_argument("--all", action="store_true", help="Every step, not only the one that --load would take.")
+    p.add_argument("--load", type=Path, metavar="DIR", help="The same directory, as a flag as in the other tools.")
+    p.add_argument("--all", action="store_true", help="Check every step, not only the one that --load would read.")
     p.add_argument(
         "--compare",
         type=Path,
@@ -32,7 +32,7 @@ def parser() -> Parser:
         metavar=("A", "B"),
         help="Name the first tensor in which two checkpoints differ.",
     )
-    p.add_argument("--deep", action="store_true", help="Also open every tensor: shape, dtype, finite values.")
+    p.add_argument("--deep", action="store_true", help="Also read every tensor: shape, dtype, finite values.")
     return p
 
 
@@ -114,9 +114,9 @@ def _tell_foreign(step: Path, foreign: "ForeignStep", *, deep: bool) -> list[int
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    """Exit code 0: equal; 1: not."""
+    """Compares two checkpoints. Returns the exit code: 0 if they are equal, else 1."""
     if arguments.directory is not None or arguments.load is not None:
-        raise ConfigError("--compare A B: takes only these two directories; leave the other one out")
+        raise ConfigError("--compare A B: takes only these two directories; remove the third one")
     from megatron.interop.compare import first_difference, open_step
 
     one, other = (open_step(directory) for directory in arguments.compare)
@@ -145,6 +145,6 @@ def _steps(directory: Path, *, everything: bool) -> tuple[list[Path], list[int]]
     named = release if tracker.release else paths.step_directory(directory, tracker.step or 0)
     if tracker.problem is None and named in steps:
         return (steps if everything else [named]), []
-    problem = tracker.problem or f"{directory / paths.TRACKER} names {named.name}, which is not there"
+    problem = tracker.problem or f"{directory / paths.TRACKER} names {named.name}, which does not exist"
     print_line(f"{directory}: incomplete: {problem}")
     return (steps if everything else steps[:1]), [EXIT["incomplete"]]

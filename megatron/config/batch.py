@@ -13,7 +13,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_schedule(words: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """Parses '0:384 200B:768' into (consumed tokens, batch size from there on)."""
+    """Parses '0:384 200B:768' into pairs (consumed tokens, global batch size from that point)."""
     given = f"--step-batch-size-schedule {' '.join(words)}"
     steps = []
     for entry in " ".join(words).split():
@@ -22,37 +22,37 @@ def parse_schedule(words: Sequence[str]) -> tuple[tuple[int, int], ...]:
             raise ConfigError(f"{given}: {entry} is not TOKENS:SIZE, as in 200B:768")
         steps.append((int(match[1]) * _UNITS[match[2]], int(match[3])))
     if not steps or steps[0][0] != 0 or any(one >= other for (one, _), (other, _) in pairwise(steps)):
-        raise ConfigError(f"{given}: not a schedule; begin with 0:SIZE and increase the tokens, as in 0:384 200B:768")
+        raise ConfigError(f"{given}: not a schedule; begin with 0:SIZE and use increasing TOKENS, as in 0:384 200B:768")
     return tuple(steps)
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The batch sizes of a run on `dp` data-parallel ranks. Steps and samples count all ranks together."""
+    """Batch sizes and iterations of a run on `dp` data-parallel ranks. Samples are counted over all ranks."""
 
     config: RunConfig
     dp: int
 
     @staticmethod
     def on(config: RunConfig, world_size: int) -> "BatchPlan":
-        """The plan for `world_size` ranks. `check_world` has checked that the division is exact."""
+        """Returns the plan for `world_size` ranks, which must be a multiple of the model-parallel size."""
         return BatchPlan(config, world_size // config.parallel.model_parallel_size)
 
     @cached_property
     def _scheduled(self) -> tuple[tuple[int, int], ...]:
-        """(consumed samples, batch size from there on) of --step-batch-size-schedule; () without one."""
+        """Pairs (consumed samples, batch size from that point) of --step-batch-size-schedule; empty without it."""
         words, length = self.config.training.step_batch_size_schedule, self.config.data.seq_length
         return () if words is None else tuple((-(-tokens // length), size) for tokens, size in parse_schedule(words))
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """The batch sizes of the run. A ramp-up contributes its first size and its increment."""
+        """All batch sizes of the run. A ramp-up is given by its first size and its increment."""
         ramp = self.config.training.rampup_batch_size or ()
         return (self.final_batch_size, *ramp[:2], *(size for _, size in self._scheduled))
 
     @property
     def micro_batch_size(self) -> int:
-        """--micro-batch-size, or if unset the rank's share of a step divided by the accumulation steps."""
+        """--micro-batch-size. If unset: the samples per rank and step, divided by --gradient-accumulation-steps."""
         training = self.config.training
         if training.micro_batch_size:
             return training.micro_batch_size
@@ -68,7 +68,7 @@ class BatchPlan:
 
     @property
     def final_batch_size(self) -> int:
-        """Samples per step after any ramp-up or schedule."""
+        """Samples per step at the end of the ramp-up or schedule, if there is one."""
         training = self.config.training
         if self._scheduled:
             return self._scheduled[-1][1]
@@ -77,10 +77,10 @@ class BatchPlan:
         return training.micro_batch_size * self.dp * (training.gradient_accumulation_steps or 1)
 
     def batch_size(self, consumed: int) -> int:
-        """Samples of the step that starts after `consumed` samples.
+        """Returns the samples of the step that starts after `consumed` samples.
 
-        Like Megatron, every increment takes an equal share of the ramp's samples, computed in floating point so that
-        the batch size changes at the same sample.
+        As in Megatron, each increment of a ramp-up lasts for an equal share of its samples. The share is computed in
+        floating point, so that the batch size changes at the same sample as in Megatron.
         """
         if self._scheduled:
             return [size for start, size in self._scheduled if start <= consumed][-1]
@@ -101,13 +101,13 @@ class BatchPlan:
 
     @property
     def evaluation_micro_batches(self) -> int:
-        """Micro-batches per rank and global batch of an evaluation."""
+        """Micro-batches per rank in one global batch of an evaluation."""
         return self.evaluation_batch_size // (self.evaluation_micro_batch_size * self.dp)
 
     @property
     def total_iterations(self) -> int:
-        """Iterations of a run from its beginning. A resumed run uses `iterations_left`, because its earlier steps may
-        have had another batch size."""
+        """Iterations from iteration 0 to the end. A resumed run uses `iterations_left`, because its earlier
+        steps may have had another batch size."""
         return self.iterations_left(0, 0)
 
     @property
@@ -119,7 +119,7 @@ class BatchPlan:
         return (training.train_iters or 0) * self.final_batch_size
 
     def samples_after(self, iterations: int) -> int:
-        """Samples that the first `iterations` iterations of a run consume."""
+        """Returns the samples that the first `iterations` iterations of a run consume."""
         consumed, left = 0, iterations
         for (_, size), (end, _) in pairwise(self._scheduled):
             steps = min(left, max(0, -(-(end - consumed) // size)))
@@ -130,13 +130,13 @@ class BatchPlan:
         return consumed + left * self.final_batch_size
 
     def schedule_samples_after(self, iterations: int) -> int:
-        """Position of the learning-rate schedule, in samples. Iterations of --iterations-to-skip do not count."""
+        """Returns the learning-rate schedule's position in samples. Iterations of --iterations-to-skip do not count."""
         skipped = {n for n in self.config.training.iterations_to_skip or () if 0 < n <= iterations}
         passed_over = sum(self.batch_size(self.samples_after(n - 1)) for n in skipped)
         return self.samples_after(iterations) - passed_over
 
     def is_finished(self, iteration: int, consumed: int) -> bool:
-        """True at the end of the run, in iterations or samples. Like Megatron, drops the last, incomplete batch."""
+        """Returns True at the end of the run. As in Megatron, an incomplete last batch is not trained."""
         training = self.config.training
         if training.train_iters is not None:
             return iteration >= training.train_iters

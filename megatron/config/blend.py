@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 SPLITS = ("train", "valid", "test")
 MAX_SOURCES = 2**15 - 1  # a blended index stores a source's number in 16 bits
-_SHOWN = 8  # words of a blend in a message
+_SHOWN = 8  # most arguments of a blend that a message shows
 
 
 @dataclass(frozen=True)
 class Blend:
     """Sources and their weights. Without weights, each source is used in proportion to its size."""
 
-    flag: str  # the flag (and file) that gave it, for messages
+    flag: str  # the flag (and file) that gave the blend, for messages
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
 
 
 @dataclass(frozen=True)
 class DataSources:
-    """The blend of each of SPLITS. `cut`: one blend serves all three; `shares` divides its sequences."""
+    """Blends of training, validation and test. `cut`: all three use one blend, which `shares` divides."""
 
     cut: bool
     blends: Sequence[Blend | None]
@@ -43,24 +43,24 @@ def fetch_first(named: str, prefix: str) -> str:
     """Returns the error message for a source that is a URL."""
     name = without_secrets(prefix).rstrip("/").rpartition("/")[2]
     return (
-        f"{named} {without_secrets(prefix)}: training reads local files; first fetch it to each node (python "
-        f"tools/merge_datasets.py --input {without_secrets(prefix)} --output-prefix {name}) and give that prefix"
+        f"{named} {without_secrets(prefix)}: training reads only local files; copy it to each node first "
+        f"(python tools/merge_datasets.py --input {without_secrets(prefix)} --output-prefix {name}) and give {name}"
     )
 
 
 def parse_blend(flag: str, words: Sequence[str]) -> Blend:
-    """Parses `PREFIX`, `WEIGHT PREFIX WEIGHT PREFIX ...`, or several bare prefixes."""
+    """Parses `PREFIX`, `WEIGHT PREFIX WEIGHT PREFIX ...`, or several prefixes without weights."""
     entries = [word.strip() for word in words]
     given = f"{flag} {' '.join(entries[:_SHOWN])}{' ...' if len(entries) > _SHOWN else ''}"
-    way_out = f"give one PREFIX, several, or WEIGHT PREFIX pairs as in {flag.split()[0]} 0.3 web 0.7 code"
+    way_out = f"give one PREFIX, several PREFIX, or WEIGHT PREFIX pairs, as in {flag.split()[0]} 0.3 web 0.7 code"
     if not entries or not all(entries):
-        raise ConfigError(f"{given}: an empty path; {way_out}")
+        raise ConfigError(f"{given}: a path is empty; {way_out}")
     numbers = [_number(entry) for entry in entries]
     if len(entries) == 1 or all(number is None for number in numbers):
         prefixes, weights = tuple(entries), None
     else:
         if len(entries) % 2:
-            raise ConfigError(f"{given}: {len(entries)} values are not pairs of a weight and a prefix; {way_out}")
+            raise ConfigError(f"{given}: {len(entries)} values, an odd number, cannot be pairs; {way_out}")
         prefixes, weights = tuple(entries[1::2]), _weights(given, entries, numbers[0::2], way_out)
     if len(prefixes) > MAX_SOURCES:
         raise ConfigError(
@@ -76,7 +76,7 @@ def _weights(given: str, entries: Sequence[str], numbers: Sequence[float | None]
         if weight is None:
             raise ConfigError(f"{given}: {word!r}, before {prefix!r}, is not a number; {way_out}")
         if not 0 < weight < math.inf:
-            raise ConfigError(f"{given}: the weight {word} of {prefix} is not a positive number; leave that source out")
+            raise ConfigError(f"{given}: the weight {word} of {prefix} is not a positive number; remove that source")
         weights.append(weight)
     return tuple(weights)
 
@@ -89,8 +89,8 @@ def _number(text: str) -> float | None:
 
 
 def data_sources(data: "DataConfig") -> DataSources:
-    """Reads the blends of a run from the command line or from the files that it names."""
-    shares = parse_split(data.split)  # rejects a mistake even where --split has no effect
+    """Returns the blends of a run, from the flags or from the files that they name."""
+    shares = parse_split(data.split)  # raises for an invalid --split, even if it has no effect
     if data.data_path is not None:
         blend = parse_blend("--data-path", data.data_path)
         return DataSources(True, [blend] * 3, shares)
@@ -105,7 +105,7 @@ def data_sources(data: "DataConfig") -> DataSources:
 
 
 def given_sets(data: "DataConfig") -> tuple[bool, bool, bool]:
-    """Returns for training, validation and test: True if the settings give data. All True if a script brings data."""
+    """Returns for training, validation and test: True if there is data. All True if a script supplies the data."""
     sources = data_sources(data)
     if data.mock_data or sources.cut:
         return (sources.shares[0] > 0, sources.shares[1] > 0, sources.shares[2] > 0)
@@ -146,7 +146,7 @@ def _read_per_split(path: str) -> list[Blend | None]:
 
 
 def _is_text(word: str) -> bool:
-    """False for null characters and lone surrogates, which JSON can hold but file names cannot."""
+    """Returns False for null characters and lone surrogates, which are valid in JSON but not in file names."""
     try:
         return b"\0" not in word.encode()
     except UnicodeEncodeError:
@@ -173,5 +173,5 @@ def prefix_meant(prefix: str) -> str:
     if found:
         return f"did you mean {found[0].with_suffix('')}?"
     if is_text:
-        return f"this is not a dataset; if it is text, tools/preprocess_data.py --input {prefix} makes one of it"
+        return f"this is not a dataset; if it is text, convert it: tools/preprocess_data.py --input {prefix}"
     return "give the prefix that tools/preprocess_data.py wrote, without .bin or .idx"

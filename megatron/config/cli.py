@@ -36,8 +36,9 @@ def parse_args(
 ) -> RunConfig:
     """Returns the checked settings of a training run; a ConfigError has one line for each mistake.
 
-    With `needs_data=False` the script brings its own datasets: neither data path nor tokenizer is required. `.notices`
-    are lines to print once, and `.origins` has the source of each value. `other_file` reads another program's file.
+    With `needs_data=False` the script makes its own datasets, so neither a data path nor a tokenizer is required. The
+    result's `notices` are lines to print once, and `origins` has the source of each value. `other_file` reads another
+    program's file.
     """
     refusals = Refusals()
     config = merge_sources(argv, refusals, other_file)
@@ -49,8 +50,8 @@ def parse_args(
 def merge_sources(
     argv: Sequence[str] | None, refusals: Refusals, other_file: SettingsSource = no_other_file
 ) -> RunConfig:
-    """Merges the sources (default < preset < files < flag) without the checks across settings. A rejected value
-    keeps its default."""
+    """Merges the sources (default < preset < files < flag). Does not check settings against each other. A setting with
+    a rejected value keeps its default."""
     flags = Assignments(origin="flag")
     for given in tokenize(sys.argv[1:] if argv is None else argv, refusals):
         with refusals.of_reading():
@@ -67,7 +68,7 @@ def merge_sources(
         with refusals.of_reading():
             sources.insert(0, _preset(name))
     if refusals.doubts("--config", "--deepspeed_config", "--model"):
-        refusals.end()  # too much is unknown for any check
+        refusals.end()  # most settings are unknown, so checks would report consequences only
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for source in sources:
@@ -87,7 +88,7 @@ def _preset(name: str) -> Assignments:
 
 
 def tokenize(argv: Sequence[str], refusals: Refusals) -> list[Given]:
-    """Splits argv into (spelling in the table, raw value); rejects unknown flags and stray words."""
+    """Splits argv into flags with raw values. Records errors for unknown flags and unexpected arguments."""
     if "--version" in argv:
         raise SystemExit(print_help(f"megatron {__version__}, torch {version('torch')}, Python {python_version()}"))
     if (text := train_help(sys.argv[0]).answer(argv)) is not None:
@@ -133,7 +134,7 @@ def _read(word: str, after: Sequence[str]) -> Given:
 
 def _stray(word: str, before: Sequence[str]) -> ConfigError:
     place = f" after {' '.join(before)}" if before else ""
-    return ConfigError(f"unexpected argument '{word}'{place}: remove it, or quote it with its value")
+    return ConfigError(f"unexpected argument '{word}'{place}: remove it, or quote it together with the value before it")
 
 
 def _is_negative_number(word: str) -> bool:
@@ -147,7 +148,7 @@ def _is_switch(target: Target) -> bool:
 def _switch_value(spelling: str, text: str) -> bool:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    raise ConfigError(f"{spelling}={text}: it is a switch; give only {spelling}, or {spelling}=false")
+    raise ConfigError(f"{spelling}={text}: a switch is true or false; give only {spelling}, or {spelling}=false")
 
 
 def _values_wanted(target: Target) -> int | str | None:

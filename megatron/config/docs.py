@@ -20,18 +20,18 @@ _FLAGS = (
     "`python pretrain_gpt.py --help WORD` searches the same list.",
 )
 _RULES = (
-    "Flags are spelled as in Megatron-LM. Dashes and underscores are the same.",
+    "Flags are spelled as in Megatron-LM. Dashes and underscores are equivalent.",
     "The command line takes precedence over the `--config` file, then a `--model` preset, then the default.",
     "Keys of the YAML file are the names below, flat or grouped by section.",
     "A switch that a preset or a file turned on is turned off with `--switch=false`.",
-    "A flag that is given twice takes its last value, and a line says so.",
+    "If a flag is given twice, the last value counts, and a notice is printed.",
     "Two spellings of one setting with different values are rejected. So is a key that is set twice in a file.",
     "`--print-config` prints every value with its origin.",
 )
 _MEANINGS: Mapping[Status, str] = {
-    "works": "the flag has its effect",
-    "no-op": "accepted; a line prints what happens instead",
-    "later": "rejected, because it is not supported yet; its neutral value is accepted",
+    "works": "supported",
+    "no-op": "accepted without effect; a notice prints what happens instead",
+    "later": "rejected, because it is not supported yet; a value that turns the feature off is accepted",
     "never": "rejected, with the fix",
 }
 _OTHERS = (
@@ -61,15 +61,15 @@ _SHAPE = {
     "untie_embeddings_and_output_weights": "untied output layer",
     "rotary_base": "rotary base",
 }
-"""Settings with a column of their own."""
+"""Setting of a preset -> the title of its own column in the tables of presets."""
 
 _STATUSES: Mapping[str, tuple[Status, str]] = {
     "Not supported yet": (
         "later",
-        "These are rejected until the feature is built. The neutral value is accepted.",
+        "These flags are rejected until the feature is built. The neutral value turns the feature off and is accepted.",
     ),
-    "Not supported": ("never", "These are rejected. The neutral value is accepted."),
-    "Without effect": ("no-op", "Each of these prints a line with the reason."),
+    "Not supported": ("never", "These flags are rejected. The neutral value turns the feature off and is accepted."),
+    "Without effect": ("no-op", "Each of these flags is accepted and prints a notice with the reason."),
 }
 
 
@@ -138,9 +138,9 @@ def _section(section: str) -> Iterator[str]:
 
 
 def flags_page() -> str:
-    """The settings by section, and links to the other two pages under the titles that once held them."""
+    """Returns the settings by section, and links under the titles whose content is now on the other two pages."""
     others = {
-        "Retired spellings": ["[Flags of other programs](flags_of_others.md#retired-spellings) lists them."],
+        "Retired spellings": ["[Flags of other programs](flags_of_others.md#retired-spellings) lists old spellings."],
         "Known by name": ["[Flags of other programs](flags_of_others.md) lists flags that have no setting here."],
         "Presets": ["[Presets](presets.md) lists the models that `--model` selects."],
     }
@@ -173,8 +173,8 @@ def _names_elsewhere() -> Iterator[str]:
     for name, answer in answers().items():
         grouped.setdefault(answer, []).append(name)
     yield (
-        "Other trainers have other names: `transformers`, accelerate, torchtitan, nanotron, GPT-NeoX, axolotl, LitGPT. "
-        "If you type one, the error gives the answer. Names are without dashes at the front."
+        "The first column has names of settings in other trainers, without leading dashes: `transformers`, accelerate, "
+        "torchtitan, nanotron, GPT-NeoX, axolotl and LitGPT. The error for such a name gives the flag to use here."
     )
     yield ""
     rows = [(", ".join(names), f"`{answer}`" if answer[:2] == "--" else answer) for answer, names in grouped.items()]
@@ -182,11 +182,15 @@ def _names_elsewhere() -> Iterator[str]:
 
 
 def others_page() -> str:
-    """Flags without a setting: retired, rejected or without effect, and the names of other trainers."""
+    """Returns the flags without a setting (retired, rejected or without effect) and the names of other trainers."""
     retired = [(f"`{row.spelling}`", row.note) for row in retired_flags().values()]
     families = [(f"`{prefix}*`", note) for prefix, note in FAMILIES.items()]
     sections: dict[str, Iterable[str]] = {
-        "Retired spellings": ["Each prints a line.", "", *_table(("flag", "meaning here"), retired)],
+        "Retired spellings": [
+            "Each of these flags sets the settings that replaced it, and prints a notice.",
+            "",
+            *_table(("flag", "meaning here"), retired),
+        ],
         **{title: _with_status(status, text) for title, (status, text) in _STATUSES.items()},
         "Families": ["Other flags with these prefixes are rejected.", "", *_table(("prefix", "answer"), families)],
         "Names elsewhere": _names_elsewhere(),
@@ -201,7 +205,7 @@ def others_page() -> str:
 
 
 def _shared(presets: Mapping[str, Values]) -> dict[str, Any]:
-    """The settings beside the shape that all of these presets have in common."""
+    """Returns the settings, except the shape, that have the same value in all of these presets."""
     first, *rest = presets.values()
     return {
         name: value
@@ -250,7 +254,7 @@ def presets_page() -> str:
 
 
 def names_with_status() -> str:
-    """Every accepted spelling with its status, for the golden list."""
+    """Returns every known spelling with its status, for tests/golden/flags.txt."""
     rows: list[tuple[str, str]] = [(spelling, s.flag.status) for s in all_settings() for spelling in s.spellings]
     rows += [(spelling, "retired") for spelling in retired_flags()]
     rows += [(flag.spelling, flag.status) for flag in compat_flags().values()]
@@ -263,7 +267,7 @@ PAGES: Mapping[str, tuple[str, Callable[[], str]]] = {
     "--presets": ("docs/presets.md", presets_page),
     "--names": ("tests/golden/flags.txt", names_with_status),
 }
-"""Argument -> the file that it generates, and its content."""
+"""Command-line argument -> the file to generate, and the function that returns its content."""
 
 
 if __name__ == "__main__":

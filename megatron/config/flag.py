@@ -18,7 +18,7 @@ Status = Literal["works", "no-op", "later", "never"]
 
 @dataclass(frozen=True)
 class Need:
-    """A condition without which a setting has no effect: its name in messages, and a test of a RunConfig."""
+    """Condition without which a setting has no effect. `text` names it in messages; `met` tests a RunConfig."""
 
     text: str
     met: Callable[[Any], bool]
@@ -26,16 +26,16 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True)
 class Exclude:
-    """A conflict with the setting that declares this."""
+    """Setting or condition that conflicts with the setting that declares this object."""
 
     other: str | Need
-    """The other setting's name, which counts if it is not at its default; or a condition."""
+    """Name of the other setting, which conflicts if it is not at its default; or a condition."""
     why: str = ""
     way_out: str = "keep one of them"
     given: bool = False
-    """True: the other setting also counts if the user gave its default."""
+    """True: the other setting conflicts if the user gave it, even with its default value."""
     own: Callable[[Any], bool] | None = None
-    """Test of a RunConfig: does the declaring setting count? None: it counts if it is not at its default."""
+    """Tests whether the declaring setting conflicts in a RunConfig. None: it conflicts if it is not at its default."""
 
 
 def excludes(*others: str | Need, **options: Any) -> tuple[Exclude, ...]:
@@ -53,7 +53,7 @@ class Flag:
     off: str = ""  # the spelling that sets a boolean to False (`--no-bias-gelu-fusion`)
     aliases: tuple[str, ...] = ()
     choices: tuple[Any, ...] = ()
-    also: Mapping[str, str] | None = None  # other trainers' names of choices
+    also: Mapping[str, str] | None = None  # other trainers' name of a choice -> the choice
     nargs: int | str | None = None
     at_least: float | None = None
     above: float | None = None
@@ -87,7 +87,7 @@ class Setting:
 
     @property
     def spelling(self) -> str:
-        """The spelling shown to users. For a switch that is on by default, it turns the switch off."""
+        """Spelling shown to users. For a switch that is on by default, the spelling that turns it off."""
         return self.flag.off or self.flag.spelling or "--" + self.name.replace("_", "-")
 
     @property
@@ -113,7 +113,7 @@ class Setting:
 
 
 def _analyse(annotation: Any) -> tuple[type, bool]:
-    """Returns (base type, is it a tuple of that?) of a field's annotation. None always means "not given"."""
+    """Returns a field's base type, and True if the field is a tuple of it. None always means "not given"."""
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         members = [a for a in typing.get_args(annotation) if a is not type(None)]
         assert len(members) == 1, annotation
@@ -125,8 +125,8 @@ def _analyse(annotation: Any) -> tuple[type, bool]:
 
 
 def settings_of(section: str, cls: type) -> Iterator[Setting]:
-    """Yields a section class's settings in the order of declaration. If the class has `needs_of(name)`, that gives the
-    needs of its working fields."""
+    """Yields a section class's settings in the order of declaration. If the class has a method `needs_of(name)`, it
+    gives the needs of fields with the status "works"."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         base, many = _analyse(hints[field.name])

@@ -11,7 +11,7 @@ from megatron.utils.help import Help, HelpEntry, more
 
 _FIRST = """\
 Trains a GPT or a Llama-style model; flags are spelled as in Megatron-LM.
-This command runs as it is printed, on a CPU too:
+This command runs without changes, on a CPU too:
 
   {command} \\
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 \\
@@ -24,14 +24,14 @@ Flags that every run needs:
   --seq-length N, --max-position-embeddings N
                             tokens of a sample; positions of the model
   --micro-batch-size N, --global-batch-size N
-                            samples of a rank's pass; samples of a step
-  --train-iters N, --lr X   steps; the highest learning rate
-  --data-path PREFIX        what preprocess_data.py wrote; or --mock-data
+                            samples per rank and pass; samples per step
+  --train-iters N, --lr X   steps; the peak learning rate
+  --data-path PREFIX        output of preprocess_data.py; or --mock-data
   --vocab-file, --merge-file; or --tokenizer-type, --tokenizer-model
-  --save DIR, --load DIR    checkpoints; one folder for both resumes
+  --save DIR, --load DIR    checkpoints; use one folder for both to resume
   --bf16                    bfloat16 instead of float32
   --tensor-model-parallel-size N, --pipeline-model-parallel-size N
-                            ranks that share a layer; stages of layers
+                            ranks that split each layer; pipeline stages
   --dry-run                 checks everything and prints the plan
 
 """
@@ -40,7 +40,7 @@ A switch that a preset or a file turned on is turned off with --switch=false."""
 
 
 def train_help(program: str) -> Help:
-    """`program`: the script that was started, as in sys.argv[0]."""
+    """Returns the help. `program`: the script that was started, as in sys.argv[0]."""
     name = Path(program).name
     is_script = name.endswith(".py") and name != "train.py"
     short = name if is_script else "megatron-train"
@@ -66,7 +66,7 @@ def _entry(setting: Setting) -> HelpEntry:
 
 
 def _known_by_name() -> list[HelpEntry]:
-    """Megatron's flags that have no setting here."""
+    """Returns help entries for Megatron's flags that have no setting here."""
     rows = [HelpEntry("retired", (flag.spelling,), "", flag.note) for flag in retired_flags().values()]
     for name, flag in sorted(compat_flags().items()):
         status = {"later": "not supported yet", "never": "not supported"}.get(flag.status, flag.status)

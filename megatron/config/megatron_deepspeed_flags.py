@@ -19,18 +19,18 @@ NEVER: dict[str, str] = {
     "use --finetune": "--reset-iteration",
     "use --exit-signal-handler": "--kill-switch-file=",
     "use --data-path": "--aml-data-download-path= --use-dataset-only=",
-    "the order of samples follows from --seed; leave it out": """
+    "--seed gives the order of samples; remove the flag": """
         --train-data-exact-num-epochs= --train-idx-path= --train-desc-path= --train-doc-idx-path=
         --train-sample-idx-path= --train-shuffle-idx-path= --repeated-dataloader --return-data-index""",
-    "every token passes every layer, in the order of the data; leave it out": """
+    "every token passes every layer, in the order of the data; remove the flag": """
         --random-ltd --curriculum-learning --data-efficiency-curriculum-learning""",
     "use tools/generate.py for generation": "--ds-inference --inference",
     "use --context-parallel-size": """
         --ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size= --ds-sequence-parallel-fpdt-offloading""",
-    "ranks come from torchrun or Slurm; leave it out": "--deepspeed_mpi",
-    "use --tensorboard-dir alone": "--log-optimizer-states-to-tensorboard",
-    "remove it": "--scattered-embeddings --split-transformers --memory-centric-tiled-linear --tile-factor=1",
-    "distillation is not supported; remove it": """
+    "torchrun or Slurm starts the ranks; remove the flag": "--deepspeed_mpi",
+    "use only --tensorboard-dir": "--log-optimizer-states-to-tensorboard",
+    "remove the flag": "--scattered-embeddings --split-transformers --memory-centric-tiled-linear --tile-factor=1",
+    "distillation is not built; remove the flag": """
         --kd --mos --kd-alpha-ce= --kd-beta-ce= --kd-temp= --load-teacher= --num-layers-teacher=
         --num-experts-teacher=... --hidden-size-teacher= --num-attention-heads-teacher=""",
 }
@@ -66,20 +66,20 @@ RETIRED: dict[str, tuple[str, dict[str, str | bool | None]]] = {
 }
 
 NO_OPS: dict[str, str] = {
-    "tokens are dropped only under --moe-expert-capacity-factor": "--disable-moe-token-dropping",
+    "tokens are dropped only with --moe-expert-capacity-factor": "--disable-moe-token-dropping",
     "the experts with the highest scores are always chosen": "--disable-moe-top2-2nd-expert-sampling",
     "experts are split over the tensor-parallel ranks, as all layers are": "--enable-expert-tensor-parallelism",
     "--pipeline-schedule zero-bubble gives exact results": "--enable-zbh1-exact-semantics",
-    "--context-parallel-size sets it": "--force-ds-sequence-parallel",
+    "--context-parallel-size turns it on": "--force-ds-sequence-parallel",
     "a checkpoint loads into any layout": "--universal-checkpoint",
     "recomputation has one implementation; see --recompute-granularity": """
         --deepspeed-activation-checkpointing --contigious-checkpointing --synchronize-each-layer""",
     "gradients are reduced, and weights gathered, in buckets of --ddp-bucket-size": """
         --zero-allgather-bucket-size= --zero-contigious-gradients --zero-reduce-scatter""",
     "memory is pinned if the device needs it": "--use-pin-memory",
-    "one implementation of each optimizer, see --kernels": "--torch_adam --cpu_torch_adam --ds_fused_adam",
-    "--kernels chooses the operations": "--disable-mem-efficient-ln --use-flash-attn-builder",
-    "one implementation routes and permutes tokens": "--use-tutel --create-moe-param-group",
+    "there is one implementation of each optimizer; see --kernels": "--torch_adam --cpu_torch_adam --ds_fused_adam",
+    "--kernels chooses the implementation of each operation": "--disable-mem-efficient-ln --use-flash-attn-builder",
+    "there is one implementation, which routes and permutes tokens": "--use-tutel --create-moe-param-group",
     "the training process writes the checkpoint": """
         --checkpoint-io-buffer-size= --checkpoint-data-parallel= --checkpoint-writer-decoupled
         --aio-intra-op-parallelism=""",

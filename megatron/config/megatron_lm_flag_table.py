@@ -1,40 +1,15 @@
-"""The flags of megatron_lm_flags.py, as data: fix (or meaning here) -> flags.
+"""Tables for megatron_lm_flags.py: the fix, or the meaning here -> flags.
 
-A switch is "--x", a flag with a value "--x=". Text after the = is a neutral value ("--x=1") or the accepted values
-("--x=a|b"). The text "..." takes several values.
+"--x" is a switch, and "--x=" takes a value. Text after the = is the neutral value, which is accepted ("--x=1"), or the
+list of accepted values ("--x=a|b"). "--x=..." takes several values.
 """
 
 LATER: dict[str, str] = {
-    "leave it out": """
+    "remove the flag": """
         --moe-router-force-load-balancing --moe-router-padding-for-fp8 --moe-router-padding-for-quantization
         --moe-input-jitter-eps= --moe-per-layer-logging --moe-apply-probs-on-input --moe-shared-expert-gate
         --moe-use-upcycling --moe-upcycling-granularity= --moe-token-dropping
-        --pipeline-model-parallel-comm-backend=""",
-    "leave it out; multi-latent attention is not built": """
-        --qk-head-dim= --qk-pos-emb-head-dim= --v-head-dim= --rotary-scaling-factor= --mscale= --mscale-all-dim=
-        --cache-mla-latents --mla-down-proj-fusion --disable-dsa-indexer-rotate-activation
-        --disable-dsa-indexer-scoring-relu --no-dsa-indexer-rotate-activation --no-dsa-indexer-scoring-relu
-        --dsa-indexer-head-dim= --dsa-indexer-k-norm-epsilon= --dsa-indexer-k-norm-fp32 --dsa-indexer-loss-coeff=
-        --dsa-indexer-n-heads= --dsa-indexer-rope-interleaved --dsa-indexer-skip-topk-offset= --dsa-indexer-topk=
-        --dsa-indexer-topk-freq= --dsa-indexer-use-sparse-loss --dsa-kernel-backend=
-        --yarn-correction-range-round-to-int --no-yarn-correction-range-round-to-int""",
-    "use --num-layers-per-virtual-pipeline-stage": "--virtual-pipeline-model-parallel-size=1",
-    "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers": """
-        --pipeline-model-parallel-layout=""",
-    "remove it; see --context-parallel-size and --cp-comm-type": """
-        --hybrid-context-parallel --max-seqlen-per-dp-cp-rank=""",
-    "remove it; weights are gathered in the type that the model computes in": "--fp8-param-gather",
-    "remove it; every instance has all of the optimizer's state (fewer --num-distributed-optimizer-instances divide it "
-    "over more ranks)": "--outer-dp-sharding-strategy=no_shard",
-    "masters and gradients are fp32; leave it out": """
-        --main-grads-dtype=fp32 --main-params-dtype=fp32
-        --megatron-fsdp-main-params-dtype=fp32 --megatron-fsdp-main-grads-dtype=fp32
-        --megatron-fsdp-grad-comm-dtype=fp32""",
-    "use --fp16 or --bf16": """
-        --fp8-e4m3 --fp8-hybrid --fp8-interval=1 --no-fp8-wgrad --fp8-wgrad --first-last-layers-bf16
-        --num-layers-at-start-in-bf16=0 --num-layers-at-end-in-bf16=0 --fp8-param --fp8-quantizer-factory=
-        --disable-fp8-wgrad""",
-    "remove it": """
+        --pipeline-model-parallel-comm-backend=
         --embedding-init-method-std= --rotary-interleaved --no-rope-freq=
         --window-attn-skip-freq= --qk-l2-norm --quick-geglu --activation-func-clamp-value= --glu-linear-offset=0
         --softmax-type=vanilla --check-for-large-grads --log-energy --log-progress --log-max-attention-logit
@@ -56,10 +31,34 @@ LATER: dict[str, str] = {
         --expert-tensor-parallel-num-weight-shards= --tensor-parallel-num-weight-shards= --ft-num-warmup-iters=
         --chat-template= --enable-msc --disable-use-tokenizer-model-from-checkpoint-args
         --disable-ckpt-load-validate-sharding-integrity --disable-strict-fsdp-dtensor-load --fake-process-group""",
+    "multi-latent attention is not built; remove the flag": """
+        --qk-head-dim= --qk-pos-emb-head-dim= --v-head-dim= --rotary-scaling-factor= --mscale= --mscale-all-dim=
+        --cache-mla-latents --mla-down-proj-fusion --disable-dsa-indexer-rotate-activation
+        --disable-dsa-indexer-scoring-relu --no-dsa-indexer-rotate-activation --no-dsa-indexer-scoring-relu
+        --dsa-indexer-head-dim= --dsa-indexer-k-norm-epsilon= --dsa-indexer-k-norm-fp32 --dsa-indexer-loss-coeff=
+        --dsa-indexer-n-heads= --dsa-indexer-rope-interleaved --dsa-indexer-skip-topk-offset= --dsa-indexer-topk=
+        --dsa-indexer-topk-freq= --dsa-indexer-use-sparse-loss --dsa-kernel-backend=
+        --yarn-correction-range-round-to-int --no-yarn-correction-range-round-to-int""",
+    "use --num-layers-per-virtual-pipeline-stage": "--virtual-pipeline-model-parallel-size=1",
+    "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers": """
+        --pipeline-model-parallel-layout=""",
+    "remove the flag; see --context-parallel-size and --cp-comm-type": """
+        --hybrid-context-parallel --max-seqlen-per-dp-cp-rank=""",
+    "weights are gathered in the data type of the model; remove the flag": "--fp8-param-gather",
+    "every optimizer instance has the whole state; remove the flag, or lower --num-distributed-optimizer-instances to "
+    "shard the state over more ranks": "--outer-dp-sharding-strategy=no_shard",
+    "master weights and gradients are fp32; remove the flag": """
+        --main-grads-dtype=fp32 --main-params-dtype=fp32
+        --megatron-fsdp-main-params-dtype=fp32 --megatron-fsdp-main-grads-dtype=fp32
+        --megatron-fsdp-grad-comm-dtype=fp32""",
+    "use --fp16 or --bf16": """
+        --fp8-e4m3 --fp8-hybrid --fp8-interval=1 --no-fp8-wgrad --fp8-wgrad --first-last-layers-bf16
+        --num-layers-at-start-in-bf16=0 --num-layers-at-end-in-bf16=0 --fp8-param --fp8-quantizer-factory=
+        --disable-fp8-wgrad""",
     "use --apply-wd-to-qk-layernorm": "--no-weight-decay-cond-type=",
-    "remove it; multi-token prediction is not built": """
+    "multi-token prediction is not built; remove the flag": """
         --mtp-detach-heads --mtp-hsm --mtp-hybrid-override-pattern= --mtp-standalone --num-speculative-tokens=""",
-    "remove it; all parameters share one learning rate": """
+    "mu-parametrization is not built; remove the flag": """
         --mup-attn-scale-power= --mup-base-head-dim= --mup-base-hidden-size= --mup-embedding-mult= --mup-output-mult=
         --mup-width-mult=""",
     "use --recompute-granularity full": """
@@ -67,15 +66,15 @@ LATER: dict[str, str] = {
         --fine-grained-offloading-max-inflight-offloads= --offload-modules=... --min-offloaded-tensor-size=
         --delta-offload-bytes-across-pp-ranks= --delay-offload-until-cuda-graph
         --cpu-offloading-retain-pinned-cpu-buffers""",
-    "datasets need no such file; remove it": "--per-dataset-sequences-path=",
-    "data-loader workers end with the run, which --exit-signal-handler ends; remove it": """
+    "datasets need no such file; remove the flag": "--per-dataset-sequences-path=",
+    "--exit-signal-handler also ends the data-loader workers; remove the flag": """
         --exit-signal-handler-for-dataloader --exit-signal-handler-for-training""",
-    "use tokenizer.json or the tokenizer's own files unchanged": """
+    "use tokenizer.json or the tokenizer's original files": """
         --tokenizer-hf-no-use-fast --tokenizer-sentencepiece-legacy
         --no-tokenizer-sentencepiece-ignore-extra-whitespaces
         --disable-tokenizer-sentencepiece-ignore-extra-whitespaces""",
-    "samples are never padded; leave it out": "--null-tokenizer-pad-id=-1",
-    "the vocabulary is padded to --make-vocab-size-divisible-by; use --make-vocab-size-divisible-by 1": """
+    "samples are never padded; remove the flag": "--null-tokenizer-pad-id=-1",
+    "--make-vocab-size-divisible-by sets the padding of the vocabulary; use --make-vocab-size-divisible-by 1": """
         --no-pad-vocab-size --disable-pad-vocab-size""",
 }
 
@@ -85,10 +84,10 @@ NEVER: dict[str, str] = {
         --fp4-format= --fp4-recipe= --fp4-param-gather --kitchen-config-file= --kitchen-recipe-number=
         --te-precision-config-file= --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag --onnx-safe=
         --use-kitchen-attention --kitchen-attention-backend=""",
-    "remove it; data parallelism has no such option": """
+    "data parallelism has no such option; remove the flag": """
         --enable-full-sharding-in-hsdp --use-sharp --sharp-enabled-group= --data-parallel-random-init
         --lazy-mpu-init=""",
-    "only GPT-style decoders are trained here": """
+    "only GPT-style decoders are trained here; remove the flag": """
         --encoder-num-layers= --decoder-num-layers= --decoder-seq-length= --vocab-extra-ids=0
         --pipeline-model-parallel-split-rank= --standalone-embedding-stage --bert-no-binary-head --mask-prob=
         --short-seq-prob= --mask-factor= --mask-type= --relative-attention-num-buckets=
@@ -105,24 +104,26 @@ NEVER: dict[str, str] = {
         --linear-value-head-dim= --gdp-cutedsl-kernel --gdp-num-chunk-states-to-recompute= --gdp-num-householder=
         --enable-mhc-connections --mhc-init-gating-factor= --mhc-num-residual-streams= --mhc-recompute-layer-num=
         --mhc-sinkhorn-iterations=""",
-    "the padded size follows from the tokenizer and --make-vocab-size-divisible-by": "--padded-vocab-size=",
+    "--make-vocab-size-divisible-by and the tokenizer give the padded size; remove the flag": "--padded-vocab-size=",
     "use tools/generate.py for generation": """
         --max-tokens-to-oom= --flash-decode --use-legacy-static-engine --symmetric-ar-type=
         --nccl-all-reduce-for-prefill --mlp-chunks-for-prefill= --disable-chunked-prefill --decode-only-cuda-graphs
         --enable-chunked-prefill --output-logit-dtype= --refit-method=""",
-    "tokenizers never execute code here; give a tokenizer.json": "--trust-remote-code",
+    "a tokenizer's code is never executed; give a tokenizer.json": "--trust-remote-code",
     "use --config FILE": "--yaml-cfg=",
     "use --print-config": "--config-logger-dir=",
-    "checkpoints are in --ckpt-format torch and load into any layout": "--ckpt-convert-update-legacy-dist-opt-format",
+    "checkpoints have --ckpt-format torch, which loads into any layout; remove the flag": """
+        --ckpt-convert-update-legacy-dist-opt-format""",
     "give the layout on the command line": "--use-mp-args-from-checkpoint-args",
-    "remove it, or give another tokenizer to replace the checkpoint's": "--no-use-tokenizer-model-from-checkpoint-args",
+    "remove the flag, or give another tokenizer, which replaces the checkpoint's": """
+        --no-use-tokenizer-model-from-checkpoint-args""",
     "use --exit-signal-handler and --load, which resume a run under any scheduler": """
         --adlr-autoresume --adlr-autoresume-interval= --enable-ft-package""",
     "use torchrun, which restarts failed runs": "--inprocess-restart",
-    "remove it": """
+    "remove the flag": """
         --run-workload-inspector-server --dump-param-to-param-group-map=
         --disable-bf16-reduced-precision-matmul --tensorboard-flush-secs= --rope-type=rope""",
-    "distillation is not supported; remove it": """
+    "distillation is not built; remove the flag": """
         --export-te-mcore-model --export-kd-teacher-load= --export-kd-cfg= --logits-load-decode-threads=
         --logits-load-dir= --logits-load-ignore-errors --logits-load-kd-loss-alpha= --logits-load-msc-prefetch-depth=
         --logits-load-prefetch-factor= --logits-save-dir= --logits-save-dtype= --logits-save-top-k=
@@ -141,16 +142,16 @@ FAMILIES: dict[str, str] = {
     "--swin-": "only GPT-style decoders are trained here; remove the --swin-* flags",
     "--dino-": "only GPT-style decoders are trained here; remove the --dino-* flags",
     "--mamba-": "only GPT-style decoders are trained here; remove the --mamba-* flags",
-    "--inference-": "use tools/generate.py for generation",
+    "--inference-": "not supported in training; use tools/generate.py for generation",
     "--inprocess-": "torchrun restarts failed runs; remove the --inprocess-* flags",
-    "--moe-": "this part of mixture of experts is not supported; see docs/flags.md for what is",
-    "--muon-": "this setting of Muon is not supported; see docs/flags.md for those that are",
+    "--moe-": "this flag of mixture of experts is not supported; docs/flags.md has the supported ones",
+    "--muon-": "this flag of Muon is not supported; docs/flags.md has the supported ones",
     "--fp8-": "fp8 is not supported yet; use --bf16",
     "--fp4-": "fp4 is not supported; use --bf16",
-    "--cuda-graph-": "use --cuda-graphs, which records whole passes",
+    "--cuda-graph-": "not supported; use --cuda-graphs, which captures the whole forward and backward pass",
     "--hybrid-": "only GPT-style decoders are trained here; remove the --hybrid-* flags",
     "--fault-injector-": "fault injection is not supported; remove the --fault-injector-* flags",
-    "--gtp-": "remove the --gtp-* flags",
+    "--gtp-": "not supported; remove the --gtp-* flags",
     "--megatron-fsdp-": "Megatron-FSDP is not supported; remove the --megatron-fsdp-* flags",
 }
 
@@ -186,11 +187,11 @@ NO_OPS: dict[str, str] = {
     "gradients are accumulated and reduced in fp32, unless --grad-reduce-in-bf16 is given": """
         --accumulate-allreduce-grads-in-fp32""",
     "the loss is always the mean over the counted tokens of the global batch": "--calculate-per-token-loss",
-    "an expert multiplies the rows it has; padding them changes no result": "--moe-pad-expert-input-to-capacity",
+    "experts need no padding, and padding changes no result": "--moe-pad-expert-input-to-capacity",
     "initial weights never depend on the device or the layout": "--use-cpu-initialization",
-    "there is one data parallelism, which gives the same gradients": "--DDP-impl=local|torch",
+    "data parallelism has one implementation, which gives the same gradients": "--DDP-impl=local|torch",
     "data is always read as .bin/.idx": "--data-impl=mmap|infer|lazy|cached",
-    "the operating system's page cache does this": "--mmap-warmup",
+    "the operating system's page cache keeps the files in memory": "--mmap-warmup",
     "tensor-parallel communication always overlaps, which changes no result": """
         --no-async-tensor-model-parallel-allreduce""",
     "gradients always live in contiguous buffers": "--no-contiguous-buffers-in-local-ddp",
@@ -200,8 +201,8 @@ NO_OPS: dict[str, str] = {
     "there is one model implementation": "--use-mcore-models --use-legacy-models",
     "attention masks are never made in the data loader": "--no-create-attention-mask-in-dataloader",
     "attention masks are made from document ids inside the model": "--create-attention-mask-in-dataloader",
-    "the loss is computed in fp32, which is more exact and overflows nowhere": "--fp16-lm-cross-entropy",
-    "--kernels chooses the cross-entropy": "--cross-entropy-loss-fusion",
+    "the loss is always computed in fp32, which is more exact and does not overflow": "--fp16-lm-cross-entropy",
+    "--kernels chooses the implementation of the cross-entropy": "--cross-entropy-loss-fusion",
     "training runs no tests; tools/check_layout.py compares layouts": "--test-mode",
     "there is no one-logger": """
         --no-one-logger --one-logger-project= --one-logger-run-name= --one-logger-async --app-tag-run-name=
@@ -209,9 +210,9 @@ NO_OPS: dict[str, str] = {
     "there is no multi-storage client": "--disable-msc",
     "tokenizers have one implementation, which gives the same ids": "--legacy-tokenizer",
     "timers never wait for other ranks": "--no-barrier-with-level-1-timing",
-    "gradients are reduced when a stage has them": "--no-align-grad-reduce",
-    "parameters are not gathered": "--no-align-param-gather",
-    "memory is not shared with the embedding's output": "--no-clone-scatter-output-in-embedding",
+    "each stage reduces its gradients as soon as it has them": "--no-align-grad-reduce",
+    "each stage gathers its parameters when it needs them": "--no-align-param-gather",
+    "the embedding's output shares no memory with another tensor": "--no-clone-scatter-output-in-embedding",
     "gloo is only used if the device needs it": "--disable-gloo-process-groups",
     "the format of a checkpoint is always detected": "--auto-detect-ckpt-format",
     "only applies to distributed formats; --ckpt-format torch is written": """
@@ -219,7 +220,7 @@ NO_OPS: dict[str, str] = {
     "only applies to distributed formats; --ckpt-format torch is read": "--ckpt-fully-parallel-load",
     # From here on: a closed list of flags that choose among implementations of the same result.
     "--cpu-offloading-num-layers turns offloading on": "--cpu-offloading",
-    "copies of an offloaded optimizer always overlap, through pinned memory; --kernels chooses its operations": """
+    "copies for an offloaded optimizer always overlap and use pinned memory; --kernels chooses its operations": """
         --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads
         --no-pin-cpu-params""",
     "the training process writes the checkpoint, with --async-save in a thread": """
@@ -233,10 +234,10 @@ NO_OPS: dict[str, str] = {
         --ckpt-fully-parallel-load-per-rank-objects --ckpt-drop-redundant-extra-state --ckpt-pg-tensors-cache-create
         --ckpt-pg-tensors-cache-path= --no-strict-fsdp-dtensor-load""",
     "checksums are always verified, unless --skip-hash": "--verify-integrity",
-    "one implementation routes and permutes tokens": """
+    "there is one implementation, which routes and permutes tokens": """
         --moe-router-fusion --moe-permute-fusion --moe-enable-deepep --moe-deepep-num-sms=
         --moe-flex-dispatcher-backend= --moe-use-legacy-grouped-gemm --moe-extended-tp""",
-    "it would change only what overlaps, not the result": """
+    "it would change only which operations overlap, not the result": """
         --overlap-moe-expert-parallel-comm --delay-wgrad-compute --overlap-p2p-communication-warmup-flush
         --defer-embedding-wgrad-compute --wgrad-deferral-limit=0 --moe-shared-expert-overlap
         --ep-overlap-early-attn-memory-release --overlap-dispatch-backward-with-experts-wgrad
@@ -250,25 +251,25 @@ NO_OPS: dict[str, str] = {
         --no-tp-comm-bulk-dgrad --no-tp-comm-bulk-wgrad --no-tp-comm-overlap-ag --no-tp-comm-overlap-rs
         --no-tp-comm-split-ag --no-tp-comm-split-rs""",
     "the mean is taken over the counted tokens of the global batch": "--ddp-average-in-collective",
-    "gradients are reduced in buffers of one size": """
+    "--ddp-bucket-size sets the size of all gradient buckets": """
         --ddp-num-buckets= --ddp-pad-buckets-for-high-nccl-busbw""",
     "each stage of ZeRO has one implementation, and data parallelism one order of ranks": """
         --init-model-with-meta-device --fsdp-double-buffer --suggested-communication-unit-size= --use-nccl-ub
         --disable-symmetric-registration --use-ring-exchange-p2p --no-gradient-reduce-div-fusion
         --no-use-layer-wise-param-layout --fsdp-db-use-persist-buf-on-alloc-fail --fsdp-manual-registration
         --disable-align-grad-reduce --create-all-gather-group --overlap-param-gather-with-optimizer-step""",
-    "--kernels chooses the operations": """
+    "--kernels chooses the implementation of each operation": """
         --cross-entropy-fusion-impl=native --te-rng-tracker --use-te-activation-func --use-transformer-engine-op-fuser
         --disable-jit-fuser --fused-residual-rmsnorm --use-fused-weighted-squared-relu
         --use-grouped-gemm-for-shared-expert --use-grouped-gemm-for-dense-mlp --flash-attention-version=""",
-    "--cuda-graphs records whole passes": """
+    "--cuda-graphs always captures the whole forward and backward pass of a micro-batch": """
         --cuda-graph-impl=none --cuda-graph-scope=... --cuda-graph-modules=... --cuda-graph-warmup-steps=
         --enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph""",
     "ranks are ordered tp, cp, dp, pp, which changes no result": "--use-tp-pp-dp-mapping",
     "the allocator keeps its memory between steps": "--empty-unused-memory-level=0",
-    "the log has one level; --timing-log-level chooses its timers": "--logging-level=",
-    "the fast encoder is used if it is installed and exact": "--use-gigatoken",
-    "no token is added to a document, except Llama 2's first": "--tokenizer-hf-no-include-special-tokens",
+    "the log has one level; --timing-log-level chooses the timers": "--logging-level=",
+    "gigatoken is always used if it is installed and gives equal ids": "--use-gigatoken",
+    "no special token is added to a document, except Llama 2's first one": "--tokenizer-hf-no-include-special-tokens",
     "a watchdog and a record of each rank's last collectives are always on (docs/parallelism.md)": """
         --flight-recorder-dump-path= --flight-recorder-trace-buffer-size= --flight-recorder-include-stack-trace
         --no-flight-recorder-dump-on-timeout --no-flight-recorder-extra-dump-on-exec

@@ -1,7 +1,7 @@
-"""Compatibility with Megatron-LM's command lines: flags of its scripts that no section declares.
+"""Compatibility with Megatron-LM's command lines: flags of its scripts that are not settings of a section.
 
 A retired spelling sets the field that replaced it, a no-op prints one line, and every other flag raises an error with
-the fix. `docs/flags_of_others.md` lists them all. A new feature's flags move from here into a section.
+the fix. `docs/flags_of_others.md` lists them all. When a feature is built, its flags move from here into a section.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,7 +34,7 @@ class CompatFlag:
 
 @dataclass(frozen=True, kw_only=True)
 class RetiredFlag:
-    """An old spelling, and the values of the fields that replaced it. None is replaced by the given value."""
+    """An old spelling and the fields that it sets, with their values. None stands for the value that the user gave."""
 
     spelling: str
     takes: Takes
@@ -83,18 +83,18 @@ def _rows_of(table: ModuleType) -> Iterator[CompatFlag]:
 
 
 def refused_family(spelling: str) -> str | None:
-    """Returns the error for a family of flags (RETRO, reinforcement learning, vision, ...), found by its prefix."""
+    """Returns the error for an unsupported family of flags (RETRO, vision, ...), found by prefix; None for others."""
     return next((note for prefix, note in megatron_lm_flag_table.FAMILIES.items() if spelling.startswith(prefix)), None)
 
 
 def apply_compat(flag: CompatFlag, text: str) -> str | None:
-    """Returns the notice of a no-op, or None for a neutral value. Raises a ConfigError for any other use."""
+    """Returns the notice of a no-op, or None for a neutral value. Raises a ConfigError for other flags and values."""
     if flag.neutral is not None and _same(text, flag.neutral):
         return None
     spelled = f"{flag.spelling} {text}".rstrip()
     if flag.status == "no-op":
         if flag.accepts and text not in flag.accepts:
-            raise ConfigError(f"{spelled}: not supported; use {' or '.join(flag.accepts)}, or leave the flag out")
+            raise ConfigError(f"{spelled}: not supported; use {' or '.join(flag.accepts)}, or remove the flag")
         return f"{spelled}: {flag.note}"
     verdict = "not supported yet" if flag.status == "later" else "not supported"
     raise ConfigError(f"{spelled}: {verdict}; {flag.note}")

@@ -1,4 +1,4 @@
-"""Notices printed once at the start of a run, about settings with no effect or an unexpected one."""
+"""Notices about settings that have no effect or an unexpected effect. They are printed once, at the start of a run."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from megatron.config.values import show
 
 
 def spelled(config: RunConfig, name: str) -> str:
-    """Returns a setting and its value as the user would type them, with the key that it came from, if any."""
+    """Returns a setting and its value as a user would type them, with the file's key if a key set the value."""
     setting = settings_by_name()[name]
     value = config.value(setting)
     origin = config.origins.get(name, "")
@@ -29,7 +29,7 @@ def to_add(config: RunConfig, name: str) -> str:
 
 
 def notices_of(config: RunConfig) -> Iterator[str]:
-    """Yields the notices of a configuration. Notices of retired and no-op flags come from the reader of the flags."""
+    """Yields the notices of a configuration. Notices about retired and no-op flags come from `Assignments`."""
     yield from _of_the_model(config)
     yield from _of_the_training(config)
     for setting, need in without_effect(config):
@@ -63,8 +63,8 @@ def _of_the_model(config: RunConfig) -> Iterator[str]:
         yield f"{spelled(config, 'cp_comm_type')}: taken as p2p, which gives the same result over one group of ranks"
     if config.moe.balances and config.moe.balanced_over == "micro-batch":
         yield (
-            f"{spelled(config, 'moe_router_load_balancing_type')}: balances over a whole micro-batch, so training "
-            "depends on --micro-batch-size; seq_aux_loss does not"
+            f"{spelled(config, 'moe_router_load_balancing_type')}: balances experts over a whole micro-batch, so "
+            "the result depends on --micro-batch-size; with seq_aux_loss it does not"
         )
 
 
@@ -74,19 +74,19 @@ def _of_the_training(config: RunConfig) -> Iterator[str]:
     if total is not None and total < scheduler.warmup_num_steps:
         yield (
             f"{spelled(config, 'total_num_steps')} is below {spelled(config, 'warmup_num_steps')}: there is no decay; "
-            "after the warm-up the rate is at its lowest"
+            "after the warm-up the learning rate is at its minimum"
         )
     if config.given("loss_scale") and precision.loss_scale != 1.0 and not precision.fp16:
         kind = "bf16" if precision.bf16 else "fp32"
         yield (
-            f"{spelled(config, 'loss_scale')}: {kind} gradients need no scale; multiplying the loss and dividing the "
-            "gradients by it changes only their rounding"
+            f"{spelled(config, 'loss_scale')}: {kind} training needs no loss scale; the scale only changes the "
+            "rounding of the gradients"
         )
     bf16 = 2.0**-9  # largest relative rounding error of bf16
     if optimizer.has_narrow_moments and optimizer.exp_avg_sq_dtype == "bf16" and 1.0 - optimizer.adam_beta2 < bf16:
         yield (
-            f"{spelled(config, 'exp_avg_sq_dtype')}: with {spelled(config, 'adam_beta2')} a step decays the second "
-            "moment by less than bf16 resolves, so it hardly falls; use a beta of 0.99 or less"
+            f"{spelled(config, 'exp_avg_sq_dtype')}: with {spelled(config, 'adam_beta2')} the decay of one step is "
+            "smaller than the rounding of bf16, so the second moment hardly falls; use --adam-beta2 0.99 or less"
         )
     skipped, length = config.training.iterations_to_skip or (), config.training.train_iters
     beyond = [number for number in skipped if number < 1 or (length is not None and number > length)]

@@ -1,7 +1,7 @@
-"""The settings of other training programs, and what to give here instead.
+"""Settings of other training programs, and the flags that replace them here.
 
 Names come from transformers' TrainingArguments, accelerate, DeepSpeed, torchtitan, nanotron, GPT-NeoX, axolotl and
-LitGPT, without dashes at the front and with dashes between words. Names that this program has too are left out.
+LitGPT, without leading dashes and with dashes between words. Names that are flags here too are omitted.
 """
 
 from collections.abc import Mapping
@@ -133,32 +133,32 @@ _FLAGS: dict[str, str] = {
     "--skip-train": "eval-only only-eval evaluate-only validate-only",
 }
 _SENTENCES: dict[str, str] = {
-    "torchrun counts processes: torchrun --nproc_per_node N pretrain_gpt.py": "gpus num-gpus nproc nproc-per-node "
+    "torchrun starts the processes: torchrun --nproc_per_node N pretrain_gpt.py": "gpus num-gpus nproc nproc-per-node "
     "num-processes ngpu n-gpu ngpus gpus-per-node devices num-devices multi-gpu global-num-gpus",
-    "torchrun counts machines: torchrun --nnodes N --nproc_per_node M": "nnodes num-nodes num-machines nodes",
-    "the ranks that torchrun starts are counted; do not give it": "world-size world rank node-rank machine-rank",
-    "torchrun has the address: --master_addr and --master_port, or --rdzv_endpoint": "master-addr master-port "
+    "torchrun connects the machines: torchrun --nnodes N --nproc_per_node M": "nnodes num-nodes num-machines nodes",
+    "torchrun sets the number of ranks; remove the flag": "world-size world rank node-rank machine-rank",
+    "give torchrun the address: --master_addr and --master_port, or --rdzv_endpoint": "master-addr master-port "
     "main-process-ip main-process-port rdzv-endpoint rdzv-backend hostfile",
-    "the data-parallel size is ranks / (TP x PP x CP); do not give it": "dp dp-size dp-degree data-parallel-size "
+    "the data-parallel size is ranks / (TP x PP x CP); remove the flag": "dp dp-size dp-degree data-parallel-size "
     "data-parallel",
-    "length is in steps: --train-iters, or --train-samples": "epochs num-epochs num-train-epochs n-epochs epoch "
-    "epoch-count",
+    "the length is in steps or samples: --train-iters or --train-samples": "epochs num-epochs num-train-epochs "
+    "n-epochs epoch epoch-count",
     "fp8 is not supported yet; use --bf16": "fp8 float8 fp8-backend use-fp8 nvfp4 mxfp8 int8",
     "quantization and adapters are not supported; train all weights in --bf16": "load-in-8bit load-in-4bit lora qlora "
     "lora-r lora-alpha lora-dropout adapter use-peft peft",
     "upload after the run: python tools/convert_checkpoint.py --to hf, then hf upload": "push-to-hub hub-model-id "
     "hub-token hub-strategy hub-private-repo hub-revision hub-always-push upload-s3-path",
-    "the scripts train; evaluate with --skip-train or tools/evaluate.py": "do-train do-eval do-predict",
-    "evaluation keeps only the loss, no logits; leave it out": "eval-accumulation-steps prediction-loss-only",
-    "mu-parametrization is not supported yet; leave it out": "mup",
-    "nothing is ever run from a model's folder; leave it out": "remote-code",
-    "flash attention is chosen on each device; --kernels and --attention-backend change it": "attn-implementation "
+    "training is the default; to evaluate only, use --skip-train or tools/evaluate.py": "do-train do-eval do-predict",
+    "evaluation keeps only the loss, no logits; remove the flag": "eval-accumulation-steps prediction-loss-only",
+    "mu-parametrization is not supported yet; remove the flag": "mup",
+    "code in a model's folder is never executed; remove the flag": "remote-code",
+    "each device has its default attention; --kernels and --attention-backend change it": "attn-implementation "
     "flash-attention use-flash-attention flash-attn use-flash-attention-2 xformers-attention sdp-attention",
-    "documents are packed always; tokens attend across them unless --reset-attention-mask is given": "packing "
+    "documents are always packed; tokens attend across them unless --reset-attention-mask is given": "packing "
     "sample-packing pack-sequences group-by-length group-texts",
-    "columns are chosen when text is encoded: preprocess_data.py --json-keys": "text-column text-column-name "
+    "choose the columns when you encode the text: preprocess_data.py --json-keys": "text-column text-column-name "
     "remove-unused-columns text-field dataset-text-field json-key json-keys",
-    "text is encoded beforehand, by preprocess_data.py --workers N": "preprocessing-num-workers "
+    "text is encoded before training, by preprocess_data.py --workers N": "preprocessing-num-workers "
     "dataset-processing-num-proc-per-process dataset-num-proc workers",
     "checkpoints are saved every --save-interval steps and at the end": "save-strategy",
     "evaluation runs every --eval-interval steps": "eval-strategy evaluation-strategy",
@@ -169,15 +169,15 @@ _SENTENCES: dict[str, str] = {
 
 @cache
 def answers() -> Mapping[str, str]:
-    """Name without dashes at the front -> flags or a sentence."""
+    """Returns name without leading dashes -> flags to use here, or a sentence."""
     table = {name: answer for part in (_FLAGS, _SENTENCES) for answer, names in part.items() for name in names.split()}
     return MappingProxyType(table)
 
 
 def given_elsewhere(spelling: str) -> str | None:
-    """Returns what to give here for another program's setting: "here it is --lr", or a sentence; None if unknown.
+    """Returns the replacement of another program's setting: "here it is --lr", or a sentence; None if unknown.
 
-    Of `--training.seq_len` the part after the last dot counts, if the whole is unknown.
+    If the whole name is unknown, the part after its last dot is looked up: `seq_len` of `--training.seq_len`.
     """
     name = spelling.lstrip("-").replace("_", "-").lower()
     answer = answers().get(name.replace(".", "-")) or answers().get(name.rpartition(".")[2])

@@ -52,7 +52,7 @@ _MIXTRAL: Values = {"rotary_base": 1e6, "moe_router_topk": 2, "num_experts": 8}
 
 
 def _qwen3_moe(layers: int, hidden: int, ffn: int, heads: int, expert: int) -> Values:
-    """Qwen3-MoE: 128 experts, 8 per token; the weights of a token add up to 1."""
+    """Qwen3-MoE: 128 experts, 8 per token; the expert weights of a token add up to 1."""
     moe = {"num_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": expert}
     return _llama(layers, hidden, ffn, heads, 4, 40960, **_QWEN3, **moe)
 

@@ -21,10 +21,10 @@ class Refusals:
         self._in_doubt: set[str] = set()
 
     def refuse(self, error: ConfigError, *doubted: str) -> None:
-        """Records a value that cannot be read.
+        """Records an error in reading a value.
 
-        The flags that the line names before its fix, and those in `doubted`, keep their defaults. Later errors about
-        them would only follow from this one, so they are dropped.
+        The flags that its message names before the first ";", and those in `doubted`, keep their defaults. Later errors
+        that name these flags are only consequences, so they are dropped.
         """
         self._errors.setdefault(str(error), error)
         self._in_doubt.update(_FLAG.findall(str(error).partition(";")[0]), doubted)
@@ -41,7 +41,7 @@ class Refusals:
 
     @contextmanager
     def of_checking(self) -> Iterator[None]:
-        """Records the error of a check across settings. After an earlier error, any other exception is dropped too."""
+        """Records the ConfigError of a check across settings. After an earlier error, drops any other exception."""
         try:
             yield
         except ConfigError as error:
@@ -52,7 +52,7 @@ class Refusals:
                 raise
 
     def end_if_unknown(self) -> None:
-        """Raises the unknown names, without other errors: a misspelt flag is also missing, which would be noise."""
+        """Raises the errors about unknown names, if any, without their consequences, such as missing flags."""
         self._raise(tuple(error for error in self._errors.values() if isinstance(error, UnknownSettingError)))
 
     @property

@@ -23,7 +23,7 @@ from megatron.config.sections.training import TrainingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One field per section. The flags, the YAML reader, the checkpoints and docs/flags.md are derived from them."""
+    """All settings of a run. Flags, YAML reader, checkpoints and docs/flags.md are derived from the fields."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
@@ -51,7 +51,7 @@ class RunConfig:
     """Setting name -> configuration key, for messages of runs without a command line."""
 
     def given(self, name: str) -> bool:
-        """True if the user set it by a flag or in a file. Values of a preset or a checkpoint do not count."""
+        """Returns True if a flag or a file set `name`. Values of a preset or a checkpoint do not count."""
         origin = self.origins.get(name)
         return origin is not None and not origin.startswith(("preset ", "checkpoint"))
 

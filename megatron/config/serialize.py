@@ -11,7 +11,7 @@ from megatron.errors import ConfigError, printable
 
 
 def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Returns {section: {field: value}} of plain values and lists, without settings of this launch only."""
+    """Returns {section: {field: value}} of plain values and lists, without settings that are `cli_only`."""
     plain: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for setting in all_settings():
         if not setting.flag.cli_only:
@@ -27,7 +27,7 @@ def from_dict(plain: Mapping[str, Mapping[str, Any]]) -> RunConfig:
     for section, fields in plain.items():
         if not isinstance(fields, Mapping):
             raise ConfigError(
-                f"checkpoint: its section {section[:60]} is a {type(fields).__name__}, not settings by name"
+                f"checkpoint: its section {section[:60]} is a {type(fields).__name__}, not a dict of settings"
             )
         for name, value in fields.items():
             setting = settings_by_name().get(name)
@@ -43,7 +43,7 @@ def from_dict(plain: Mapping[str, Mapping[str, Any]]) -> RunConfig:
                 values[name] = parse_value(setting, value)
     if unknown:
         raise ConfigError(
-            f"checkpoint: this version does not know {', '.join(unknown)}; use the version of Megatron that wrote it"
+            f"checkpoint: this version does not know {', '.join(unknown)}; use the version that wrote the checkpoint"
         )
     return build(values, origins=dict.fromkeys(values, "checkpoint"))
 
@@ -67,8 +67,8 @@ _NOT_ADOPTED = (
 )
 
 
-# Under --finetune the user's value replaces the checkpoint's, because these settings affect no tensor. (The load
-# rejects another number of learned positions.)
+# Under --finetune the user's value replaces the checkpoint's, because these settings affect no tensor. (Loading rejects
+# a different number of learned positions.)
 _LENGTH_OF_THE_RUN = (
     "seq_length",
     "max_position_embeddings",
@@ -90,14 +90,16 @@ _FILES_OF_THE_TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "m
 
 PRECEDENCE = (
     "A later source wins: default, preset, file, flag. With --use-checkpoint-args or a Hugging Face model in --load, "
-    "the checkpoint gives the model, its experts, vocabulary, tokenizer and any sequence length; a flag that disagrees "
-    "is rejected. With --finetune, flags may change the sequence length, its positions and the tokenizer. Dropout, "
-    "initial values, expert balancing, batch size and rates never come from the checkpoint."
+    "the checkpoint gives the model's shape, its experts, the tokenizer and any sequence length. A flag with another "
+    "value is rejected. With --finetune, flags may change the sequence length, the positions and the tokenizer. "
+    "Dropout, initial values, expert balancing, batch sizes and learning rates never come from the checkpoint."
 )
 
 
 def adopt_checkpoint_args(
-    config: RunConfig, saved: Mapping[str, Mapping[str, Any]], way_out: str = "remove it, or --use-checkpoint-args"
+    config: RunConfig,
+    saved: Mapping[str, Mapping[str, Any]],
+    way_out: str = "remove that setting, or --use-checkpoint-args",
 ) -> RunConfig:
     """Applies --use-checkpoint-args as `PRECEDENCE` states. `way_out`: the fix for a flag that disagrees."""
     loaded = from_dict(saved)
@@ -118,16 +120,16 @@ def adopt_checkpoint_args(
         origins[setting.name] = "checkpoint"
     sections = {name: dataclasses.replace(getattr(config, name), **fields) for name, fields in changes.items()}
     lines = [
-        f"{setting.spelling} {show(config.value(setting))} is the default: the checkpoint was trained with "
-        f"{show(loaded.value(setting))}; give {setting.spelling} to choose"
+        f"{setting.spelling} {show(config.value(setting))} is the default, but the checkpoint was trained "
+        f"with {show(loaded.value(setting))}; give {setting.spelling} to choose a value"
         for setting in map(settings_by_name().__getitem__, _DROPOUT)
         if setting.name not in origins and config.value(setting) != loaded.value(setting)
     ]
     adopted = dataclasses.replace(config, **sections, origins=origins)
     if adopted.moe.weight_is_always_one:
         lines.append(
-            "--moe-router-topk 1 of the checkpoint: the softmax over one expert is 1, so its router learns from the "
-            "balance loss only"
+            "--moe-router-topk 1 of the checkpoint: the softmax over one expert is 1, so the router learns only "
+            "from the load-balance loss"
         )
     return dataclasses.replace(adopted, notices=(*config.notices, *lines))
 
@@ -142,7 +144,7 @@ def _is_adopted(setting: Setting, config: RunConfig, saved: Mapping[str, Mapping
 
 
 def describe(config: RunConfig) -> str:
-    """The output of --print-config: every value with its origin and the precedence of the sources, or YAML."""
+    """Returns the output of --print-config: all values with their origins and the precedence of sources, or YAML."""
     if config.runtime.prints_yaml:
         return _as_yaml(config)
     rows = [("setting", "value", "from")]
@@ -168,7 +170,7 @@ def _is_changed(config: RunConfig, setting: Setting) -> bool:
 
 
 def _as_yaml(config: RunConfig) -> str:
-    """A file that --config reads back to the same run. What a preset or a checkpoint gives follows from its name."""
+    """Returns YAML that --config reads back to the same settings. Omits values that a preset or checkpoint gives."""
     import yaml  # here, because other output needs no YAML
 
     sections: dict[str, dict[str, Any]] = {}

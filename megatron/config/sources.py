@@ -46,13 +46,13 @@ def spelling_table() -> Mapping[str, Target]:
 
 @cache
 def canonical_spellings() -> Mapping[str, str]:
-    """Spellings with dashes only -> spellings in the table, a few of which have underscores in Megatron."""
+    """Returns spelling with dashes only -> spelling in the table, where a few of Megatron's have underscores."""
     return MappingProxyType({spelling.replace("_", "-"): spelling for spelling in spelling_table()})
 
 
 @cache
 def _that_work() -> tuple[str, ...]:
-    """Returns the spellings of settings that work, which may be suggested."""
+    """Returns the spellings of supported settings, which errors may suggest."""
     return tuple(
         s for s, target in spelling_table().items() if isinstance(target, Setting) and target.flag.status == "works"
     )
@@ -79,19 +79,19 @@ class Assignments:
     spelled: dict[str, str] = field(default_factory=dict)
     """Field name -> the flag or key with its text, as the user wrote it."""
     named_by_key: bool = False
-    """True if the origin of a value names its key too, for messages of checks that name flags."""
+    """True if the origin of a value also names its key, because the messages of checks name flags."""
 
     def origin_of(self, name: str) -> str:
         return f"key {self.spelled[name]} of {self.origin}" if self.named_by_key else self.origin
 
     def set(self, setting: Setting, value: Any, spelled: str) -> None:
-        """Sets a value. A flag given twice takes its last value and prints a line, because shell scripts end in "$@".
-        Two different spellings that disagree are rejected."""
+        """Sets a value. If a flag is given twice, the last value counts and a notice is printed, because scripts append
+        "$@" for the user's flags. Two different spellings with different values are rejected."""
         if setting.name in self.values and self.values[setting.name] != value:
             before = self.spelled[setting.name]
             if before.split()[0] != spelled.split()[0]:
                 raise ConfigError(f"{before} and {spelled} contradict each other; keep one of them")
-            self.notices.append(f"{spelled}: replaces {before}, given before it")
+            self.notices.append(f"{spelled}: replaces {before}, which was given before")
         self.values[setting.name] = value
         self.spelled[setting.name] = spelled
 
@@ -125,7 +125,7 @@ class SettingsSource(Protocol):
     """Reads another program's file that the command line or a file of --config names."""
 
     def __call__(self, others: Sequence[Assignments], refusals: Refusals) -> Assignments | None:
-        """Returns the values of the file; None if none is named. `others` have higher precedence, the last one most."""
+        """Returns the file's values; None if no file is named. `others`: sources that override it, in order."""
 
 
 def value_of(sources: Sequence[Assignments], name: str) -> Any:
@@ -137,7 +137,11 @@ def no_other_file(others: Sequence[Assignments], refusals: Refusals) -> None:
     """Rejects a DeepSpeed file, for entry points that do not read one."""
     path = value_of(others, "deepspeed_config")
     if path is not None and value_of(others, "deepspeed"):
-        refusals.refuse(ConfigError(f"--deepspeed_config {path}: is read by megatron.pretrain and by the tools"))
+        refusals.refuse(
+            ConfigError(
+                f"--deepspeed_config {path}: this program does not read it; use megatron.pretrain, or give flags"
+            )
+        )
 
 
 def _interpret_retired(given: Given, setting: Setting, spelled: str) -> Any:
@@ -162,7 +166,7 @@ def interpret(given: Given, setting: Setting) -> Any:
     except ConfigError:
         if not later:
             raise
-        value = given.raw  # whatever the value is, it asks for something that is not supported
+        value = given.raw  # any value selects something that is not supported
     if later and value != setting.default and value not in setting.flag.neutral:
         spelled = given.spelling if setting.is_switch else f"{given.spelling} {show(given.raw)}"
         verdict = "not supported yet" if setting.flag.status == "later" else "not supported"
@@ -186,7 +190,7 @@ def _flatten(path: str, content: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def file_assignments(path: str, refusals: Refusals) -> Assignments:
-    """The values of a YAML file, whose keys are flag or field names with dashes or underscores."""
+    """Returns the values of a YAML file. Its keys are flag or field names with dashes or underscores."""
     assignments = Assignments(origin=f"file {path}")
     settings: dict[str, Any] = {}
     with refusals.of_reading():
@@ -204,9 +208,9 @@ def _add_from_file(assignments: Assignments, key: str, raw: Any) -> None:
     if spelling is not None:
         target = spelling_table()[spelling]
         if raw is None:
-            return  # "key:" without a value leaves the default, as leaving the line out does
+            return  # "key:" without a value has no effect, like a missing line
         if not isinstance(target, Setting) and target.takes == "switch" and not isinstance(raw, bool):
-            raise ConfigError(f"{spelling} {show(raw)}: it is a switch; write true or false")
+            raise ConfigError(f"{spelling} {show(raw)}: a switch is true or false; write one of them")
         assignments.add(Given(spelling, raw), target)
     elif setting is None:
         raise unknown_setting("--" + key)

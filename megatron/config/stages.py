@@ -41,8 +41,8 @@ def stage_layers(layers: int, parallel: ParallelConfig) -> StageLayers:
 
 
 def split_layers(layers: int, ranks: int, *, first: int | None = None, last: int | None = None) -> StageLayers:
-    """Divides the layers over one stage per rank. `first` and `last` fix the layers of the first and last stage; the
-    others share the rest equally."""
+    """Divides the layers over one stage per rank. `first` and `last`: number of layers of the first and last stage.
+    The other stages share the rest equally."""
     given = {0: first, ranks - 1: last} if ranks > 1 else {}
     fixed = {rank: count for rank, count in given.items() if count is not None}
     rest, others = layers - sum(fixed.values()), ranks - len(fixed)
@@ -56,8 +56,8 @@ def _runs(counts: list[int]) -> tuple[range, ...]:
 
 
 def _even_stages(layers: int, parallel: ParallelConfig) -> StageLayers:
-    """Divides into stages of equally many units, one or several per rank. A unit is a layer; with the --account-for-*
-    flags also the embedding or the loss, so a stage may hold no layer."""
+    """Divides the layers into stages with equal numbers of units, one or several stages per rank. A unit is a layer or,
+    with the --account-for-* flags, the embedding or the loss. So a stage may have no layer."""
     ranks, per_stage = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
     chunks = parallel.num_virtual_stages_per_pipeline_rank
     extra = (parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split)
@@ -73,7 +73,7 @@ def _even_stages(layers: int, parallel: ParallelConfig) -> StageLayers:
 
 
 def _refuse_other_divisions(parallel: ParallelConfig) -> None:
-    """Raises a ConfigError for virtual stages on one rank, and for two flags that divide the layers."""
+    """Raises a ConfigError if there is one pipeline stage, or if two flags divide the layers in different ways."""
     values = {
         CHUNK_FLAG: parallel.num_layers_per_virtual_pipeline_stage,
         CHUNKS_FLAG: parallel.num_virtual_stages_per_pipeline_rank,
@@ -85,17 +85,17 @@ def _refuse_other_divisions(parallel: ParallelConfig) -> None:
     given = {flag: flag if value is True else f"{flag} {value}" for flag, value in values.items() if value is not None}
     if parallel.pipeline_model_parallel_size == 1:
         flag = next(iter(given.values()))
-        raise ConfigError(f"{flag}: there is one pipeline stage ({PP_FLAG} 1); remove the flag or add stages")
+        raise ConfigError(f"{flag}: there is one pipeline stage ({PP_FLAG} 1); remove the flag, or raise {PP_FLAG}")
     apart = [flag for flag in (FIRST_FLAG, LAST_FLAG) if flag in given]
     both = [flag for flag in (CHUNK_FLAG, CHUNKS_FLAG) if flag in given]
     if apart or len(both) == 2:
         one, other = both if len(both) == 2 else (next(iter(given)), apart[0])
-        raise ConfigError(f"{given[one]} and {other} are both given; keep one of them")
+        raise ConfigError(f"{given[one]} and {other} both divide the layers; keep one of them")
 
 
 def _no_even_stages(layers: int, parallel: ParallelConfig, units: int) -> str:
     ranks, per_stage = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
-    counted = f" (with the embedding or the loss {units})" if units > layers else ""
+    counted = f" ({units} with the embedding or the loss)" if units > layers else ""
     fits = [n for n in range(1, units // ranks + 1) if units % (ranks * n) == 0]
     if per_stage is not None:
         way = f"use {CHUNK_FLAG} {' or '.join(map(str, fits))}" if fits else f"use a multiple of {ranks} layers"

@@ -29,7 +29,7 @@ def fix_of_prefix(config: RunConfig, flag: str, prefix: str) -> str | None:
 
 
 def _key_of_text(path: Path) -> str | None:
-    """Returns the key of the longest text in the first JSON line, "text" without JSON, None if the file is not text."""
+    """Returns the JSON key of the text in the first line: "text", or that of the longest text. None: not text."""
     with path.open("rb") as file:
         beginning = file.read(_PEEK)
     try:
@@ -39,7 +39,9 @@ def _key_of_text(path: Path) -> str | None:
         return None
     except (ValueError, RecursionError):
         keys = re.findall(r'"([^"\\]{1,80})"\s*:\s*"', text) if text.startswith("{") and "\n" not in text else []
-        return None if "\0" in text else "text" if "text" in keys or not keys else keys[-1]  # the one that was cut
+        return (
+            None if "\0" in text else "text" if "text" in keys or not keys else keys[-1]
+        )  # the last key, whose text was cut off
     texts = {name: value for name, value in first.items() if isinstance(value, str)} if isinstance(first, dict) else {}
     return "text" if "text" in texts or not texts else max(texts, key=lambda name: len(texts[name]))
 

@@ -9,9 +9,9 @@ from megatron.config.sections.data import DataConfig
 from megatron.errors import ConfigError
 
 ONE_SET = "valid"
-"""Name of a single validation set in records."""
+"""Name of a single validation set in metrics records."""
 SET_PREFIX = "validation-"
-"""Prefix of the name of one of several sets in records."""
+"""Prefix of the name of one of several sets in metrics records."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class ValidationPlan:
     samples: Mapping[str, int | None]
 
     def of(self, split: str) -> int | None:
-        """Returns the number of samples to read of the set whose records have this `split`."""
+        """Returns the number of samples to read from the set that records name `split`; None for all of them."""
         return self.samples[split.removeprefix(SET_PREFIX)]
 
 
@@ -37,13 +37,13 @@ def set_names(config: RunConfig) -> tuple[str, ...]:
 
 
 def named_sets(config: DataConfig, blend: Blend) -> list[tuple[str, str]]:
-    """Returns (name, prefix) of each of --multiple-validation-sets; sets without a name are numbered."""
+    """Returns (name, prefix) of each validation set. Without --validation-set-names the names are 0, 1, ..."""
     names = config.validation_set_names or [str(number) for number in range(len(blend.prefixes))]
     return list(zip(names, blend.prefixes, strict=True))
 
 
 def validation_plan(config: RunConfig, batch_size: int) -> ValidationPlan | None:
-    """`batch_size`: samples per evaluation step, for sets that --eval-iters bounds."""
+    """Returns the plan, or None. `batch_size`: samples per evaluation step, for sets that --eval-iters limits."""
     evaluation, names = config.evaluation, set_names(config)
     asked = asked_samples(config)
     if asked is None and not evaluation.full_validation:
@@ -54,7 +54,7 @@ def validation_plan(config: RunConfig, batch_size: int) -> ValidationPlan | None
 
 
 def asked_samples(config: RunConfig) -> dict[str, int] | None:
-    """--validation-samples by set; a ConfigError for what cannot be meant."""
+    """Returns --validation-samples by set; None if not given. Raises a ConfigError if it is not valid."""
     words, names = config.evaluation.validation_samples, set_names(config)
     if words is None:
         return None
@@ -70,15 +70,15 @@ def asked_samples(config: RunConfig) -> dict[str, int] | None:
         if not several:
             raise ConfigError(f"{flag}: there is one validation set; give only its number of samples")
         if name not in names:
-            raise ConfigError(f"{flag}: no validation set is called {name!r}; there are {', '.join(names)}")
+            raise ConfigError(f"{flag}: no validation set is called {name!r}; the sets are {', '.join(names)}")
         if name in found:
-            raise ConfigError(f"{flag}: names {name!r} twice; give it one number")
+            raise ConfigError(f"{flag}: the set {name!r} is given twice; give it one number")
         found[name] = _count(flag, count)
     missing = [name for name in names if name not in found]
     if missing and not config.evaluation.full_validation:
         raise ConfigError(
             f"{flag}: no number for {', '.join(missing)}; add {missing[0]}=N, or --full-validation to read the "
-            "others whole"
+            "other sets whole"
         )
     return found
 

@@ -16,7 +16,7 @@ _KIND = {int: "a whole number", float: "a number", str: "text", bool: "true or f
 
 
 def show(value: Any) -> str:
-    """A value as a user would type it."""
+    """Returns a value as a user would type it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list | tuple):
@@ -35,7 +35,7 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
 
 
 def parse_switch(setting: Setting, raw: Any) -> bool:
-    """The boolean as written; for `--no-X` the caller inverts it."""
+    """Returns the boolean as written. For `--no-X` the caller inverts it."""
     if isinstance(raw, bool):
         return raw
     text = str(raw).lower()
@@ -44,7 +44,8 @@ def parse_switch(setting: Setting, raw: Any) -> bool:
     if text in _FALSE:
         return False
     raise ConfigError(
-        f"{setting.spelling} {show(raw)}: it is a switch; give only {setting.spelling}, or {setting.spelling}=false"
+        f"{setting.spelling} {show(raw)}: a switch is true or false; give only {setting.spelling}, or "
+        f"{setting.spelling}=false"
     )
 
 
@@ -52,10 +53,10 @@ def _parse_one(setting: Setting, raw: Any) -> int | float | str:
     spelled = f"{setting.spelling} {show(raw)}"
     if raw is None or (isinstance(raw, str) and not raw.strip()):
         raise ConfigError(
-            f"{setting.spelling} '': the value is empty (an unset shell variable?); give a value or leave the flag out"
+            f"{setting.spelling} '': the value is empty (an unset shell variable?); give a value or remove the flag"
         )
     if isinstance(raw, dict | list | tuple | set | bytes):
-        raise ConfigError(f"{setting.spelling}: the value is {type(raw).__name__}, not {_KIND[setting.base]}")
+        raise ConfigError(f"{setting.spelling}: the value is a {type(raw).__name__}; give {_KIND[setting.base]}")
     if setting.base is str:
         return show(raw) if isinstance(raw, int) and not isinstance(raw, bool) else str(raw)
     try:
@@ -122,7 +123,7 @@ def check_one(setting: Setting, value: Any) -> None:
 
 
 def _split_tuple(raw: Any) -> Sequence[Any]:
-    """The words of a command line or YAML list as a sequence; a scalar becomes a sequence of one."""
+    """Returns a list of words or a YAML list as a sequence; a scalar becomes a sequence of one."""
     return list(raw) if isinstance(raw, list | tuple) else [raw]
 
 
@@ -135,7 +136,7 @@ def _numbers(parts: Sequence[Any]) -> Sequence[Any]:
 
 
 def parse_value(setting: Setting, raw: Any) -> Any:
-    """The checked value of a setting other than a switch; `raw` is a word, a list of words or a YAML value."""
+    """Returns the checked value of a setting that is not a switch. `raw`: a word, a list of words or a YAML value."""
     if not setting.many:
         parts = _split_tuple(raw)
         if len(parts) != 1:
@@ -148,7 +149,7 @@ def parse_value(setting: Setting, raw: Any) -> Any:
     values = tuple(_parse_one(setting, part) for part in (parts if setting.base is str else _numbers(parts)))
     wanted = setting.flag.nargs
     if not values or (isinstance(wanted, int) and len(values) != wanted):
-        raise ConfigError(f"{setting.spelling} {show(raw)}: takes {wanted if wanted != '+' else 'some'} values")
+        raise ConfigError(f"{setting.spelling} {show(raw)}: give {wanted if wanted != '+' else 'one or more'} values")
     for value in values:
         check_one(setting, value)
     return values

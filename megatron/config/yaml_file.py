@@ -13,7 +13,7 @@ from megatron.config.values import nearest
 from megatron.errors import ConfigError
 from megatron.utils.numerals import real_number
 
-_DEEPEST = 4  # a list of numbers in a section is 3
+_DEEPEST = 4  # levels of nesting; a list in a section is at level 3
 _PLAIN_TAG = "tag:yaml.org,2002:str"
 _NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _DECIMAL = re.compile(r"[+-]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -25,7 +25,7 @@ _SHIPPED = tuple(Path(__file__).resolve().parents[above] / "configs" for above i
 
 
 def shipped_configs() -> dict[str, Path]:
-    """Paths of the settings that come with this package, by the bare names that --config takes."""
+    """Returns name -> path of the YAML files that come with this package. --config accepts the names."""
     return {path.stem: path for folder in _SHIPPED for path in sorted(folder.glob("*.yaml"))}
 
 
@@ -59,17 +59,18 @@ def read_yaml(path: str) -> dict[Any, Any]:
 
 
 def _found(path: str) -> str:
-    """A file of that path, or else the shipped one of that name."""
+    """Returns the path of the file, or of the shipped file with this name."""
     names = {} if Path(path).exists() or Path(path).name != path or Path(path).suffix == ".yaml" else shipped_configs()
     if names and path not in names:
         raise ConfigError(
-            f"--config {path}: no such file, and none is shipped{nearest(path, names)}; {', '.join(names)}"
+            f"--config {path}: no such file or shipped name{nearest(path, names)}; give a path or one of "
+            f"{', '.join(names)}"
         )
     return str(names.get(path, path))
 
 
 def _problem(events: Iterable[Any]) -> str | None:
-    """Returns the first construct that settings do not need, from the parser's events, before it builds anything."""
+    """Returns an error for the first construct that settings do not need. Reads the parser's events, builds nothing."""
     depth, collections = 0, set()
     for event in events:
         kind = type(event).__name__

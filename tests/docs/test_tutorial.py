@@ -196,7 +196,7 @@ def test_the_model_parallel_launcher_counts_its_ranks_before_it_starts(with_data
     done = with_data.run("GPUS_PER_NODE=2 bash examples/pretrain_gpt_distributed_with_mp.sh")
     assert done.returncode == 2 and len(done.stdout.strip().splitlines()) == 1, done.stdout
     sizes = "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2 = 4"
-    assert f"{sizes} does not divide the 2 processes" in done.stdout
+    assert f"{sizes}: the number of processes, 2, is not divisible by 4" in done.stdout
 
 
 def test_a_launcher_with_a_mistake_is_one_line(with_data: Checkout) -> None:

@@ -172,7 +172,7 @@ def test_a_model_with_one_expert_per_token_goes_on(
     expected = theirs(tokens, labels=tokens).loss
     assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
     assert pretrain_here(argv) == 0
-    assert "its router learns from the balance loss only" in capsys.readouterr().out
+    assert "the router learns only from the load-balance loss" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"router-pre-softmax true .flag. and false of the checkpoint disagree"):
         read_settings([*argv, "--moe-router-pre-softmax"])
 

@@ -167,7 +167,7 @@ def test_settings_come_from_the_folder(tmp_path: Path, capsys: pytest.CaptureFix
     assert config.tokenizer.tokenizer_model == str(folder)
     assert config.data.seq_length == 16
     assert any("holds a Hugging Face model (qwen2): the model's shape" in line for line in config.notices)
-    assert any(line.startswith("--attention-dropout 0.1 is the default: ") for line in config.notices)
+    assert any(line.startswith("--attention-dropout 0.1 is the default, ") for line in config.notices)
     assert not any(line.startswith("--hidden-dropout") for line in config.notices)
     assert pretrain_here([*argv, "--print-config"]) == 0
     printed = capsys.readouterr().out

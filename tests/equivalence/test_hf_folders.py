@@ -158,7 +158,7 @@ def test_a_model_of_theirs_is_named_with_the_command_that_imports_it(
     assert convert(["--load", str(folder), "--from", "native", "--to", "hf", "--save", str(tmp_path / "x")]) == 2
     assert capsys.readouterr().err.count(way) == 1
     assert convert(["--load", str(folder), "--to", "hf", "--save", str(tmp_path / "x")]) == 2
-    assert "--to hf: --load is in that format already" in capsys.readouterr().err
+    assert "--to hf: --load has this format already" in capsys.readouterr().err
 
 
 def test_a_name_of_the_hub_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

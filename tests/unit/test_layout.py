@@ -129,8 +129,11 @@ def test_expert_groups_cross_context_and_data_parallel() -> None:
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ({"world_size": 4, "tp": 3}, ["--tensor-model-parallel-size 3", "4 processes", "start 3 or 6", "2 or 4"]),
-        ({"world_size": 1, "tp": 2}, ["--tensor-model-parallel-size 2", "1 process", "start 2", "size 1"]),
+        (
+            {"world_size": 4, "tp": 3},
+            ["--tensor-model-parallel-size 3", "processes, 4, is not", "start 3 or 6", "2 or 4"],
+        ),
+        ({"world_size": 1, "tp": 2}, ["--tensor-model-parallel-size 2", "processes, 1, is not", "start 2", "size 1"]),
         (
             {"world_size": 8, "tp": 2, "pp": 3},
             [
@@ -143,7 +146,7 @@ def test_expert_groups_cross_context_and_data_parallel() -> None:
         ({"world_size": 6, "ep": 4}, ["--expert-model-parallel-size 4", "--context-parallel-size 1", "3 or 6"]),
         (
             {"world_size": 6, "instances": 4},
-            ["--num-distributed-optimizer-instances 4", "ranks that would divide", "6 (data parallel 6)", "3 or 6"],
+            ["--num-distributed-optimizer-instances 4", "ranks that shard", "6 (data parallel 6)", "3 or 6"],
         ),
         (
             {"world_size": 8, "ep": 2, "instances": 8},

@@ -1,4 +1,4 @@
-"""Under this name Megatron-LM has a tool; this one answers with the command that does the same here."""
+"""Prints the command that replaces Megatron-LM's tool of this name."""
 
 import sys
 from pathlib import Path

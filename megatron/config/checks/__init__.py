@@ -22,8 +22,8 @@ def check_settings(
 ) -> None:
     """Runs all checks that need only the settings.
 
-    `complete=False`: --use-checkpoint-args has yet to fill in shape, tokenizer and sequence length. `refusals`
-    collects the errors; without it they are raised.
+    `complete=False`: the model's shape, the tokenizer and the sequence length are not known yet, because
+    --use-checkpoint-args takes them from the checkpoint. Errors are collected in `refusals`, or else raised.
     """
     found = Refusals() if refusals is None else refusals
     if complete:
@@ -46,14 +46,15 @@ def check_settings(
 
 
 def _unmet(config: RunConfig) -> Iterator[str]:
-    """Yields an error for each setting whose need is unmet and mandatory."""
+    """Yields an error for each setting that `insists` on a need and has no effect without it."""
     for setting, need in without_effect(config):
         if setting.flag.insists:
-            yield f"{spelled(config, setting.name)}: has no effect without {need.text}; add that, or leave it out"
+            named = spelled(config, setting.name)
+            yield f"{named}: has no effect without {need.text}; add that, or remove this setting"
 
 
 def exclusions(config: RunConfig, counts: Callable[[str], bool] = lambda name: True) -> Iterator[str]:
-    """Yields an error for each pair of settings that exclude each other. `counts`: does a setting have an effect?"""
+    """Yields an error for each pair of settings that exclude each other. `counts`: False for settings to ignore."""
     for setting in all_settings():
         for exclude in setting.flag.excludes:
             if not counts(setting.name) or not (isinstance(exclude.other, Need) or counts(exclude.other)):
@@ -65,7 +66,7 @@ def exclusions(config: RunConfig, counts: Callable[[str], bool] = lambda name: T
 
 
 def _excluded(config: RunConfig, exclude: Exclude) -> str | None:
-    """Returns the excluded setting or condition of this run, worded for a message; None if the run has none."""
+    """Returns the conflicting setting or condition as a text for messages; None if this run has no conflict."""
     if isinstance(exclude.other, Need):
         return exclude.other.text if exclude.other.met(config) else None
     chosen = config.given(exclude.other) if exclude.given else _chosen(config, settings_by_name()[exclude.other])

@@ -48,18 +48,22 @@ def _check_sets(config: RunConfig) -> None:
     if blend is None:
         raise ConfigError("--multiple-validation-sets: needs --valid-data-path; give the prefixes of the sets")
     if blend.weights is not None:
-        raise ConfigError(f"--multiple-validation-sets: {blend.flag} has weights, but nothing is mixed; remove them")
+        raise ConfigError(
+            f"--multiple-validation-sets: {blend.flag} has weights, but sets are not mixed; remove the weights"
+        )
     names = data.validation_set_names
     if names is None:
         return
     flag = spelled(config, "validation_set_names")
     if len(names) != len(blend.prefixes):
-        raise ConfigError(f"{flag}: {len(names)} names, but {blend.flag} has {len(blend.prefixes)} sets; name each")
+        raise ConfigError(
+            f"{flag}: {len(names)} names, but {blend.flag} has {len(blend.prefixes)} sets; give one name per set"
+        )
     for number, name in enumerate(names):
         if name in names[:number]:
             raise ConfigError(f"{flag}: two sets are called {name}; give each a different name")
         if "=" in name:
-            raise ConfigError(f"{flag}: {name} contains =, which --validation-samples could not parse; rename it")
+            raise ConfigError(f"{flag}: {name} contains =, which --validation-samples could not parse; rename the set")
 
 
 def check_fill_in_the_middle(config: RunConfig) -> None:
@@ -68,13 +72,15 @@ def check_fill_in_the_middle(config: RunConfig) -> None:
         return
     if (data.fim_split_sample is None) != (data.fim_fragment_rate is None):
         raise ConfigError(
-            "--fim-split-sample TOKEN and --fim-fragment-rate RATE need each other: the token makes the fragments of "
-            "which a share is rearranged; give both or neither"
+            "--fim-split-sample TOKEN and --fim-fragment-rate RATE need each other: the token splits a document "
+            "into fragments, and the rate is the share of fragments to rearrange; give both or neither"
         )
     if config.tokenizer.tokenizer_type == "NullTokenizer" or (
         data.mock_data and config.tokenizer.tokenizer_type is None and config.tokenizer.vocab_file is None
     ):
-        raise ConfigError("--fim-data: needs a text tokenizer, and this run has none; give one, or leave it out")
+        raise ConfigError(
+            "--fim-data: needs a text tokenizer, but this run has none; give a tokenizer, or remove --fim-data"
+        )
 
 
 def check_sources(config: RunConfig) -> None:
@@ -95,7 +101,7 @@ def check_tokenizer_flags(config: RunConfig) -> None:
     tokenizer = config.tokenizer
     if config.data.mock_data and tokenizer.tokenizer_type is None and tokenizer.vocab_file is None:
         if tokenizer.vocab_size is None:
-            raise ConfigError("--mock-data: needs a vocabulary; add --vocab-size N or a tokenizer")
+            raise ConfigError("--mock-data: needs a vocabulary size; add --vocab-size N or a tokenizer")
         return
     if (missing := TOKENIZERS[tokenizer.kind].missing(tokenizer.kind, tokenizer)) is not None:
         raise ConfigError(f"{missing}; add it, or choose another --tokenizer-type")
@@ -103,7 +109,9 @@ def check_tokenizer_flags(config: RunConfig) -> None:
 
 def check_seed(config: RunConfig) -> None:
     if config.training.seed >= 2**32 and any(_given(config, (*_SHARED, *_SEPARATE, *_SEPARATE_FILE))):
-        raise ConfigError(f"{spelled(config, 'seed')}: the sample order needs 0 to {2**32 - 1}; choose another")
+        raise ConfigError(
+            f"{spelled(config, 'seed')}: the sample order needs a seed from 0 to {2**32 - 1}; choose another seed"
+        )
 
 
 CHECKS = (check_seed, check_paths_and_split, check_validation_sets, check_fill_in_the_middle)

@@ -31,7 +31,7 @@ def check_heads(config: RunConfig) -> None:
         )
     if model.kv_channels is not None and model.num_attention_heads * model.kv_channels > WIDTH:
         raise ConfigError(
-            f"{spelled(config, 'num_attention_heads')} {spelled(config, 'kv_channels')}: together wider than {WIDTH}; "
+            f"{spelled(config, 'num_attention_heads')} {spelled(config, 'kv_channels')}: the product is above {WIDTH}; "
             "give fewer or narrower heads"
         )
     if model.group_query_attention and model.num_query_groups is None:
@@ -76,8 +76,8 @@ def check_rope(config: RunConfig) -> None:
     rotated = int(model.head_dim * model.rotary_percent)
     if rotated < 2 or rotated % 2:
         raise ConfigError(
-            f"{spelled(config, 'rotary_percent')} of a head of {model.head_dim} rotates {rotated} channels, which is "
-            "not a positive even number; change the head width or the percentage"
+            f"{spelled(config, 'rotary_percent')} of {model.head_dim} channels per head rotates {rotated} channels, "
+            "which is not a positive even number; change the head width or the percentage"
         )
     if model.use_rope_scaling and model.rope_low_freq_factor >= model.rope_high_freq_factor:
         raise ConfigError(
@@ -102,7 +102,9 @@ def check_window(config: RunConfig) -> None:
 def check_precision(config: RunConfig) -> None:
     precision = config.precision
     if config.model.fp32_residual_connection and precision.params_dtype == "float32":
-        raise ConfigError("--fp32-residual-connection: everything is fp32 already; remove it, or add --bf16 or --fp16")
+        raise ConfigError(
+            "--fp32-residual-connection: everything is fp32 already; remove the flag, or add --bf16 or --fp16"
+        )
     if precision.min_loss_scale > precision.initial_loss_scale:
         raise ConfigError(
             f"{spelled(config, 'min_loss_scale')} is above {spelled(config, 'initial_loss_scale')}; lower the former"
@@ -110,7 +112,7 @@ def check_precision(config: RunConfig) -> None:
 
 
 def check_recomputed_parts(config: RunConfig) -> None:
-    """Checks that the model has the parts of layers that are to be recomputed."""
+    """Checks that the model has layers with the parts in --recompute-modules."""
     parts, layers = config.recompute.recompute_modules or (), config.model.num_layers
     with_experts = len(config.moe.expert_layers(layers))
     for part, other, there in (("moe", "mlp", with_experts), ("mlp", "moe", layers - with_experts)):
@@ -122,8 +124,8 @@ def check_recompute(config: RunConfig) -> None:
     recompute = config.recompute
     if 0 < config.model.num_layers < recompute.cpu_offloading_num_layers:
         raise ConfigError(
-            f"{spelled(config, 'cpu_offloading_num_layers')}: the model has {config.model.num_layers} layers; give at "
-            "most that"
+            f"{spelled(config, 'cpu_offloading_num_layers')}: the model has {config.model.num_layers} layers; give "
+            "at most this number"
         )
     if recompute.full and recompute.recompute_method is None:
         raise ConfigError("--recompute-granularity full: needs a method; add --recompute-method uniform (or block)")
@@ -139,8 +141,8 @@ def check_kernels(config: RunConfig) -> None:
     mode, *excluded = kernels.kernels.split(",")
     if mode not in ("auto", "native", "ref") or any(not word.startswith("-") or len(word) == 1 for word in excluded):
         raise ConfigError(
-            f"{spelled(config, 'kernels')}: must be auto, native or ref, followed by operations to leave out; use for "
-            "example --kernels auto,-rope"
+            f"{spelled(config, 'kernels')}: must be auto, native or ref, optionally followed by operations to exclude; "
+            "use for example --kernels auto,-rope"
         )
 
 

@@ -13,7 +13,7 @@ def check_layers(config: RunConfig) -> None:
     if not layers or not moe.is_on:
         return
     if not moe.expert_layers(layers):
-        raise ConfigError(f"{spelled(config, 'moe_layer_freq')}: no layer has experts; leave --num-experts out")
+        raise ConfigError(f"{spelled(config, 'moe_layer_freq')}: no layer has experts; remove --num-experts")
     if config.model.add_bias_linear:
         raise ConfigError(f"{spelled(config, 'num_experts')}: experts have no biases; add --disable-bias-linear")
 
@@ -69,9 +69,9 @@ def check_groups(config: RunConfig) -> None:
     if chosen > groups or topk % chosen or topk // chosen > each:
         fitting = " or ".join(str(n) for n in range(1, groups + 1) if topk % n == 0 and topk // n <= each) or "none"
         raise ConfigError(
-            f"{spelled(config, 'moe_router_group_topk')}: {spelled(config, 'moe_router_topk')} must take equally many "
-            f"experts of each chosen group, out of {groups} groups of {each}; use --moe-router-group-topk {fitting}, "
-            "or another --moe-router-topk"
+            f"{spelled(config, 'moe_router_group_topk')} with {spelled(config, 'moe_router_topk')}: a token must use "
+            f"the same number of experts of each chosen group (there are {groups} groups of {each} experts); use "
+            f"--moe-router-group-topk {fitting}, or another --moe-router-topk"
         )
 
 
@@ -102,7 +102,7 @@ def check_experts(config: RunConfig) -> None:
     if experts is not None and config.parallel.expert_tensor_parallel_size not in (None, tp):
         raise ConfigError(
             f"{spelled(config, 'expert_tensor_parallel_size')}: experts are split like all layers, over "
-            f"{spelled(config, 'tensor_model_parallel_size')}; leave it out, or make the two equal"
+            f"{spelled(config, 'tensor_model_parallel_size')}; remove this flag, or make the two equal"
         )
 
 

@@ -16,7 +16,7 @@ def check_context(config: RunConfig) -> None:
     kinds, cp = parallel.cp_comm_type, parallel.context_parallel_size
     if len(kinds) > 1:
         raise ConfigError(
-            f"{spelled(config, 'cp_comm_type')}: all layers use one method here; give one value, such as {kinds[0]}"
+            f"{spelled(config, 'cp_comm_type')}: all layers use the same method; give one value, such as {kinds[0]}"
         )
     if cp == 1:
         return
@@ -66,8 +66,9 @@ def check_tensor(config: RunConfig) -> None:
     groups = model.query_groups
     if groups % tp and tp % groups:
         raise ConfigError(
-            f"{spelled(config, 'num_query_groups')}: {spelled(config, 'tensor_model_parallel_size')} neither divides "
-            f"them nor is a multiple of them; use --tensor-model-parallel-size {nearest_tensor_sizes(config)}"
+            f"{spelled(config, 'num_query_groups')}: {spelled(config, 'tensor_model_parallel_size')} must be a "
+            "divisor or a multiple of the number of query groups; use --tensor-model-parallel-size "
+            f"{nearest_tensor_sizes(config)}"
         )
     shared = parallel.context_parallel_size > 1  # checked together with --context-parallel-size
     if parallel.sequence_parallel and not shared and config.data.seq_length % tp:
@@ -115,41 +116,41 @@ def check_pipeline(config: RunConfig) -> None:
             else "give --num-layers-per-virtual-pipeline-stage"
         )
         raise ConfigError(
-            f"{spelled(config, 'pipeline_schedule')}: interleaved needs virtual stages, and they need it; {way}"
+            f"{spelled(config, 'pipeline_schedule')}: interleaved and virtual stages need each other; {way}"
         )
     group, pp = parallel.micro_batch_group, parallel.pipeline_model_parallel_size
     if group is not None and group < pp:
         raise ConfigError(
             f"{spelled(config, 'microbatch_group_size_per_virtual_pipeline_stage')}: fewer micro-batches than stages "
-            f"({spelled(config, 'pipeline_model_parallel_size')}) would make stages wait; use at least {pp}, or leave "
-            "it out"
+            f"({spelled(config, 'pipeline_model_parallel_size')}) would make stages wait; use at least {pp}, or "
+            "remove this setting"
         )
 
 
 def check_zero(config: RunConfig) -> None:
-    """Checks that all settings select the same stage of ZeRO. --use-distributed-optimizer agrees with 1 to 3."""
+    """Checks that all settings select the same stage of ZeRO. --use-distributed-optimizer agrees with stages 1 to 3."""
     asked = config.parallel.zero_asked
     (deepest, stage), *_ = sorted(asked.items(), key=lambda item: -item[1]) or [("zero_stage", 0)]
     for name, other in asked.items():
         if other != stage and (name != "use_distributed_optimizer" or not stage):
             raise ConfigError(
-                f"{spelled(config, deepest)} and {spelled(config, name)} contradict each other: stages {stage} and "
-                f"{other} of ZeRO; keep one"
+                f"{spelled(config, deepest)} and {spelled(config, name)} contradict each other: they select stages "
+                f"{stage} and {other} of ZeRO; keep one"
             )
     if config.parallel.num_distributed_optimizer_instances > 1 and not stage:
         raise ConfigError(
             f"{spelled(config, 'num_distributed_optimizer_instances')}: without ZeRO every rank has the whole "
-            "optimizer; add --use-distributed-optimizer (or --zero-stage 2 or 3), or leave it out"
+            "optimizer state; add --use-distributed-optimizer (or --zero-stage 2 or 3), or remove this setting"
         )
     if stage == 3 and config.parallel.remote_device == "nvme":
         raise ConfigError(
             f"{spelled(config, 'remote_device')}: parameters are kept in host memory or on the device, not in files; "
-            "use cpu, or leave it out"
+            "use cpu, or remove this setting"
         )
 
 
 def check_device_memory(config: RunConfig) -> None:
-    """Parses --device-memory."""
+    """Raises a ConfigError if --device-memory cannot be parsed."""
     _ = config.runtime.device_bytes
 
 

@@ -12,7 +12,7 @@ from megatron.utils.foreign import tokenizer_on_hub
 
 
 def check_paths(config: RunConfig, refusals: Refusals | None = None) -> None:
-    """Checks that data, tokenizer and configuration files exist. The code that loads checkpoints checks those.
+    """Checks that data, tokenizer and configuration files exist. Checkpoints are checked when they are loaded.
 
     `refusals` collects the errors; without it they are raised.
     """
@@ -92,7 +92,7 @@ def _wrong_file(named: str, path: Path, hint: str) -> str | None:
     if not path.exists():
         return f"{named}: no such file; {hint}"
     if not path.is_file():  # a pipe can be read only once, by one rank
-        return f"{named}: not a regular file; copy its content to a file and name that"
+        return f"{named}: not a regular file; copy its content to a file and give that file"
     return None
 
 

@@ -8,7 +8,7 @@ from megatron.errors import ConfigError
 from megatron.layout import nearest_divisors, nearest_multiples
 
 _MOST_RAMP_STEPS = 1_000_000
-"""Limit on the steps of a ramp-up, which are counted one by one."""
+"""Limit on the steps of a ramp-up, because a loop counts them."""
 
 
 def check_length(config: RunConfig) -> None:
@@ -40,7 +40,7 @@ def check_batch(config: RunConfig) -> None:
     if samples // start > _MOST_RAMP_STEPS:
         raise ConfigError(f"{ramp}: more than {_MOST_RAMP_STEPS} steps; raise START or lower SAMPLES")
     if final is None:
-        raise ConfigError(f"{ramp}: needs the batch size to reach; add --global-batch-size")
+        raise ConfigError(f"{ramp}: needs the final batch size; add --global-batch-size")
     if final < start or (final - start) % increment:
         raise ConfigError(
             f"{ramp}: steps of {increment} from {start} do not reach {spelled(config, 'global_batch_size')}; choose an "
@@ -76,7 +76,7 @@ def check_warmup(config: RunConfig) -> None:
             "shorten the warm-up"
         )
     if schedule.lr_warmup_fraction is not None and schedule.lr_warmup_fraction >= 1:
-        raise ConfigError(f"{spelled(config, 'lr_warmup_fraction')}: leaves nothing to decay; give less than 1")
+        raise ConfigError(f"{spelled(config, 'lr_warmup_fraction')}: leaves no steps for the decay; give less than 1")
     if schedule.lr_decay_style == "WSD":
         _check_wsd(config, unit, decay, warmup or (schedule.lr_warmup_fraction or 0) * decay)
 
@@ -149,7 +149,8 @@ def check_profile(config: RunConfig) -> None:
 def check_remainders(config: RunConfig) -> None:
     if config.optimizer.store_param_remainders and not config.precision.bf16:
         raise ConfigError(
-            "--store-param-remainders: only bf16 weights lack 16 bits of their fp32 masters; add --bf16 or leave it out"
+            "--store-param-remainders: only bf16 weights lack 16 bits of their fp32 masters; add --bf16, or remove "
+            "--store-param-remainders"
         )
 
 
@@ -163,11 +164,11 @@ def _check_newton_schulz(config: RunConfig) -> None:
     kind, steps = config.optimizer.muon_coefficient_type, config.optimizer.muon_num_ns_steps
     chosen = f"{spelled(config, 'muon_num_ns_steps')} with --muon-coefficient-type {kind}"
     if kind == "polar_express" and steps < 8:
-        raise ConfigError(f"{chosen}: its 8 coefficients need 8 steps; use --muon-num-ns-steps 8 or more")
+        raise ConfigError(f"{chosen}: the 8 coefficients need 8 steps; use --muon-num-ns-steps 8 or more")
     length = {"quintic": 5, "aol": 4}.get(kind, 1)
     if steps % length:
         numbers = " or ".join(map(str, nearest_multiples(steps, length)))
-        raise ConfigError(f"{chosen}: its coefficients repeat every {length} steps; use --muon-num-ns-steps {numbers}")
+        raise ConfigError(f"{chosen}: the coefficients repeat every {length} steps; use --muon-num-ns-steps {numbers}")
 
 
 def check_offload(config: RunConfig) -> None:
@@ -178,7 +179,7 @@ def check_offload(config: RunConfig) -> None:
     if not optimizer.is_plain_adamw:
         raise ConfigError(
             f"{spelled(config, name)}: only the state of AdamW with fp32 moments can be offloaded; use --optimizer "
-            "adam with decoupled weight decay, or leave it out"
+            "adam with decoupled weight decay, or remove this setting"
         )
 
 

@@ -55,7 +55,7 @@ def _check_changing_batch(plan: BatchPlan) -> None:
     config, dp, step = plan.config, plan.dp, plan.micro_batch_size * plan.dp
     if config.training.step_batch_size_schedule is not None and any(size % step for size in plan.batch_sizes):
         raise ConfigError(
-            f"{spelled(config, 'step_batch_size_schedule')}: not all sizes divide by "
+            f"{spelled(config, 'step_batch_size_schedule')}: not all sizes are divisible by "
             f"{spelled(config, 'micro_batch_size')} x {dp} data-parallel ranks; make each a multiple of {step}"
         )
     ramp = config.training.rampup_batch_size
@@ -83,8 +83,8 @@ def check_accumulation(plan: BatchPlan) -> None:
     elif steps is not None and final != training.micro_batch_size * unit:
         raise ConfigError(
             f"{spelled(config, 'global_batch_size')} is not {spelled(config, 'micro_batch_size')} x {parts} = "
-            f"{training.micro_batch_size * unit}; make it {training.micro_batch_size * unit}, or leave one of the "
-            "three out"
+            f"{training.micro_batch_size * unit}; make it {training.micro_batch_size * unit}, or remove one of the "
+            "three settings"
         )
 
 
@@ -136,5 +136,5 @@ def _check_interleaved(plan: BatchPlan) -> None:
         raise ConfigError(
             f"{spelled(config, named)}: the interleaved schedule takes micro-batches in groups of "
             f"{spelled(config, by)}{rest}; use multiples of {unit} (--micro-batch-size x {dp} data-parallel ranks x "
-            f"{group}){nearest}, or leave out --num-layers-per-virtual-pipeline-stage"
+            f"{group}){nearest}, or remove --num-layers-per-virtual-pipeline-stage"
         )

@@ -22,16 +22,19 @@ class CheckpointConfig:
     )
     load: str | None = flag(
         None,
-        "Directory to resume from. An empty one that is also --save starts a new run. With --finetune it may be a "
+        "Directory to resume from. If it is empty and also --save, a new run starts. With --finetune it may be a "
         "Hugging Face model.",
         path=True,
     )
     save_interval: int | None = _save_flag(
-        None, "Steps between checkpoints. Unset: one at the end.", at_least=1, aliases=("--persistent-save-interval",)
+        None,
+        "Steps between checkpoints. Unset: only one checkpoint, at the end.",
+        at_least=1,
+        aliases=("--persistent-save-interval",),
     )
-    save_optim: bool = _save_flag(True, "Leave the optimizer out of checkpoints.", off="--no-save-optim")
-    save_rng: bool = _save_flag(True, "Leave the random states out of checkpoints.", off="--no-save-rng")
-    load_optim: bool = flag(True, "Do not load the optimizer.", off="--no-load-optim", needs=(RESUME,))
+    save_optim: bool = _save_flag(True, "Do not save the optimizer's state.", off="--no-save-optim")
+    save_rng: bool = _save_flag(True, "Do not save the random states.", off="--no-save-rng")
+    load_optim: bool = flag(True, "Do not load the optimizer's state.", off="--no-load-optim", needs=(RESUME,))
     load_rng: bool = flag(True, "Do not load the random states.", off="--no-load-rng", needs=(RESUME,))
     finetune: bool = _load_flag(False, "Load weights only and start at iteration 0.", insists=True)
     use_checkpoint_args: bool = _load_flag(
@@ -39,7 +42,7 @@ class CheckpointConfig:
     )
     save_tokenizer_assets: bool = _save_flag(
         True,
-        "Leave the tokenizer out of checkpoints. Exports and tools/generate.py need it.",
+        "Do not save the tokenizer, which exports and tools/generate.py need.",
         off="--no-save-tokenizer-assets",
         aliases=("--disable-save-tokenizer-assets",),
     )
@@ -47,15 +50,15 @@ class CheckpointConfig:
         False,
         "Stop when --load has no checkpoint.",
         status="no-op",
-        note="a --load without a checkpoint always stops the run, unless it is also --save",
+        note="a --load without a checkpoint always stops the run, unless --save is the same directory",
     )
     strict_load: bool = _load_flag(
         False, "Reject a damaged checkpoint or a lost tracker instead of falling back to the newest valid step."
     )
     skip_hash: bool = _load_flag(
         False,
-        "Do not verify checksums. On a CPU most bytes are hashed as they are read; on an accelerator files are read "
-        "once more. File sizes are always compared.",
+        "Do not verify checksums. On an accelerator, this saves reading the files a second time. File sizes are always "
+        "compared.",
         cli_only=True,
     )
     perform_initialization: bool = _load_flag(
@@ -80,7 +83,10 @@ class CheckpointConfig:
         False, "Write checkpoints in the background. Training waits only for the copy to host memory."
     )
     save_retain_interval: int | None = _save_flag(
-        None, "Delete older checkpoints except those at multiples of this. The two newest are always kept.", at_least=1
+        None,
+        "Delete older checkpoints, except those of iterations that are multiples of this number. The two newest are "
+        "always kept.",
+        at_least=1,
     )
     save_retain_last: int | None = _save_flag(
         None,

@@ -22,14 +22,14 @@ _SFT = Need("--sft", lambda run: run.data.sft)
 _FILES_OR_NONE = Need(
     "data files or a share of 0", lambda run: not run.data.mock_data or not all(parse_split(run.data.split))
 )
-_POSITIONS = Need("positions", lambda run: run.model.positions != "none")
+_POSITIONS = Need("position embeddings", lambda run: run.model.positions != "none")
 _MODEL_FILE = Need(
-    "a --tokenizer-type with one file", lambda run: TOKENIZERS[run.tokenizer.kind].reads("tokenizer_model")
+    "a --tokenizer-type that reads it", lambda run: TOKENIZERS[run.tokenizer.kind].reads("tokenizer_model")
 )
 
 
 _SEPARATE = ("per_split_data_args_path", "train_data_path", "valid_data_path", "test_data_path")
-_NOT_SPLIT = excludes("split", given=True, why="separate sets are not split", way_out="remove --split")
+_NOT_SPLIT = excludes("split", given=True, why="separate datasets are not split", way_out="remove --split")
 
 
 def _read_by_types(name: str) -> Need:
@@ -47,13 +47,13 @@ class DataConfig:
         excludes=excludes("data_args_path", *_SEPARATE),
     )
     train_data_path: tuple[str, ...] | None = flag(
-        None, "Training data, written like --data-path.", nargs="+", path=True, excludes=_NOT_SPLIT
+        None, "Training data, in the format of --data-path.", nargs="+", path=True, excludes=_NOT_SPLIT
     )
     valid_data_path: tuple[str, ...] | None = flag(
-        None, "Validation data, written like --data-path.", nargs="+", path=True, excludes=_NOT_SPLIT
+        None, "Validation data, in the format of --data-path.", nargs="+", path=True, excludes=_NOT_SPLIT
     )
     test_data_path: tuple[str, ...] | None = flag(
-        None, "Test data, written like --data-path.", nargs="+", path=True, excludes=_NOT_SPLIT
+        None, "Test data, in the format of --data-path.", nargs="+", path=True, excludes=_NOT_SPLIT
     )
     data_args_path: str | None = flag(
         None, "File with the value of --data-path, for long blends.", path=True, excludes=excludes(*_SEPARATE)
@@ -82,8 +82,8 @@ class DataConfig:
     )
     max_epochs: float | None = flag(
         None,
-        "Largest number of epochs of any source. A run that needs more is rejected. Unset: more than 4 print a "
-        "warning.",
+        "Largest number of epochs of any source. A run that needs more is rejected. Unset: above 4 epochs, a "
+        "warning is printed.",
         above=0,
         needs=(_FILES,),
     )
@@ -103,7 +103,7 @@ class DataConfig:
         "single",
         "Order of the samples. single: Megatron's own order; cyclic: the sampler reshuffles every epoch.",
         choices=("single", "cyclic"),
-        refused={"external": "pass your own loader to megatron.pretrain(); use single here"},
+        refused={"external": "not supported; pass your own datasets to megatron.pretrain(), or use single"},
     )
     data_sharding: bool = flag(
         True,
@@ -116,7 +116,9 @@ class DataConfig:
     dataloader_inter_document_masking: bool = flag(
         False, "Block attention across documents. Same as --reset-attention-mask."
     )
-    eod_mask_loss: bool = flag(False, "Exclude the prediction that follows an end of document from the loss.")
+    eod_mask_loss: bool = flag(
+        False, "Exclude from the loss the prediction of the token that follows an end of document."
+    )
     mmap_bin_files: bool = flag(
         True, "Read .bin files instead of memory-mapping them.", off="--no-mmap-bin-files", needs=(_PAIRS,)
     )
@@ -177,7 +179,7 @@ class DataConfig:
 
     @property
     def may_validate(self) -> bool:
-        """False if there is certainly no validation data. True if a file or a script decides."""
+        """False if there is certainly no validation data. True also if a file or a script decides this."""
         if self.train_data_path is not None:
             return self.valid_data_path is not None
         splits = self.mock_data or (self.data_path or self.data_args_path) is not None
@@ -229,7 +231,7 @@ class TokenizerConfig:
     )
     vocab_size: int | None = flag(
         None,
-        "Vocabulary size of NullTokenizer and --mock-data. Else the tokenizer's, or a larger one of the --load model.",
+        "Vocabulary size of NullTokenizer and --mock-data. Otherwise from the tokenizer, or from --load if larger.",
         at_least=1,
         at_most=INT32,
     )
@@ -277,5 +279,5 @@ class TokenizerConfig:
 
     @property
     def kind(self) -> str:
-        """The tokenizer type in force: GPT2BPETokenizer if none is given, as in Megatron."""
+        """The tokenizer type that is used: GPT2BPETokenizer if none is given, as in Megatron."""
         return self.tokenizer_type or GPT2

@@ -40,15 +40,17 @@ _OF_MEGATRON = tuple(field.name for field in fields(ScheduleConfig) if field.nam
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedSchedulerConfig:
-    """All lengths are in optimizer steps."""
+    """Parameters of DeepSpeed's learning-rate schedules. All lengths are in optimizer steps."""
 
     lr_schedule: str | None = flag(
         None,
-        "Use this learning-rate schedule of DeepSpeed, with the same numbers, instead of --lr-decay-style.",
+        "Learning-rate schedule of DeepSpeed, with the same learning rates. Replaces --lr-decay-style.",
         choices=tuple(PARAMETERS),
         excludes=(
-            *excludes(*_OF_MEGATRON, why="they are two schedules", given=True),
-            *excludes("rampup_batch_size", "step_batch_size_schedule", why="DeepSpeed's count steps of one batch size"),
+            *excludes(*_OF_MEGATRON, why="each chooses the schedule", given=True),
+            *excludes(
+                "rampup_batch_size", "step_batch_size_schedule", why="DeepSpeed's schedules count steps of one size"
+            ),
         ),
     )
     warmup_min_lr: float = flag(0.0, "Learning rate at the start of the warm-up.", at_least=0.0)
@@ -76,7 +78,7 @@ class DeepSpeedSchedulerConfig:
         False,
         "Cycle the momentum against the learning rate. The default in a DeepSpeed file is true.",
         status="later",
-        note='leave it out (in a file: "cycle_momentum": false) to keep the momentum constant',
+        note='remove the flag (in a file: "cycle_momentum": false) to keep the momentum constant',
     )
     lr_range_test_min_lr: float = flag(1e-3, "Learning rate at the start of the test.", at_least=0.0)
     lr_range_test_step_size: int = flag(2000, "Steps in which the rate grows by one unit.", at_least=1)
@@ -85,7 +87,7 @@ class DeepSpeedSchedulerConfig:
 
     @staticmethod
     def needs_of(name: str) -> tuple[Need, ...]:
-        """The requirement of a schedule that has this parameter."""
+        """Returns the need of a parameter: a schedule that uses it."""
         kinds = [kind for kind, names in PARAMETERS.items() if name in names]
         need = Need(f"--lr-schedule {' or '.join(kinds)}", lambda run: run.deepspeed_scheduler.lr_schedule in kinds)
         return (need,) if kinds else ()

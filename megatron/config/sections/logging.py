@@ -12,7 +12,7 @@ _TIMERS = Need("--timing-log-level 1 or 2", lambda run: run.logging.timing_log_l
 _EVALUATION = Need("--eval-iters above 0", lambda run: run.evaluation.eval_iters > 0)
 _VALIDATION = Need("validation data", lambda run: run.data.may_validate)
 _TRACE = Need("--profile", lambda run: run.profile.profile or "profile" in run.origins)
-_MEMORY = Need("--profile --record-memory-history", lambda run: run.profile.record_memory_history)
+_MEMORY = Need("--profile with --record-memory-history", lambda run: run.profile.record_memory_history)
 _tensorboard_flag = partial(flag, needs=(_TENSORBOARD,))
 _trace_flag = partial(flag, needs=(_TRACE,), insists=True)
 _validation_flag = partial(flag, needs=(_EVALUATION, _VALIDATION))
@@ -51,10 +51,12 @@ class LoggingConfig:
     log_throughput: bool = flag(
         False, "Report TFLOP/s per device.", status="no-op", note="throughput is always reported"
     )
-    timing_log_level: int = flag(0, "Timers to log. 0: iteration only; 1: also its parts; 2: all.", choices=(0, 1, 2))
+    timing_log_level: int = flag(
+        0, "Timers to log. 0: only the iteration; 1: also its parts; 2: all.", choices=(0, 1, 2)
+    )
     timing_log_option: str = flag(
         "minmax",
-        "Times of the slowest rank, both extremes, or all.",
+        "Times to log. max: the slowest rank; minmax: the fastest and the slowest rank; all: every rank.",
         choices=("max", "minmax", "all"),
         needs=(_TIMERS,),
     )
@@ -62,13 +64,13 @@ class LoggingConfig:
     wandb_exp_name: str | None = flag(None, "Weights & Biases run name.", needs=(_WANDB,))
     wandb_save_dir: str | None = flag(None, "Directory for Weights & Biases files.", needs=(_WANDB,), path=True)
     wandb_entity: str | None = flag(None, "Weights & Biases entity.", needs=(_WANDB,))
-    log_straggler: bool = flag(False, "Report slow ranks.", status="later", note="remove it")
+    log_straggler: bool = flag(False, "Report slow ranks.", status="later", note="remove the flag")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     eval_interval: int = _validation_flag(1000, "Steps between evaluations.", at_least=1)
-    start_eval_at_iter: int = _validation_flag(0, "First iteration that may evaluate.", at_least=0)
+    start_eval_at_iter: int = _validation_flag(0, "First iteration after which an evaluation may run.", at_least=0)
     eval_global_batch_size: int | None = flag(
         None,
         "Samples per evaluation step over all ranks. Unset: the final global batch size of training.",

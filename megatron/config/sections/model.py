@@ -17,15 +17,18 @@ _LEARNED = Need(
 _NO_POSITIONS = Need("--position-embedding-type none", lambda run: run.model.position_embedding_type == "none")
 _ACTIVATION = {
     "why": "each chooses the activation",
-    "way_out": "keep one (--swiglu=false turns a preset's off)",
+    "way_out": "keep one (--swiglu=false turns off the --swiglu of a preset)",
 }
-_WIRINGS = "they are different wirings of a layer"
+_WIRINGS = "each sets another order of norms and residual additions"
 _GELU = Need(
     "a GELU (and no --openai-gelu)", lambda run: run.model.activation.startswith("gelu") and not run.model.openai_gelu
 )
 _NO_BIAS = Need("--disable-bias-linear", lambda run: not run.model.add_bias_linear)
 _QK_NORM = Need("--qk-layernorm", lambda run: run.model.qk_layernorm)
-_DENSE_LAYER = Need("a dense layer", lambda run: not run.moe.only_own_width(run.model.num_layers))
+_DENSE_LAYER = Need(
+    "a dense layer, or experts without --moe-ffn-hidden-size",
+    lambda run: not run.moe.only_own_width(run.model.num_layers),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +55,7 @@ class ModelConfig:
     )
     max_position_embeddings: int = flag(
         0,
-        "Rows of the learned position table, at least --seq-length. Only recorded with RoPE.",
+        "Number of positions, at least --seq-length: rows of the learned table. With RoPE it is only recorded.",
         at_least=1,
         at_most=INT32,
     )
@@ -111,7 +114,7 @@ class ModelConfig:
     )
     make_vocab_size_divisible_by: int = flag(
         128,
-        "Factor that, times the tensor-parallel size, divides the padded vocabulary. Padding changes no result.",
+        "The vocabulary is padded to a multiple of this number x tensor-parallel size. Padding changes no result.",
         at_least=1,
         at_most=WIDTH,
     )
@@ -145,13 +148,16 @@ class ModelConfig:
     )
     window_size: tuple[int, ...] | None = flag(
         None,
-        "Sliding-window attention: each query sees LEFT tokens before and RIGHT tokens after its own. Mistral's window "
-        "w is w-1 0.",
+        "Sliding-window attention: each query sees LEFT tokens before and RIGHT tokens after its own. For Mistral's "
+        "window of w tokens, give w-1 0.",
         nargs="+",
     )
     swiglu: bool = flag(False, "Use a gated SiLU MLP.", excludes=excludes("squared_relu", "openai_gelu", **_ACTIVATION))
     squared_relu: bool = flag(False, "Use a squared-ReLU MLP.", excludes=excludes("openai_gelu", **_ACTIVATION))
-    openai_gelu: bool = flag(False, "Use the tanh form of GELU, the default except under --disable-bias-linear.")
+    openai_gelu: bool = flag(
+        False,
+        "Use the tanh form of GELU, also with --disable-bias-linear or --no-bias-gelu-fusion.",
+    )
     bias_gelu_fusion: bool = flag(
         True,
         "Use the erf form of GELU, as Megatron's unfused path does.",

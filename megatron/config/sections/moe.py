@@ -1,4 +1,4 @@
-"""Mixture of experts: routers, experts and load balancing. Also architectures that are not implemented yet."""
+"""Mixture of experts: routers, experts and load balancing. Also flags of architectures that are not built yet."""
 
 import re
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _BALANCED = Need(
     lambda run: run.moe.moe_router_load_balancing_type != "none",
 )
 _COEFFICIENT = Need(
-    "--moe-aux-loss-coeff",
+    "--moe-aux-loss-coeff above 0",
     lambda run: run.moe.moe_aux_loss_coeff > 0 or run.moe.moe_router_load_balancing_type == "none",
 )
 _EXPERT_BIAS = Need("--moe-router-enable-expert-bias", lambda run: run.moe.moe_router_enable_expert_bias)
@@ -78,16 +78,18 @@ class MoEConfig:
     moe_router_enable_expert_bias: bool = _expert_flag(
         False, "Balance experts by a bias on the scores that select them. Needs sigmoid scores."
     )
-    moe_router_bias_update_rate: float = flag(1e-3, "Bias change per step.", at_least=0.0, needs=(_EXPERT_BIAS,))
+    moe_router_bias_update_rate: float = flag(
+        1e-3, "Change of the expert bias per step.", at_least=0.0, needs=(_EXPERT_BIAS,)
+    )
     moe_expert_capacity_factor: float | None = _expert_flag(
         None,
-        "Capacity of an expert as a multiple of its even share of each sequence's tokens; it drops the rest. "
-        "Unset: dropless.",
+        "Most tokens of a sequence that an expert takes, as a multiple of an even share. It drops the others. "
+        "Unset: no token is dropped.",
         above=0.0,
         excludes=excludes(
             "context_parallel_size",
             Need("--sequence-parallel", lambda run: run.parallel.splits_sequence),
-            why="dropping is decided over whole sequences, which the latter splits",
+            why="whole sequences decide which tokens are dropped, and the latter splits sequences",
             own=lambda run: run.moe.is_on and run.moe.moe_expert_capacity_factor is not None,
         ),
     )
@@ -113,18 +115,18 @@ class MoEConfig:
         "--kernels auto,-grouped_linear multiplies expert after expert",
     )
     moe_shared_expert_intermediate_size: int | None = _expert_flag(
-        None, "Width of the shared expert, which every token goes to.", at_least=1, at_most=WIDTH
+        None, "Width of the shared expert, which processes every token.", at_least=1, at_most=WIDTH
     )
     multi_latent_attention: bool = flag(
         False, "Use multi-latent attention.", status="later", note="use --num-query-groups for a small KV cache"
     )
-    q_lora_rank: int | None = flag(None, "Rank of MLA's query projection.", status="later", note="leave it out")
-    kv_lora_rank: int = flag(32, "Rank of MLA's key/value projection.", status="later", note="leave it out")
+    q_lora_rank: int | None = flag(None, "Rank of MLA's query projection.", status="later", note="remove the flag")
+    kv_lora_rank: int = flag(32, "Rank of MLA's key/value projection.", status="later", note="remove the flag")
     mtp_num_layers: int | None = flag(
-        None, "Depth of multi-token prediction.", status="later", note="leave it out", neutral=(0,)
+        None, "Depth of multi-token prediction.", status="later", note="remove the flag", neutral=(0,)
     )
     mtp_loss_scaling_factor: float = flag(
-        0.1, "Weight of the multi-token prediction loss.", status="later", note="leave it out"
+        0.1, "Weight of the multi-token prediction loss.", status="later", note="remove the flag"
     )
 
     @property
@@ -157,7 +159,7 @@ class MoEConfig:
 
 
 def _pattern(text: str, num_layers: int) -> list[bool]:
-    """True for each layer that has experts."""
+    """Returns, for each layer, True if the layer has experts."""
     written = text.replace(" ", "")
     if re.fullmatch(r"0*[1-9][0-9]{0,8}", written):
         return [layer % int(written) == 0 for layer in range(num_layers)]
@@ -165,7 +167,11 @@ def _pattern(text: str, num_layers: int) -> list[bool]:
     repeated = [(term[1].split(","), int(term[2] or 1)) for term in terms if term]
     entries = sum(len(digits) * times for digits, times in repeated)  # counted before they are written out
     if not all(terms) or entries != num_layers:
-        found = f"has {entries} entries for --num-layers {num_layers}" if all(terms) else "is not such a list"
+        found = (
+            f"has {entries} entries for --num-layers {num_layers}"
+            if all(terms)
+            else "is neither a number nor a 0/1 list"
+        )
         raise ConfigError(
             f"--moe-layer-freq {text[:200]}: {found}; give a number (every N-th layer has experts), or one 0 or 1 per "
             "layer such as ([0]*3+[1]*9)"

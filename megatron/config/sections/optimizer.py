@@ -26,7 +26,7 @@ def _updates_with(*names: str) -> tuple[Need, ...]:
 
 _MUON = _is(*_MUONS)
 _ADAFACTOR = _is("adafactor")
-_SCALED = Need("a scale by the parameter", lambda run: run.optimizer.adafactor_scale_parameter)
+_SCALED = Need("a rate that is scaled by the parameter", lambda run: run.optimizer.adafactor_scale_parameter)
 _PRECISION_AWARE = Need("--use-precision-aware-optimizer", lambda run: run.optimizer.use_precision_aware_optimizer)
 _A_TYPE = Need("--exp-avg-dtype or --exp-avg-sq-dtype bf16", lambda run: "bf16" in run.optimizer.moment_dtypes)
 _NARROW = {"fp16": "a scale for each tensor would depend on the layout; use bf16", "fp8": "use bf16"}
@@ -92,19 +92,23 @@ class OptimizerConfig:
         False,
         "Store only the low 16 bits of the fp32 master weights beside the bf16 weights. Needs the native adamw of "
         "--kernels. Only weights halfway between two bf16 numbers round differently, away from zero.",
-        excludes=excludes("optimizer_cpu_offload", "optimizer_offload_directory", why="masters on the host are whole"),
+        excludes=excludes(
+            "optimizer_cpu_offload",
+            "optimizer_offload_directory",
+            why="an offloaded optimizer stores whole fp32 masters",
+        ),
     )
     sgd_momentum: float = flag(0.9, "Momentum of SGD.", at_least=0.0, below=1.0, needs=_is("sgd"))
     optimizer_cpu_offload: bool = flag(
         False,
         "Keep Adam's moments and fp32 masters in host memory and update them there. Gradient and weight copies overlap "
         "with other work of the device.",
-        excludes=excludes("optimizer_offload_directory", why="the optimizer's state is in memory or in a file"),
+        excludes=excludes("optimizer_offload_directory", why="the optimizer's state is either in memory or in a file"),
     )
     optimizer_offload_directory: str | None = flag(
         None,
-        "Directory on a fast local disk for Adam's moments and fp32 masters, which are prefetched and written behind "
-        "the update. The file has no name and disappears with the process.",
+        "Directory on a fast local disk for Adam's moments and fp32 masters. Reads and writes overlap with the update. "
+        "The file has no name and is deleted when the process ends.",
         path=True,
     )
     optimizer_offload_fraction: float = flag(
@@ -161,7 +165,7 @@ class OptimizerConfig:
         "Method for matrices that tensor parallelism splits. There is one: a single rank orthogonalises the whole "
         "matrix.",
         choices=("distributed", "duplicated"),
-        refused={"blockwise": "updates of each rank's part would depend on the layout; leave it out"},
+        refused={"blockwise": "updates of each rank's part would depend on the layout; remove the flag"},
         status="no-op",
         note="each matrix is orthogonalised whole, by one of the ranks that hold it",
     )
@@ -217,7 +221,7 @@ class OptimizerConfig:
 
     @property
     def scalar_optimizer(self) -> str | None:
-        """The rule of parameters that Muon does not update."""
+        """The update rule of parameters that Muon does not update."""
         return self.muon_scalar_optimizer if self.uses_muon else None
 
     @property
@@ -231,7 +235,7 @@ class OptimizerConfig:
 
     @property
     def is_plain_adamw(self) -> bool:
-        """True for the update that the native kernel computes."""
+        """True for AdamW with fp32 moments, the update that the native kernel computes."""
         return self.optimizer == "adam" and self.decoupled_weight_decay and not self.has_narrow_moments
 
     @property

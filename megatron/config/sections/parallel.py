@@ -10,7 +10,7 @@ from megatron.pipeline_schedules import SCHEDULES
 from megatron.utils.numerals import LARGEST_WORLD
 
 _SEVERAL_TENSOR_RANKS = Need("several tensor-parallel ranks", lambda run: run.parallel.tensor_model_parallel_size > 1)
-_CONTEXT_RANKS = Need("--context-parallel-size", lambda run: run.parallel.context_parallel_size > 1)
+_CONTEXT_RANKS = Need("--context-parallel-size above 1", lambda run: run.parallel.context_parallel_size > 1)
 _STAGES = Need(
     "several stages (--pipeline-model-parallel-size)", lambda run: run.parallel.pipeline_model_parallel_size > 1
 )
@@ -35,11 +35,14 @@ _DEFERS = Need(
 def _gathering(asking: str) -> Iterator[Exclude]:
     """Yields the exclusions of ZeRO stages 2 and 3, if the setting `asking` selects one of them."""
     for other, why in (
-        (_DEFERS, "it computes weight gradients after the layer's gradients were reduced"),
-        ("cuda_graphs", "a graph needs fixed addresses, and gathered weights have none"),
+        (_DEFERS, "the schedule computes weight gradients after the layer's gradients were reduced"),
+        ("cuda_graphs", "a graph needs weights at fixed addresses, and gathered weights have none"),
         ("compile", "the combination is untested"),
-        ("store_param_remainders", "the sharded weights are the fp32 masters"),
-        ("optimizer_offload_fraction", "with sharded weights all of the optimizer's state is offloaded or none"),
+        ("store_param_remainders", "the sharded weights are the fp32 masters themselves"),
+        (
+            "optimizer_offload_fraction",
+            "with sharded weights, either all or none of the optimizer's state is offloaded",
+        ),
     ):
         yield Exclude(other=other, why=why, own=lambda run: run.parallel.zero_asked.get(asking, 0) >= 2)
 
@@ -47,7 +50,11 @@ def _gathering(asking: str) -> Iterator[Exclude]:
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     tensor_model_parallel_size: int = flag(
-        1, "Ranks that split each layer.", aliases=("--model-parallel-size",), at_least=1, at_most=LARGEST_WORLD
+        1,
+        "Number of ranks that split each layer.",
+        aliases=("--model-parallel-size",),
+        at_least=1,
+        at_most=LARGEST_WORLD,
     )
     pipeline_model_parallel_size: int = flag(1, "Number of pipeline stages.", at_least=1, at_most=LARGEST_WORLD)
     pipeline_schedule: str | None = flag(
@@ -94,7 +101,7 @@ class ParallelConfig:
         "Split norms and dropout along the sequence over the tensor-parallel ranks.",
         needs=(_SEVERAL_TENSOR_RANKS,),
     )
-    context_parallel_size: int = flag(1, "Ranks that split each sequence.", at_least=1, at_most=LARGEST_WORLD)
+    context_parallel_size: int = flag(1, "Number of ranks that split each sequence.", at_least=1, at_most=LARGEST_WORLD)
     cp_comm_type: tuple[str, ...] = flag(
         ("p2p",),
         "Method of context-parallel attention. p2p, a2a+p2p: ring attention; a2a: each rank computes some of the "
@@ -103,7 +110,9 @@ class ParallelConfig:
         choices=("p2p", "a2a", "allgather", "all_gather", "a2a+p2p"),
         needs=(_CONTEXT_RANKS,),
     )
-    expert_model_parallel_size: int = flag(1, "Ranks that divide the experts.", at_least=1, at_most=LARGEST_WORLD)
+    expert_model_parallel_size: int = flag(
+        1, "Number of ranks that divide the experts.", at_least=1, at_most=LARGEST_WORLD
+    )
     expert_tensor_parallel_size: int | None = flag(
         None,
         "Number of ranks that each expert is split over.",
@@ -163,7 +172,7 @@ class ParallelConfig:
     )
     use_torch_fsdp2: bool = flag(
         False,
-        "Shard everything over the data-parallel ranks, as --zero-stage 3.",
+        "Shard parameters, gradients and optimizer state over the data-parallel ranks, as --zero-stage 3.",
         excludes=(*_gathering("use_torch_fsdp2"),),
     )
     torch_fsdp2_reshard_after_forward: bool = flag(
@@ -187,13 +196,13 @@ class ParallelConfig:
     )
     overlap_p2p_communication: bool = flag(
         True, "Do not overlap pipeline communication.", off="--no-overlap-p2p-communication", status="no-op",
-        note="it always overlaps where it can, which changes no result",
+        note="pipeline communication always overlaps where it can, which changes no result",
     )  # fmt: skip
     tp_comm_overlap: bool = flag(
         False,
         "Overlap tensor-parallel communication.",
         status="no-op",
-        note="it always overlaps with the products of the backward pass",
+        note="tensor-parallel communication always overlaps with the products of the backward pass",
     )
 
     @property
@@ -234,7 +243,7 @@ class ParallelConfig:
         return lcm(model, model // cp * self.expert_model_parallel_size * self.num_distributed_optimizer_instances)
 
     def layout(self, world_size: int) -> Layout:
-        """The groups of every rank. Raises a ConfigError if the sizes do not fit the world size."""
+        """Returns the layout of `world_size` ranks. Raises a ConfigError if the sizes do not fit."""
         return Layout(
             world_size,
             tp=self.tensor_model_parallel_size,
@@ -251,7 +260,7 @@ class ParallelConfig:
 
     @property
     def schedule(self) -> str:
-        """The pipeline schedule in force."""
+        """The pipeline schedule that is used."""
         return self.pipeline_schedule or ("interleaved" if self.has_virtual_stages else "1f1b")
 
     @property

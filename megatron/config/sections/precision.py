@@ -18,10 +18,14 @@ class PrecisionConfig:
     loss_scale: float | None = flag(None, "Constant loss scale. Unset: dynamic with --fp16, else 1.", above=0.0)
     initial_loss_scale: float = flag(2.0**32, "Initial dynamic loss scale.", above=0.0, needs=(_DYNAMIC,))
     min_loss_scale: float = flag(1.0, "Smallest dynamic loss scale.", above=0.0, needs=(_DYNAMIC,))
-    loss_scale_window: int = flag(1000, "Good steps before the scale doubles.", at_least=1, needs=(_DYNAMIC,))
-    hysteresis: int = flag(2, "Overflows before the scale halves.", at_least=1, needs=(_DYNAMIC,))
+    loss_scale_window: int = flag(
+        1000, "Steps without overflow before the loss scale doubles.", at_least=1, needs=(_DYNAMIC,)
+    )
+    hysteresis: int = flag(2, "Overflows before the loss scale halves.", at_least=1, needs=(_DYNAMIC,))
     consecutive_hysteresis: bool = flag(
-        False, "Refill the hysteresis at every good step, so only consecutive overflows count.", needs=(_DYNAMIC,)
+        False,
+        "Reset the hysteresis after each step without overflow, so that only consecutive overflows count.",
+        needs=(_DYNAMIC,),
     )
     allow_tf32: bool = flag(
         False,
@@ -37,11 +41,11 @@ class PrecisionConfig:
     fp8_format: str | None = flag(
         None, "fp8 format of the linear layers.", choices=("e4m3", "hybrid"), status="later", note="use --bf16"
     )
-    fp8_recipe: str = flag("delayed", "Method to compute fp8 scales.", status="later", note="leave it out")
-    fp8_margin: int = flag(0, "Margin of delayed scaling.", status="later", note="leave it at 0")
-    fp8_amax_history_len: int = flag(1, "History of delayed scaling.", status="later", note="leave it at 1")
+    fp8_recipe: str = flag("delayed", "Method to compute fp8 scales.", status="later", note="remove the flag")
+    fp8_margin: int = flag(0, "Margin of delayed scaling.", status="later", note="remove the flag")
+    fp8_amax_history_len: int = flag(1, "History of delayed scaling.", status="later", note="remove the flag")
     fp8_amax_compute_algo: str = flag(
-        "most_recent", "Choice of the maximum from the history.", status="later", note="leave it at most_recent"
+        "most_recent", "Choice of the maximum from the history.", status="later", note="remove the flag"
     )
 
     @property
@@ -55,7 +59,9 @@ class PrecisionConfig:
 class RecomputeConfig:
     recompute_activations: bool = flag(False, "Short for --recompute-granularity selective.", excludes=excludes(_FULL))
     recompute_granularity: str | None = flag(
-        None, "Parts to recompute. full: whole layers; selective: the core attention.", choices=("full", "selective")
+        None,
+        "Parts to recompute. full: whole layers; selective: the --recompute-modules.",
+        choices=("full", "selective"),
     )
     recompute_method: str | None = flag(
         None,

@@ -17,10 +17,11 @@ class RuntimeConfig:
     distributed_backend: str | None = flag(
         None, "Backend of the collectives. Unset: depends on the device.", choices=("nccl", "gloo", "hccl", "xccl")
     )
-    distributed_timeout_minutes: float = flag(10, "Timeout of a collective.", above=0.0, at_most=525_600)
+    distributed_timeout_minutes: float = flag(10, "Timeout of a collective, in minutes.", above=0.0, at_most=525_600)
     heartbeat_timeout_seconds: float = flag(
         20,
-        "Seconds without a heartbeat after which a rank is lost: the run ends and names it. 0 turns heartbeats off.",
+        "Seconds without a heartbeat after which a rank counts as lost. The run then ends, and the error names it. 0: "
+        "no heartbeats.",
         at_least=0.0,
         at_most=86_400,
     )
@@ -119,8 +120,8 @@ class CpuConfig:
     )
     cpu_allocator: str = flag(
         "auto",
-        "Use of freed large tensors' memory. keep: reuse it (faster, but the process never shrinks); system: return "
-        "it. auto: keep when training on a CPU with glibc, except at stages 2 and 3 of ZeRO.",
+        "Memory of freed large tensors. keep: reuse it (faster, but the process never shrinks); system: "
+        "return it. The value auto is keep when training on a CPU with glibc, except at stages 2 and 3 of ZeRO.",
         choices=("auto", "keep", "system"),
     )
     fp32_products: str = flag(

@@ -18,7 +18,7 @@ def _by_iterations(run: Any) -> bool:
 
 
 def _in_other_unit(unit: str, own: Callable[[Any], bool] | None = None) -> Iterator[Exclude]:
-    """Yields the schedule settings in `unit`: like Megatron-LM, a run and its schedule use one unit."""
+    """Yields exclusions of the schedule settings in `unit`: as in Megatron-LM, a run and its schedule use one unit."""
     right = {"samples": "iters", "iters": "samples"}[unit]
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         way_out = f"use --{name.replace('_', '-')}-{right}"
@@ -39,10 +39,10 @@ class TrainingConfig:
     gradient_accumulation_steps: int | None = flag(
         None,
         "Micro-batches per rank and step. Unset: computed from --global-batch-size. If both are given, "
-        "--micro-batch-size may be left out.",
+        "--micro-batch-size may be omitted.",
         at_least=1,
         at_most=INT32,
-        excludes=excludes(*_GROWING_BATCH, why="the latter changes it during the run"),
+        excludes=excludes(*_GROWING_BATCH, why="the latter changes the batch size during the run"),
     )
     rampup_batch_size: tuple[int, ...] | None = flag(
         None, "START INCREMENT SAMPLES: grow from START to --global-batch-size over SAMPLES samples.", nargs=3
@@ -56,7 +56,7 @@ class TrainingConfig:
     )
     train_iters: int | None = flag(
         None,
-        "Steps to train, or give --train-samples.",
+        "Number of training steps. Alternative: --train-samples.",
         at_least=1,
         excludes=(
             *excludes("train_samples"),
@@ -69,7 +69,10 @@ class TrainingConfig:
         ),
     )
     train_samples: int | None = flag(
-        None, "Samples to train, or give --train-iters.", at_least=1, excludes=(*_in_other_unit("iters"),)
+        None,
+        "Number of training samples. Alternative: --train-iters.",
+        at_least=1,
+        excludes=(*_in_other_unit("iters"),),
     )
     exit_interval: int | None = flag(None, "Save and stop when the iteration is a multiple of this.", at_least=1)
     exit_duration_in_mins: float | None = flag(None, "Save and stop after this many minutes.", above=0.0)

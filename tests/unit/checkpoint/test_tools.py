@@ -163,7 +163,7 @@ def test_from_hf_and_back_is_bit_equal(run: Path) -> None:
             ["--to", "megatron", "--save", "x", "--no-safe-serialization"],
             "--no-safe-serialization: has no effect without --to hf",
         ),
-        (["--to", "native", "--save", "x"], "--to native: --load is in that format already"),
+        (["--to", "native", "--save", "x"], "--to native: --load has this format already"),
         (["--to", "hf", "--save", "x", "--ckpt-step", "99"], "--ckpt-step 99"),
         (["--from", "hf", "--to", "native", "--save", "x"], r"config.json does not exist"),
         (["--from", "hf", "--to", "native", "--save", "x", "--dtype", "float32"], "--dtype float32"),
@@ -198,7 +198,7 @@ def test_generate_needs_the_checkpoint_alone(run: Path, capsys: pytest.CaptureFi
         (["--prompt", "abc", "--temperature", "0"], "use --greedy"),
         (
             ["--prompt", "abc", "--greedy", "--top-k", "3"],
-            "--greedy: --temperature, --top-k and --top-p have no effect",
+            "--greedy: with this flag, --temperature, --top-k and --top-p have no effect",
         ),
         (["--prompt", ""], "empty prompt"),
         (["--prompt", "abc", "--dtype", "int8"], "--dtype int8"),

@@ -114,7 +114,7 @@ def test_histogram(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "histogram written" in run(capsys, prefix, "--histogram", str(tmp_path / "h.svg"))
     assert (tmp_path / "h.svg").read_text().startswith("<svg")
     said = run(capsys, "--histogram", prefix, prefix, code=ConfigError.exit_code)
-    assert "a picture is a .svg or a .png; put prefixes before" in said
+    assert "the file must be a .svg or a .png; put prefixes before" in said
     said = run(capsys, prefix, prefix, "--histogram", "h.svg", code=ConfigError.exit_code)
     assert "draws only one dataset" in said
 

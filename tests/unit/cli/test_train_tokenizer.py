@@ -84,7 +84,7 @@ def test_an_output_that_cannot_be_is_named(folder: Path) -> None:
     done = run(folder, *flags, "/proc/no-such-place")
     assert done.returncode == 13 and "--output-dir /proc/no-such-place" in done.stderr
     done = run(folder, "--input", "in.jsonl", "--vocab-size", "300", "--output-dir", "out")
-    assert done.returncode == 11 and "name it with --json-key" in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode == 11 and "with --json-key, not" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_existing_files_are_kept(folder: Path) -> None:

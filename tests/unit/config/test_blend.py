@@ -36,13 +36,16 @@ def test_words(words: list[str], prefixes: tuple[str, ...], weights: Weights) ->
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["0", "a", "1", "b"], "--valid-data-path 0 a 1 b: the weight 0 of a is not a positive number; leave that"),
+        (["0", "a", "1", "b"], "--valid-data-path 0 a 1 b: the weight 0 of a is not a positive number; remove that"),
         (["-1", "a"], "the weight -1 of a is not a positive number"),
         (["nan", "a"], "the weight nan of a"),
         (["inf", "a"], "the weight inf of a"),
         (["0.5", "a", "b", "c"], "'b', before 'c', is not a number"),
-        (["a", "0.5", "b", "0.5"], "'a', before '0.5', is not a number; give one PREFIX, several, or WEIGHT PREFIX"),
-        (["0.5", "a", "b"], "3 values are not pairs of a weight and a prefix"),
+        (
+            ["a", "0.5", "b", "0.5"],
+            "'a', before '0.5', is not a number; give one PREFIX, several PREFIX, or WEIGHT PREFIX",
+        ),
+        (["0.5", "a", "b"], "3 values, an odd number, cannot be pairs"),
         (["", "a"], "an empty path"),
         ([], "an empty path"),
         (
@@ -91,7 +94,7 @@ def test_a_file_with_the_mixture_of_each_split(tmp_path: Path) -> None:
     [
         ("data_args_path", b" \n", "the file is empty"),
         ("data_args_path", b"\xff\xfe", "not UTF-8"),
-        ("data_args_path", b"0.5 a b", "3 values are not pairs"),
+        ("data_args_path", b"0.5 a b", "3 values, an odd number"),
         ("per_split_data_args_path", b"0.5 a", "not JSON"),
         ("per_split_data_args_path", b"[]", "not an object whose keys are among train, valid, test"),
         ("per_split_data_args_path", b'{"validation": ["a"]}', "not an object whose keys"),

@@ -144,7 +144,7 @@ def test_a_flag_given_again_replaces_the_first_and_says_so() -> None:
     """Shell scripts end in "$@", so flags that a user types come last."""
     config = parse_args([*argv(SMALL), "--clip-grad", "0.5", "--clip-grad", "0.25"])
     assert config.optimizer.clip_grad == 0.25
-    assert "--clip-grad 0.25: replaces --clip-grad 0.5, given before it" in config.notices
+    assert "--clip-grad 0.25: replaces --clip-grad 0.5, which was given before" in config.notices
 
 
 def test_a_preset_is_overridden_flag_by_flag() -> None:

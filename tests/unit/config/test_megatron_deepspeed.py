@@ -48,10 +48,10 @@ def test_a_flag_has_its_meaning(flags: str) -> None:
     [
         ("--deepspeed-activation-checkpointing", "recomputation has one implementation; see --recompute-granularity"),
         ("--zero-contigious-gradients", "gradients are reduced, and weights gathered, in buckets of --ddp-bucket-size"),
-        ("--ds_fused_adam", "one implementation of each optimizer, see --kernels"),
-        ("--disable-moe-token-dropping", "tokens are dropped only under --moe-expert-capacity-factor"),
+        ("--ds_fused_adam", "there is one implementation of each optimizer; see --kernels"),
+        ("--disable-moe-token-dropping", "tokens are dropped only with --moe-expert-capacity-factor"),
         ("--normalization layernorm", "taken as LayerNorm"),
-        ("--fp16-lm-cross-entropy", "the loss is computed in fp32, which is more exact and overflows nowhere"),
+        ("--fp16-lm-cross-entropy", "the loss is always computed in fp32, which is more exact and does not overflow"),
         ("--universal-checkpoint", "a checkpoint loads into any layout"),
     ],
 )
@@ -67,7 +67,7 @@ def test_a_flag_that_changes_no_result_is_said(flags: str, line: str) -> None:
         ("--ds-inference", "--ds-inference: not supported; use tools/generate.py for generation"),
         ("--train-tokens 1000", "--train-tokens 1000: not supported; use --train-samples"),
         ("--partition-activations", "--partition-activations: not supported yet; use --sequence-parallel"),
-        ("--deepspeed_mpi", "--deepspeed_mpi: not supported; ranks come from torchrun or Slurm"),
+        ("--deepspeed_mpi", "--deepspeed_mpi: not supported; torchrun or Slurm starts the ranks"),
         ("--load-tag step3", "--load-tag step3: not supported; use --ckpt-step"),
         ("--no-pipeline-parallel --pipeline-model-parallel-size 2", "contradict each other; keep one of them"),
         ("--no-pipeline-parallel --ds-sequence-parallel-size 0", "--context-parallel-size 0: out of range"),

@@ -33,7 +33,7 @@ ADDED = {
     "--rampup-batch-size 1 1 9000000000000000000": ("--rampup-batch-size 1 1 9000000000000000000", "lower SAMPLES"),
     "--log-interval 1.5": ("--log-interval 1.5", "whole number of at least 1"),
     "--weight-decay nan": ("--weight-decay nan", "finite"),
-    "--tensorboard-dir ''": ("--tensorboard-dir", "leave the flag out"),
+    "--tensorboard-dir ''": ("--tensorboard-dir", "remove the flag"),
     "--lr-decay-style cosin": ("--lr-decay-style cosin", "did you mean cosine?"),
     "--hidden-dropout 1.5": ("--hidden-dropout 1.5", "below 1"),
     "--adam-beta1 1.0": ("--adam-beta1 1.0", "below 1"),
@@ -132,22 +132,22 @@ ADDED = {
     "--start-weight-decay 0.1": ("--start-weight-decay 0.1", "--weight-decay-incr-style"),
     "--lr-schedule WarmupDecayLR": ("--lr-schedule WarmupDecayLR: needs total_num_steps", "--total-num-steps"),
     "--lr-schedule OneCycle --cycle-max-lr 1e-3": ("needs cycle_min_lr", "--cycle-min-lr"),
-    "--cycle-momentum": ("--cycle-momentum: not supported yet", "leave it out"),
+    "--cycle-momentum": ("--cycle-momentum: not supported yet", "remove the flag"),
     "--lr-schedule WarmupLR --lr-decay-style cosine": ("--lr-schedule WarmupLR and --lr-decay-style", "keep one"),
     "--optimizer soap": ("--optimizer soap: not supported yet", "use muon or adam"),
-    "--optimizer muon --muon-tp-mode blockwise": ("--muon-tp-mode blockwise: updates of each rank", "leave it out"),
+    "--optimizer muon --muon-tp-mode blockwise": ("--muon-tp-mode blockwise: updates of each rank", "remove the flag"),
     "--optimizer muon --muon-num-ns-steps 6": ("--muon-num-ns-steps 6 with", "--muon-num-ns-steps 5 or 10"),
     "--optimizer muon --muon-coefficient-type polar_express": ("--muon-num-ns-steps 5 with", "8 or more"),
     "--use-precision-aware-optimizer --exp-avg-dtype fp16": ("--exp-avg-dtype fp16: a scale", "use bf16"),
     "--use-precision-aware-optimizer --exp-avg-sq-dtype fp8": ("--exp-avg-sq-dtype fp8", "use bf16"),
-    "--main-params-dtype fp16": ("--main-params-dtype fp16: not supported yet", "leave it out"),
+    "--main-params-dtype fp16": ("--main-params-dtype fp16: not supported yet", "remove the flag"),
     "--decoupled-lr 1e-3 --decoupled-min-lr 1e-2": ("--decoupled-min-lr 0.01 is above --decoupled-lr", "lower it"),
     "--position-embedding-type relative": ("--position-embedding-type relative", "use learned_absolute"),
     "--cp-comm-type ring": ("--cp-comm-type ring", "choose from p2p, a2a"),
     "--num-experts 8": ("--num-experts 8: experts have no biases", "--disable-bias-linear"),
     "--fp8-format hybrid": ("--fp8-format hybrid: not supported yet", "--bf16"),
     "--moe-router-load-balancing-type sinkhorn": ("--moe-router-load-balancing-type sinkhorn", "use seq_aux_loss"),
-    "--moe-shared-expert-gate": ("--moe-shared-expert-gate: not supported yet", "leave it out"),
+    "--moe-shared-expert-gate": ("--moe-shared-expert-gate: not supported yet", "remove the flag"),
     "--fp4-format e2m1": ("--fp4-format e2m1: not supported", "--bf16"),
     "--use-sharp": ("--use-sharp: not supported", "data parallelism has no such option"),
     "--topk 0": ("--topk 0: --moe-router-topk 0: out of range", "give a whole number of at least 1"),
@@ -176,7 +176,7 @@ ADDED = {
     "--tokenizer-type HuggingFaceTokenizer": ("--tokenizer-type HuggingFaceTokenizer", "--tokenizer-model"),
     "--tokenizer-type MultimodalTokenizer": ("--tokenizer-type MultimodalTokenizer", "not a tokenizer for GPT"),
     "--tokenizer-type SFTTokenizer": ("--tokenizer-type SFTTokenizer needs", "--tokenizer-model: not"),
-    "--sft": ("--sft: has no effect without data files", "leave it out"),
+    "--sft": ("--sft: has no effect without data files", "remove this setting"),
     "--sft --reset-position-ids": ("--sft and --reset-position-ids exclude each other", "keep one"),
     "--sft --fim-data": ("--sft and --fim-data exclude each other", "keep one"),
     "--sft --sft-tokenizer-prompt-format chatml": ("--sft-tokenizer-prompt-format chatml", "nemotron-h-aligned"),
@@ -336,8 +336,10 @@ def test_a_source_behind_a_url_is_told_how_to_be_fetched(flag: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_paths(parse_args(command))
     lines = str(error.value).splitlines()
-    assert f"{flag} s3://b/code: training reads local files; first fetch it to each node (python " in str(error.value)
-    assert any("--input s3://b/code --output-prefix code) and give that prefix" in line for line in lines)
+    assert f"{flag} s3://b/code: training reads only local files; copy it to each node first (python " in str(
+        error.value
+    )
+    assert any("--input s3://b/code --output-prefix code) and give code" in line for line in lines)
     assert "pw" not in str(error.value) and "no such file" not in str(error.value) and "h.org/a/web" in str(error.value)
 
 

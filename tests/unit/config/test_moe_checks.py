@@ -44,7 +44,7 @@ EP, TP = "expert_model_parallel_size", "tensor_model_parallel_size"
         ),
         ({**MOE, "moe_layer_freq": "([0]*1+[1]*2)"}, ["--moe-layer-freq", "3 entries", "--num-layers 2"]),
         ({**MOE, "moe_layer_freq": "[0]*2"}, ["--moe-layer-freq", "no layer has experts"]),
-        ({**MOE, "moe_layer_freq": "__import__('os')"}, ["--moe-layer-freq", "such a list"]),
+        ({**MOE, "moe_layer_freq": "__import__('os')"}, ["--moe-layer-freq", "neither a number nor a 0/1 list"]),
         ({**MOE, "moe_layer_freq": 0}, ["--moe-layer-freq 0", "number"]),
         (
             {**MOE, "moe_expert_capacity_factor": 1.0, "context_parallel_size": 2},
@@ -100,7 +100,7 @@ def test_what_has_no_effect_is_said() -> None:
 
 def test_a_loss_that_moves_with_the_micro_batch_is_said() -> None:
     lines = parse_args(flags(**MOE, moe_aux_loss_coeff=0.1, openai_gelu=True)).notices
-    assert any("seq_aux_loss does not" in line for line in lines)
+    assert any("with seq_aux_loss it does not" in line for line in lines)
     quiet = flags(**MOE, moe_aux_loss_coeff=0.1, moe_router_load_balancing_type="seq_aux_loss", openai_gelu=True)
     assert parse_args(quiet).notices == ()
 

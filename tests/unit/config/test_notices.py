@@ -122,7 +122,7 @@ def test_iterations_to_skip_that_do_not_exist_are_named(given: str, beyond: str)
 
 def test_a_constant_loss_scale_is_used_without_fp16() -> None:
     (line,) = said("--loss-scale 3")
-    assert line.startswith("--loss-scale 3.0: fp32 gradients need no scale")
+    assert line.startswith("--loss-scale 3.0: fp32 training needs no loss scale")
     assert said("--loss-scale 3 --fp16") == said("--loss-scale 1") == ()
     assert build_loss_scaler(parse_args(argv(SMALL, "--loss-scale 3")).precision).scale == 3.0
 

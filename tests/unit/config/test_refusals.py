@@ -30,7 +30,7 @@ def test_every_kind_of_mistake_has_its_line() -> None:
     begins = [
         "unexpected argument 'stray'",
         "unexpected argument '3' after --swiglu",
-        "--swiglu=maybe: it is a switch",
+        "--swiglu=maybe: a switch is true or false",
         "-lr: flags begin with two dashes; give --lr",
         "--clip-grad: needs one value",
         "--rampup-batch-size: needs 3 values",

@@ -130,7 +130,7 @@ def test_what_has_no_effect_is_said(given: str, line: str) -> None:
     ("given", "way_out"),
     [
         ("--override-ckpt-iteration 100", "without --load without --finetune; add that"),
-        ("--null-tokenizer-pad-id 3", "samples are never padded; leave it out"),
+        ("--null-tokenizer-pad-id 3", "samples are never padded; remove the flag"),
         ("--no-weight-decay-cond-type qwen3_next", "use --apply-wd-to-qk-layernorm"),
         ("--exit-signal SIGKILL", "no such choice"),
     ],

@@ -89,8 +89,8 @@ def test_a_switch_of_a_file_is_turned_off_by_a_flag(tmp_path: Path) -> None:
         ("num-layers: [1, 2]", "--num-layers 1 2: takes one value"),
         ("num-layers: true", "--num-layers true: not a whole number"),
         ("num-layers: 2.5", "--num-layers 2.5: not a whole number"),
-        ("swiglu: perhaps", "--swiglu perhaps: it is a switch"),
-        ("use-mcore-models: 3", "--use-mcore-models 3: it is a switch"),
+        ("swiglu: perhaps", "--swiglu perhaps: a switch is true or false"),
+        ("use-mcore-models: 3", "--use-mcore-models 3: a switch is true or false"),
         ("num-layers: 2\nnum_layers: 3", "'num_layers' is set twice"),
         ("num-layers: 2\nnum-layers: 3", "'num-layers' is set twice"),
         ("model: {num-layers: 2, hidden-size: 3, num-layers: 4}", "'num-layers' is set twice"),
@@ -185,7 +185,7 @@ BOMB = "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]"
         ("lr: 1.0e-400", "line 1: 1.0e-400: out of range of a 64-bit number"),
         ("lr: .inf", "--lr inf: not a finite number"),
         ("? [a, b]\n: 1", "unhashable key|as a key"),
-        ("checkpoint: {save: {a: 1}}", "--save: the value is dict, not text"),
+        ("checkpoint: {save: {a: 1}}", "--save: the value is a dict; give text"),
         ("seed: 1\n" + "# " + "x" * (1 << 20), "larger than 1048576 bytes"),
     ],
 )
@@ -230,7 +230,9 @@ def test_numbers_in_other_ascii_spellings(flags: str, value: float) -> None:
 
 @pytest.mark.parametrize("pattern", ["[1]*300000000", "[1]*" + "9" * 5000, "1" * 5000, "²", "[1,0]*150000000+[1]"])
 def test_expert_layers_are_counted_before_they_are_written_out(pattern: str) -> None:
-    with pytest.raises(ConfigError, match=r"--moe-layer-freq .*: (has [0-9]+ entries|is not such a list)") as raised:
+    with pytest.raises(
+        ConfigError, match=r"--moe-layer-freq .*: (has [0-9]+ entries|is neither a number nor a 0/1 list)"
+    ) as raised:
         parse_args(argv(SMALL, REST, f"--num-experts 2 --moe-layer-freq {pattern}"))
     assert len(str(raised.value)) < 1000
 
@@ -248,6 +250,6 @@ def test_another_programs_file_is_refused_by_an_entry_that_reads_none(tmp_path: 
     file = tmp_path / "ds.json"
     file.write_text('{"train_batch_size": 4}')
     with pytest.raises(
-        ConfigError, match=r"--deepspeed_config .*ds.json: is read by megatron.pretrain and by the tools"
+        ConfigError, match=r"--deepspeed_config .*ds.json: this program does not read it; use megatron.pretrain"
     ):
         parse_args(argv(SMALL, "--deepspeed --deepspeed_config", str(file)))

@@ -65,7 +65,7 @@ def test_each_rank_holds(layers: int, ranks: int, how: dict[str, Any], held: lis
             8,
             2,
             {"loss": True},
-            r"--num-layers 8 \(with the embedding or the loss 9\) is not divisible by .*; use .*1 or 3",
+            r"--num-layers 8 \(9 with the embedding or the loss\) is not divisible by .*; use .*1 or 3",
         ),
     ],
 )

@@ -13,7 +13,7 @@ from megatron.errors import ConfigError
 from tests.helpers.other_programs import parse_args
 from tests.unit.config.commands import SMALL, argv
 
-COUNTED = "torchrun counts processes: torchrun --nproc_per_node N pretrain_gpt.py"
+COUNTED = "torchrun starts the processes: torchrun --nproc_per_node N pretrain_gpt.py"
 ELSEWHERE = {
     "--tp": "--tensor-model-parallel-size",
     "--pp": "--pipeline-model-parallel-size",
@@ -97,20 +97,20 @@ SENTENCES = {
     "--nproc": COUNTED,
     "--num_processes": COUNTED,
     "--devices": COUNTED,
-    "--nnodes": "torchrun counts machines",
-    "--num_nodes": "torchrun counts machines",
-    "--world-size": "the ranks that torchrun starts are counted",
-    "--master_addr": "torchrun has the address",
-    "--epochs": "length is in steps",
-    "--num-train-epochs": "length is in steps",
-    "--num_epochs": "length is in steps",
+    "--nnodes": "torchrun connects the machines",
+    "--num_nodes": "torchrun connects the machines",
+    "--world-size": "torchrun sets the number of ranks",
+    "--master_addr": "give torchrun the address",
+    "--epochs": "the length is in steps or samples",
+    "--num-train-epochs": "the length is in steps or samples",
+    "--num_epochs": "the length is in steps or samples",
     "--fp8": "fp8 is not supported yet",
     "--load_in_4bit": "not supported; train all weights",
     "--lora_r": "not supported; train all weights",
     "--push_to_hub": "tools/convert_checkpoint.py --to hf",
-    "--do_train": "the scripts train",
-    "--attn_implementation": "flash attention is chosen",
-    "--sample_packing": "documents are packed always",
+    "--do_train": "training is the default",
+    "--attn_implementation": "each device has its default attention",
+    "--sample_packing": "documents are always packed",
     "--save_strategy": "--save-interval",
     "--eval_strategy": "--eval-interval",
     "--load_best_model_at_end": "the best model is not tracked",

@@ -142,9 +142,9 @@ def test_a_new_shape_is_recorded_too_and_a_fifth_is_refused() -> None:
         ({"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size 2 exclude each other: ranks comm"),
         ({"context_parallel_size": 2}, "--context-parallel-size 2 exclude each other: ranks comm"),
         ({"num_experts": 4, "disable_bias_linear": True}, "--num-experts 4 exclude each other: the host splits"),
-        ({"overlap_grad_reduce": True}, "--overlap-grad-reduce exclude each other: reductions start"),
+        ({"overlap_grad_reduce": True}, "--overlap-grad-reduce exclude each other: gradient reductions start"),
         ({"compile": True}, "--compile exclude each other: the combination is untested"),
-        ({"recompute_activations": True}, "recomputation exclude each other: it reads the random state"),
+        ({"recompute_activations": True}, "recomputation exclude each other: recomputation reads the random state"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused_by_name(settings: dict[str, Any], words: str) -> None:

@@ -51,9 +51,9 @@ WORDS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a key and chats": (
         ("--chat", "--prompts", "y.jsonl", "--json-key", "y"),
-        "--json-key: with --chat, JSON lines have messages",
+        "--json-key: with --chat, the key is always messages",
     ),
-    "a part of a chat": (("--chat", "--prompt", "x", "--truncate-prompts"), "--truncate-prompts: .* --chat out"),
+    "a part of a chat": (("--chat", "--prompt", "x", "--truncate-prompts"), "--truncate-prompts: .* or --chat"),
     "special tokens twice": (
         ("--chat", "--prompt", "x", "--prompt-with-special-tokens"),
         "--prompt-with-special-tokens: the chat template writes",

@@ -106,9 +106,9 @@ def test_a_real_step(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         ([], "--trace and --schedule"),
         (["--trace", "nowhere"], "no rank*.json"),
         (["--schedule", "gpipe", "--chunks", "2"], "--chunks 2"),
-        (["--schedule", "interleaved", "--chunks", "2", "--micro-batches", "6"], "no group of fewer than --stages 4"),
+        (["--schedule", "interleaved", "--chunks", "2", "--micro-batches", "6"], "a group needs at least --stages 4"),
         (["--schedule", "interleaved", "--chunks", "2", "--micro-batches", "8", "--group", "6"], "a multiple of 6"),
-        (["--schedule", "interleaved", "--chunks", "2", "--group", "3"], "no group of fewer than --stages 4"),
+        (["--schedule", "interleaved", "--chunks", "2", "--group", "3"], "a group needs at least --stages 4"),
         (["--schedule", "1f1b", "--group", "4"], "--group 4: only --schedule interleaved"),
         (
             ["--schedule", "1f1b", "--stages", "1024", "--micro-batches", "49"],

@@ -95,7 +95,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--run", "a", "b", str(tmp_path / "none")], "No such file"),
         (["--run", "a", "b", empty], "no line with samples/s or a perplexity"),
         (["--run", "a", "b", good, "--published", str(odd)], "published.rows.devices is missing"),
-        (["--run", "a", "b", good, "--output", "table.pdf"], "let the name end in .png"),
+        (["--run", "a", "b", good, "--output", "table.pdf"], "give a name that ends in .png"),
         (["--run", "a", "b", good, "--output", str(tmp_path / "no" / "t.png")], "cannot be written"),
     ):
         assert main(arguments) == 2

@@ -292,10 +292,10 @@ def test_an_installation_takes_the_record_along() -> None:
     ("arguments", "reason"),
     [
         ([], "torch sees no GPU here"),
-        (["--device", "cpu"], "name the file for the record"),
+        (["--device", "cpu"], "give another file with --out"),
         (["--device", "cuda:0"], "invalid choice: 'cuda:0' (choose from"),
-        (["--device", "cpu", "--out", "no/such/folder/x.json"], "there is no folder"),
-        (["--device", "cpu", "--out", "x.json", "--", "--sizes", "tiny"], "--part ops has no benchmark"),
+        (["--device", "cpu", "--out", "no/such/folder/x.json"], "there is no writable folder"),
+        (["--device", "cpu", "--out", "x.json", "--", "--sizes", "tiny"], "--part ops takes no flags of a benchmark"),
     ],
 )
 def test_refusals(tool: ModuleType, arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:

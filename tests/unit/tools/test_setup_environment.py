@@ -356,7 +356,7 @@ def test_a_vendor_torch_is_used_and_the_second_run_does_nothing(checkout: Path, 
     vendor = fake_torch(tmp_path / "vendor", VENDOR)
     first = set_up(checkout, python_path=vendor)
     assert first.returncode == 0, first.stdout + first.stderr
-    assert f"torch {VENDOR} in {vendor}/torch is already here and is used" in first.stdout
+    assert f"torch {VENDOR} in {vendor}/torch is installed and is used" in first.stdout
     assert not list((checkout / ".venv").glob("lib/python3*/site-packages/torch")), "torch was installed over it"
     log = (checkout / ".venv" / "setup.log").read_text()
     assert "Downloading torch" not in log and "torch-2" not in log
@@ -456,7 +456,7 @@ def test_the_users_own_environment_is_used_as_it_is(checkout: Path, tmp_path: Pa
     site_packages = next(theirs.glob("lib/python3*/site-packages"))
     (site_packages / "all.pth").write_text(f"import site; site.addsitedir({outer!r})\n")
     (theirs / "precious").touch()
-    for expected in ("is already here and is used", "is up to date"):
+    for expected in ("is installed and is used", "is up to date"):
         done = set_up(checkout, python_path=vendor)
         assert done.returncode == 0 and expected in done.stdout, done.stdout + done.stderr
     assert (theirs / "precious").exists() and not marker(checkout)["made_here"]

@@ -47,5 +47,5 @@ def test_a_layer_is_one_graph(bf16: bool) -> None:
     ],
 )
 def test_what_cannot_be_combined_is_named(changes: dict[str, object], named: str) -> None:
-    with pytest.raises(ConfigError, match=f"--compile and {named} exclude each other: .*; leave --compile out"):
+    with pytest.raises(ConfigError, match=f"--compile and {named} exclude each other: .*; remove --compile"):
         check_settings(parse_args(flags(compile=True, **changes)))

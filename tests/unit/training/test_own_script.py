@@ -152,5 +152,5 @@ def test_setup_refuses_what_pretrain_refuses() -> None:
     from megatron.errors import ConfigError
     from megatron.pretrain import setup
 
-    with pytest.raises(ConfigError, match="--global-batch-size 7 does not divide"):
+    with pytest.raises(ConfigError, match="--global-batch-size 7 is not divisible by"):
         setup(flags(global_batch_size=7))

@@ -232,7 +232,7 @@ def test_the_batch_grows_by_the_schedule() -> None:
     records = result["records"]
     assert [each["global_batch_size"] for each in records] == [4, 4, 8, 8]
     assert result["parts"].progress.consumed_train_samples == 24
-    with pytest.raises(ConfigError, match="--step-batch-size-schedule 0:4 128:7: not all sizes divide by"):
+    with pytest.raises(ConfigError, match="--step-batch-size-schedule 0:4 128:7: not all sizes are divisible by"):
         check_world(parse_args(flags(**plain, step_batch_size_schedule="0:4 128:7")), 1)
 
 

@@ -243,8 +243,8 @@ def test_two_sizes_give_the_third(
             4,
             "--global-batch-size 16 (train_batch_size 16 of ds.json) is not --micro-batch-size 4 "
             "(train_micro_batch_size_per_gpu 4 of ds.json) x --gradient-accumulation-steps 2 "
-            "(gradient_accumulation_steps 2 of ds.json) x 4 data-parallel ranks = 32; make it 32, or leave one of the "
-            "three out",
+            "(gradient_accumulation_steps 2 of ds.json) x 4 data-parallel ranks = 32; make it 32, or remove one of the "
+            "three settings",
         ),
         (
             {STEP: 16, MICRO: 4},

@@ -339,7 +339,7 @@ def test_what_cannot_be_checked_is_one_line(run: Path, tmp_path: Path, capsys: p
     for words, message in (
         (["--check", "nowhere"], "--check nowhere: no such directory"),
         (["--check", str(tmp_path / "empty")], "has no tokenizer.json"),
-        (["--check", str(tmp_path), "--to", "hf", "--save", "x"], "converts nothing; leave out --to, --save"),
+        (["--check", str(tmp_path), "--to", "hf", "--save", "x"], "converts nothing; remove --to, --save"),
         (["--load", str(run), "--to", "hf"], "the following arguments are required: --save"),
     ):
         assert convert(words) == 2

@@ -179,7 +179,10 @@ def test_yarn_that_is_not_built_is_refused(changed: dict[str, Any], said: str) -
 def test_what_megatron_computes_otherwise_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     native = to_native(make({**LLAMA, "use_rope_scaling": True, "rope_original_max_position": 64}), tmp_path)
     convert(native, tmp_path / "out", "megatron", "--megatron-names=core")
-    assert "no scaling of Llama 3 with other numbers than 1, 4 and 8192; with these weights it would compute" in capsys.readouterr().out
+    assert (
+        "no scaling of Llama 3 with other numbers than 1, 4 and 8192; with these weights it would compute"
+        in capsys.readouterr().out
+    )
 
 
 ROPE = {"max_position_embeddings": 16, "position_embedding_type": "rope"}
