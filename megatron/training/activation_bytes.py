@@ -1,7 +1,7 @@
 """Bytes of activations that a rank keeps for the backward pass on a CPU.
 
 Tensors saved by layers and the logits are counted; temporaries within an operation are not. The sum is therefore a
-lower bound of the peak: a run that needs more memory than the machine has cannot succeed.
+lower bound of the peak: a run cannot succeed if the sum exceeds the machine's memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ Backend = Callable[[str], str]
 """Maps an operation to its implementation: native, torch, cpu or ref."""
 
 _LONGEST_SQUARE = {2: 2048, 4: 1024}
-"""Longest sequence whose attention probabilities are kept without the native kernel, by bytes per number."""
+"""Bytes per number -> longest sequence, in tokens, whose attention probabilities are kept without the native kernel."""
 
 
 @dataclass(frozen=True)

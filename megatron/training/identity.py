@@ -56,7 +56,7 @@ def _copies(config: RunConfig, launch: LaunchInfo) -> dict[str, str]:
     """Number of ranks per machine, if it decides where replicas are sent: it must then be equal on all machines."""
     if config.checkpoint.replication_jump is not None or (copies := copies_of(config, launch)) == Copies():
         return {}
-    return {"--replication-jump (not given: the ranks of the machine; give one number)": str(copies.jump)}
+    return {"--replication-jump (default: the ranks per machine; give the same number everywhere)": str(copies.jump)}
 
 
 def meet_over_data(datasets: Datasets, store: dist.Store, launch: LaunchInfo, told_every: float = TOLD_EVERY) -> None:

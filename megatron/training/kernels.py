@@ -26,7 +26,7 @@ def verified_by_all(native: Library, parallel: ParallelState) -> Library:
 
 @dataclass(frozen=True)
 class RankKernels:
-    """Implementation of each operation on a rank, and the common reason against native ones, if there is one."""
+    """Implementation of each operation on a rank, and the reason why none is native, if there is one."""
 
     backends: Mapping[str, str]
     note: str | None
@@ -41,5 +41,6 @@ def check_same_kernels(spec: str, kernels: Kernels, parallel: ParallelState) -> 
             because = f" ({other.note or first.note})" if other.note or first.note else ""
             raise ConfigError(
                 f"--kernels {spec}: {op} would be {other.backends.get(op)} on rank {rank} and {first.backends[op]} on "
-                f"rank 0{because}; build the kernels on every machine, or give --kernels ref"
+                f"rank 0{because}, but ranks must use the same; build the kernels on every machine, or give "
+                "--kernels ref"
             )

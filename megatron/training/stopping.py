@@ -37,7 +37,7 @@ class StopConditions:
         return None
 
     def _of_any_rank(self) -> tuple[int, bool]:
-        """(a signal that some rank received, or 0; whether the time of any rank is up)."""
+        """Returns (a signal that some rank received, or 0; True if the time of any rank is up)."""
         minutes = self._config.exit_duration_in_mins
         if self._signals is None and minutes is None:
             return 0, False

@@ -16,8 +16,11 @@ from tests.helpers.planted import Mistake
 LABELS = torch.zeros(3, dtype=torch.int64)
 REFUSED: Refused = {
     "cross_entropy": [
-        ((ones(3, 8), LABELS.int()), "logits float32 (3, 8) with labels int32 (3,): needs [tokens, vocabulary]"),
-        ((ones(3, 8), LABELS.to("meta")), "tensors of cpu and meta: needs one device"),
+        (
+            (ones(3, 8), LABELS.int()),
+            "logits float32 (3, 8) with labels int32 (3,): the kernel needs [tokens, vocabulary]",
+        ),
+        ((ones(3, 8), LABELS.to("meta")), "tensors of cpu and meta: the kernel needs one device"),
     ],
 }
 

@@ -102,7 +102,7 @@ def test_longer_training_says_that_the_order_may_change(
     tokens_seen(0, 1, flags(**settings, save=tmp_path, save_interval=100))
     assert "shuffled anew" not in capsys.readouterr().out
     make_parts(flags(**settings, load=tmp_path, train_iters=9))
-    assert "warning: this run asks for 72 training samples, the run before asked for 48" in capsys.readouterr().out
+    assert "warning: this run requests 72 training samples, the previous run requested 48" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
