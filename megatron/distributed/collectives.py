@@ -20,7 +20,7 @@ _gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _PART = 1 << 20
-"""Elements per message between two members of gloo: one part is added while the next arrives."""
+"""Number of elements per message between two ranks with gloo: one part is added while the next arrives."""
 _SUM = dist.AllreduceOptions()  # an asynchronous sum
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -134,7 +134,9 @@ def scatter_sum(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 def start_scatter_sum(tensor: torch.Tensor, axis: Axis, dim: int) -> Pending:
     if axis.size == 1:
         return Pending(lambda: tensor)
-    assert tensor.shape[dim] % axis.size == 0, f"{tuple(tensor.shape)} along {dim} over {axis.size} ranks"
+    assert tensor.shape[dim] % axis.size == 0, (
+        f"{tuple(tensor.shape)} cannot be divided along dimension {dim} over {axis.size} ranks"
+    )
     if tensor.shape[:dim].numel() != 1:  # the pieces must be contiguous
         tensor = torch.stack(tensor.chunk(axis.size, dim))
         result = torch.empty_like(tensor[0])
@@ -211,7 +213,9 @@ def scatter_into(
 
 def _chunks(flat: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
     """Chunks of a flat tensor: this member's first, then the others' in axis order."""
-    assert flat.dim() == 1 and flat.numel() % axis.size == 0, f"{tuple(flat.shape)} over {axis.size} ranks"
+    assert flat.dim() == 1 and flat.numel() % axis.size == 0, (
+        f"{tuple(flat.shape)} cannot be divided over {axis.size} ranks"
+    )
     chunks = list(flat.chunk(axis.size))
     return [chunks.pop(axis.rank), *chunks]
 
@@ -245,7 +249,7 @@ def all_to_all(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Exchanges tensor [members, ...]: entry i goes to member i; the result's entry i comes from member i."""
     if axis.size == 1:
         return tensor
-    assert tensor.shape[0] == axis.size, f"{tuple(tensor.shape)} for {axis.size} ranks"
+    assert tensor.shape[0] == axis.size, f"{tuple(tensor.shape)}: the first dimension must be {axis.size}"
     received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     with axis.during("all_to_all"):
         dist.all_to_all_single(received, tensor.contiguous(), group=axis.group)
@@ -282,7 +286,9 @@ def own_piece(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """This member's piece of a tensor that all members hold; no communication."""
     if axis.size == 1:
         return tensor
-    assert tensor.shape[dim] % axis.size == 0, f"{tuple(tensor.shape)} along {dim} over {axis.size} ranks"
+    assert tensor.shape[dim] % axis.size == 0, (
+        f"{tuple(tensor.shape)} cannot be divided along dimension {dim} over {axis.size} ranks"
+    )
     return tensor.chunk(axis.size, dim)[axis.rank]
 
 

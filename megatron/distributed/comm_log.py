@@ -42,7 +42,7 @@ class CommLog:
     last: CommOp | None = None
     waiting: CommOp | None = None
     timed_out: CommOp | None = None
-    """Operation whose wait timed out."""
+    """Operation for which the wait timed out."""
     watched: bool = False
     """True if a heartbeat ends this rank when another one is lost, so that waiting for a busy rank needs no limit."""
     moved: float = field(default_factory=time.monotonic)

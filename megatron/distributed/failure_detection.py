@@ -61,8 +61,8 @@ def visible_process_state(status: RankStatus, host: str, pid_namespace: str) -> 
 
 
 def why_lost(status: RankStatus, silent: float, process: str | None, patience: float) -> str | None:
-    """Reason why a rank counts as lost; None while it may be alive. A running process without heartbeats is only slow
-    (its threads may be starved), which --distributed-timeout-minutes bounds."""
+    """Reason why a rank counts as lost; None while it may be alive. A running process without heartbeats counts as
+    slow, not as lost: its threads may wait for cores. --distributed-timeout-minutes limits that time."""
     if status.state == "left":
         return None
     if status.state == "failed":
@@ -152,7 +152,7 @@ def deadlock(statuses: Sequence[RankStatus], world: int, patience: float) -> str
 
 def _uneven(statuses: Sequence[RankStatus], patience: float) -> str | None:
     """Names two ranks with different numbers of begun collectives. A host that launches work on a device continues
-    after beginning a collective, so only the counts tell; in a long step they are equal."""
+    after beginning a collective, so only the counts show a difference; in a step that is merely long they are equal."""
     by_rank = {status.rank: status for status in statuses}
     for status in statuses:
         for axis, some in status.recent.items():

@@ -25,7 +25,7 @@ _WITHOUT_LIMIT = timedelta(days=365)
 
 
 def all_gather_json(value: T, axis: Axis, kind: type[T], *, after_work: bool = False) -> list[T]:
-    """Gathers small values of all members, in axis order, each of type `kind`. Equal ones are one object. With
+    """Gathers small values of all members, in axis order, each of type `kind`. Equal values are one object. With
     `after_work`, members arrive after file I/O, which may take longer than a collective may. The wait then has no
     limit, if the heartbeat ends it when a member is lost."""
     if axis.size == 1:
@@ -86,7 +86,7 @@ def _device(axis: Axis) -> torch.device:
 
 def _encoded(value: Any) -> torch.Tensor:
     text = json.dumps(json_value(value), separators=(",", ":")).encode("ascii")
-    assert len(text) <= LARGEST_MESSAGE, f"a message of {len(text)} bytes"
+    assert len(text) <= LARGEST_MESSAGE, f"a message of {len(text)} bytes is too long"
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 

@@ -138,7 +138,7 @@ class ParallelState:
 
     def axis(self, name: str) -> Axis:
         if name not in AXES:
-            raise ValueError(f"unknown axis {name!r}; there are {', '.join(AXES)}")
+            raise ValueError(f"unknown axis {name!r}; the axes are {', '.join(AXES)}")
         axis: Axis = getattr(self, name)
         return axis
 

@@ -26,7 +26,7 @@ class DeviceKind:
     double: bool = False
     """Double precision is supported."""
     memory_history: bool = False
-    """The allocator counts its bytes, and records who allocated them."""
+    """The allocator counts its bytes, and records the code that allocated them."""
     native_kernels: bool = False
     """The library built from csrc/ may have kernels for it."""
     verified_kernels: bool = False

@@ -28,7 +28,9 @@ def is_not_a_directory(path: Path) -> str:
     if not path.exists():
         return "no such directory"
     if path.suffix == ".gguf":
-        return "is a file of llama.cpp, whose format is not read; give the Hugging Face folder that it was made from"
+        return (
+            "is a file of llama.cpp, whose format is not supported; give the Hugging Face folder that it was made from"
+        )
     return "is a file; give the folder of a model"
 
 
@@ -61,7 +63,7 @@ def hub_hint(path: Path) -> str:
         return ""
     return (
         f"; if {path} is a model on the Hugging Face Hub, `hf download {path} --local-dir DIR` fetches it, "
-        "pretrain_gpt.py --load DIR --finetune trains on from it and tools/convert_checkpoint.py --load DIR --from hf "
+        "pretrain_gpt.py --load DIR --finetune trains it further and tools/convert_checkpoint.py --load DIR --from hf "
         "imports it"
     )
 

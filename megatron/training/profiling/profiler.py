@@ -23,7 +23,8 @@ def build_profiler(
     past = config.profile and done >= config.profile_step_end
     if past:
         log.warn(
-            f"--profile: nothing is traced: {done} iterations are done, past --profile-step-end {config.profile_step_end}"
+            f"--profile: nothing is traced, because {done} iterations are done already, past --profile-step-end "
+            f"{config.profile_step_end}"
         )
     elif config.profile and config.memory_snapshot_path is not None and not kind_of(device.type).memory_history:
         log.warn(

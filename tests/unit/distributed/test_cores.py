@@ -73,7 +73,7 @@ def test_ranks_are_pinned_to_cores_of_their_own(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_more_ranks_than_cores_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="--cpu-pinning: 3 ranks need a core each, and 2 are usable"):
+    with pytest.raises(ConfigError, match="--cpu-pinning: 3 ranks need a core each, but 2 are usable"):
         cores.pin(info_of(3), [frozenset({0}), frozenset({1})])
     monkeypatch.delattr(os, "sched_setaffinity")
     with pytest.raises(ConfigError, match="--cpu-pinning: this system does not let"):

@@ -86,7 +86,11 @@ def test_ranks_that_were_started_with_other_settings_are_told_what_differs(odd: 
     assert all(type(error) is ConfigError for error in became.values()), became
     (text,) = {str(error) for error in became.values()}
     assert "was started with other settings or code than rank" in text and "--lr" not in text
-    assert re.search(r"--seed is [12] there and [12] here", text) and "--bf16 is " in text and "torch is " in text
+    assert (
+        re.search(r"--seed is [12] on rank \d and [12] on rank \d", text)
+        and "--bf16 is " in text
+        and "torch is " in text
+    )
 
 
 def test_ranks_with_the_same_settings_meet() -> None:
@@ -110,7 +114,7 @@ def test_ranks_that_come_late_are_named_until_they_come(capsys: pytest.CaptureFi
     meeting.come(ranks[0], ranks[2])
     for _ in range(2):  # it is repeated
         for line in until("ranks 1, 3-4 have not come (2 of 5 have)", capsys):
-            assert "waits for the others for" in line and "s of at most 60: rank" in line
+            assert "has waited for the others for" in line and "s (limit 60 s): rank" in line
     meeting.come(*ranks[3:])
     until("rank 1 has not come (4 of 5 have)", capsys)
     meeting.come(ranks[1])
