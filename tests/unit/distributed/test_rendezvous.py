@@ -104,9 +104,9 @@ def test_many_differences_are_counted() -> None:
     first, other = {f"--flag-{i}": "1" for i in range(9)}, {f"--flag-{i}": "2" for i in range(9)}
     text = Identity(7, other).difference(Identity(0, first), theirs="rank 0 (a)", ours="rank 7 (b)")
     assert text.startswith(
-        "rank 7 (b) was started with other settings or code than rank 0 (a): --flag-0 is 1 there and 2 "
+        "rank 7 (b) was started with other settings or code than rank 0 (a): --flag-0 is 1 on rank 0 "
     )
-    assert text.count("there and") == 5 and ", and 4 more; start all ranks with one command" in text
+    assert text.count("on rank 0 and") == 5 and "; and 4 more; start all ranks with one command" in text
 
 
 def test_ranks_that_come_late_are_named_until_they_come(capsys: pytest.CaptureFixture[str]) -> None:

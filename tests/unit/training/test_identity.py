@@ -66,10 +66,8 @@ def test_machines_with_different_numbers_of_ranks_copy_to_the_same_ones(tmp_path
     launches = [LaunchInfo(rank=rank, world_size=8, local_world_size=size) for rank, size in ((0, 4), (4, 2))]
     first, other = (of(launch, replication=True, **local) for launch in launches)
     told = Identity(4, other).difference(Identity(0, first), "rank 0", "rank 4")
-    assert (
-        ": --replication-jump (default: the ranks per machine; give the same number everywhere) is 4 on rank 0 and 2 on rank 4; "
-        in told
-    )
+    name = "--replication-jump (default: the ranks per machine; give the same number everywhere)"
+    assert f": {name} is 4 on rank 0 and 2 on rank 4; " in told
     first, other = (of(launch, replication=True, replication_jump=4, **local) for launch in launches)
     assert first == other
     assert of(launches[0], **local) == of(launches[1], **local)
