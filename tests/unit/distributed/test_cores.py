@@ -148,7 +148,7 @@ def test_ranks_that_talk_on_one_machine_do_not_interrupt_themselves(choice: str,
 @pytest.mark.parametrize("choice", ["auto", "batch", "ordinary"])
 def test_a_policy_that_the_user_chose_stays(choice: str) -> None:
     said, found = policies(choice, 2, before="os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))")
-    assert found == {"idle"} and said.startswith("CPU scheduling: as this process was started")
+    assert found == {"idle"} and said.startswith("CPU scheduling: as set when this process was started")
 
 
 def test_a_system_without_batch_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:

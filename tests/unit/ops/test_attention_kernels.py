@@ -344,7 +344,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ((x, x, x[:, :4], None, 0, 1.0, 0.0, None), "not of one type and"),
         ((x, x, x.bfloat16(), None, 0, 1.0, 0.0, None), "not of one type and"),
         ((x.double(), x.double(), x.double(), None, 0, 1.0, 0.0, None), "only float32, bfloat16 and float16"),
-        ((x.transpose(1, 3), x, x, None, 0, 1.0, 0.0, None), "multiple of the key's heads|side by side"),
+        ((x.transpose(1, 3), x, x, None, 0, 1.0, 0.0, None), "multiple of the key's heads|must be contiguous"),
         ((x, x, x, mask.float(), 0, 1.0, 0.0, None), "4 dimensions of bool"),
         ((x, x, x, mask[..., :4], 0, 1.0, 0.0, None), "4 dimensions of bool"),
         ((x, x, x, mask.expand(1, 3, 5, 5), 0, 1.0, 0.0, None), "does not fit dimension 1"),

@@ -95,8 +95,8 @@ def test_a_sum_of_two_dtypes_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
-        (torch.ones(5), "the weight has not the width of x"),
-        (torch.ones(4).half(), "neither the type of x nor float32"),
+        (torch.ones(5), "the weight must have the width of x"),
+        (torch.ones(4).half(), "must have the type of x or float32"),
         (torch.ones(8)[::2], "the weight is not contiguous"),
     ],
 )

@@ -145,7 +145,7 @@ def test_data_whose_content_changed_is_refused(tmp_path: Path, corpus: dict[str,
     other = make_corpus(tmp_path / "elsewhere" / "same") if (tmp_path / "elsewhere").mkdir() is None else ""
     make_parts(flags(**{**corpus, "data_path": other}, load=saved))  # the same content, moved
     changed = make_corpus(tmp_path / "changed", seed=8)
-    with pytest.raises(DataError, match="its content has changed"):
+    with pytest.raises(DataError, match="its content or its sources' weights have changed"):
         make_parts(flags(**{**corpus, "data_path": changed}, load=saved))
     make_parts(flags(**{**corpus, "data_path": changed}, load=saved, finetune=True))
 
