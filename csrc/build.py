@@ -13,8 +13,8 @@ Called by setup.py; nothing else compiles. Every operation has a folder, with fi
     torch.cpp   Checks of the tensors, and registration with torch.
     product.h   If it exists, the CPU kernels multiply matrices (see PRODUCT_HEADER).
 
-common/ has the code that several operations share; data/ has the index builders. common/stable.h declares the functions
-of torch that are called; linking records only the name libtorch_cpu.so.
+The folder common/ has the code that several operations share; data/ has the index builders. The file common/stable.h
+declares the functions of torch that are called; linking records only the name libtorch_cpu.so.
 
 Objects are cached in build/kernels under a hash of their sources, commands and compilers, so an unchanged file is
 compiled once. A lock allows one build at a time; the system releases it when its process ends. If the CUDA kernels do

@@ -13,7 +13,7 @@ from megatron.utils.dtype import resolved
 @torch.no_grad()
 def broadcast_parameters(tensors: Iterable[tuple[str, Tensor]], dp: Axis, through: torch.device | None = None) -> None:
     """Copies the first rank's values to the other ranks of the axis, so that all ranks start with the same weights.
-    `through`: device on which the values are sent; default: each tensor's own device."""
+    Values are sent on the device `through`; default: each tensor's own device."""
     if dp.size == 1:
         return
     for _, tensor in tensors:

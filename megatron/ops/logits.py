@@ -86,8 +86,8 @@ def _local(labels: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def block_rows(columns: int, device: torch.device) -> int:
-    """Number of rows per block: on a CPU so few that a block's fp32 copies stay in the cache; on another device so many
-    that a block uses all of the device."""
+    """Number of rows per block. On a CPU, a block's fp32 copies stay in the cache; on another device, a block is large
+    enough to use the whole device."""
     elements = (1 << 20) if device.type == "cpu" else (1 << 26)
     return max(1, elements // max(columns, 1))
 

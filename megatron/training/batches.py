@@ -129,9 +129,9 @@ class BatchMaker:
                 yield batch
             else:
                 raise DataError(
-                    "--full-validation or --validation-samples: the last samples do not fill a batch of all ranks, and "
-                    "samples without a loss_mask cannot be padded; use a number of samples that is divisible by "
-                    f"{self.run.parallel.dp.size}, or add a loss_mask to the samples"
+                    "--full-validation or --validation-samples: the samples have no loss_mask, so the last batch cannot "
+                    "be padded; use a number of samples that is divisible by "
+                    f"{self.run.parallel.dp.size}, or add a loss_mask"
                 )
 
     @property

@@ -62,9 +62,8 @@ def read_settings(
 
 
 def _check_load_is_there(config: RunConfig, refusals: Refusals) -> None:
-    """Rejects a --load without a checkpoint, before the settings that it would provide are reported as missing: an
-    absent path, a name on the Hub, or a file without the model's shape. Any other file is checked when it is opened,
-    together with the rest."""
+    """Rejects a --load without a checkpoint, before its settings are reported as missing: an absent path, a name on the
+    Hub, or a file without the model's shape. Any other file is checked when it is opened, together with the rest."""
     load, save = config.checkpoint.load, config.checkpoint.save
     if load is None or Path(load).is_dir() or (Path(load).exists() and config.model.num_layers):
         return

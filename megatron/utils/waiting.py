@@ -31,8 +31,8 @@ _SPINS = 30_000
 
 def wait_passively(*, spin: bool = False) -> None:
     """Sets environment variables that make OpenMP threads sleep while they wait, instead of spinning. On a busy
-    machine, a spinning thread takes the core from the thread that it waits for. `spin`: threads spin for one or two
-    milliseconds before they sleep; for programs that use `spinning_while_idle`. Results do not change.
+    machine, a spinning thread takes the core from the thread that it waits for. With `spin`, threads spin for one or
+    two milliseconds before they sleep; for programs that use `spinning_while_idle`. Results do not change.
 
     Call this before torch is loaded, because OpenMP reads the variables then. A no-op if the user has set
     OMP_WAIT_POLICY.
