@@ -129,7 +129,7 @@ class BatchMaker:
                 yield batch
             else:
                 raise DataError(
-                    "--full-validation or --validation-samples: the samples have no loss_mask, so the last batch cannot "
+                    "--full-validation or --validation-samples: samples have no loss_mask, so the last batch cannot "
                     "be padded; use a number of samples that is divisible by "
                     f"{self.run.parallel.dp.size}, or add a loss_mask"
                 )
