@@ -32,7 +32,7 @@ class Pending:
     result: Callable[[], torch.Tensor]
     works: Sequence[dist.Work] = ()
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Wraps each wait, for the axis's log."""
+    """Makes a context for each wait, which the axis's log records."""
     sent: torch.Tensor | None = None
     """Tensor that must not be freed until it is sent."""
 
@@ -63,7 +63,7 @@ def start_all_reduce(tensor: torch.Tensor, axis: Axis) -> Pending:
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
-    """Overwrites `tensor` with the one of axis rank `source`, and returns it."""
+    """Overwrites `tensor` with the tensor of axis rank `source`, and returns it."""
     if axis.size > 1:
         with axis.during("broadcast", tuple(tensor.shape)):
             dist.broadcast(as_bytes(tensor), axis.ranks[source], axis.group)
@@ -85,7 +85,7 @@ def start_broadcast(tensor: torch.Tensor, axis: Axis, source: int) -> Pending:
 
 
 def start_reduce(tensor: torch.Tensor, axis: Axis, target: int) -> Pending:
-    """Starts summing `tensor` into the one of axis rank `target`; other ranks' tensors are undefined afterwards."""
+    """Starts summing `tensor` into the tensor of axis rank `target`; other ranks' tensors are undefined afterwards."""
     if axis.size == 1:
         return Pending(lambda: tensor)
     operation = axis.begin("reduce", tuple(tensor.shape))
@@ -127,7 +127,8 @@ def start_gather_along(tensor: torch.Tensor, axis: Axis, dim: int) -> Pending:
 
 
 def scatter_sum(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """Reduce-scatters: returns this member's piece along `dim` of the sum. The axis size must divide `dim`."""
+    """Reduce-scatters: returns this member's piece along `dim` of the sum. The size of `dim` must be divisible by the
+    axis size."""
     return start_scatter_sum(tensor, axis, dim).wait()
 
 
@@ -203,7 +204,7 @@ def gather_into(output: torch.Tensor, tensor: torch.Tensor, axis: Axis, *, async
 def scatter_into(
     output: torch.Tensor, tensor: torch.Tensor, axis: Axis, op: Any, *, async_op: bool
 ) -> dist.Work | None:
-    """Reduce-scatters a flat tensor into `output`; `op` is torch's."""
+    """Reduce-scatters a flat tensor into `output`; `op`: one of torch's reductions."""
     if async_op:
         axis.begin("reduce_scatter", tuple(tensor.shape))
         return _scatter_flat(output, tensor, op, axis.group, async_op=True)
@@ -283,7 +284,7 @@ def start_shift(tensor: torch.Tensor, axis: Axis) -> Pending:
 
 
 def own_piece(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """This member's piece of a tensor that all members hold; no communication."""
+    """Returns this member's piece of a tensor that all members hold, without communication."""
     if axis.size == 1:
         return tensor
     assert tensor.shape[dim] % axis.size == 0, (

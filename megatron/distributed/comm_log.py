@@ -25,7 +25,7 @@ class CommOp:
     """Shape of the tensor, if it is the same on all members."""
 
     on_device: bool = False
-    """True for the host's wait for its device, which includes collectives launched there."""
+    """True if the host waits for its device, which may be running collectives."""
 
     def __str__(self) -> str:
         if self.on_device:

@@ -27,13 +27,13 @@ class RankStatus:
     text: str = ""
     """Error of a failed rank."""
     idle: float = 0.0
-    """Seconds since it last started or ended a communication."""
+    """Seconds since this rank last started or ended a communication."""
     waiting: CommOp | None = None
     timed_out: CommOp | None = None
     """Operation that did not end within --distributed-timeout-minutes."""
     last: CommOp | None = None
     explains: bool = False
-    """True if its collective has failed and it looks for the cause."""
+    """True if a collective of this rank has failed, and the rank looks for the cause."""
     counts: Mapping[str, int] = field(default_factory=dict)
     recent: Mapping[str, Sequence[CommOp]] = field(default_factory=dict)
 
@@ -114,7 +114,8 @@ def stuck_rank(statuses: Sequence[RankStatus]) -> str | None:
 
 def deadlock(statuses: Sequence[RankStatus], world: int, patience: float) -> str | None:
     """Describes a deadlock: all ranks have waited longer than `patience`, and none of them for a collective that all of
-    its members have started. Ranks that wait for their devices, which may be busy, must have `recent`."""
+    its members have started. The status of a rank that waits for its device must have `recent`: the device may just be
+    busy."""
     stuck = [
         status
         for status in statuses

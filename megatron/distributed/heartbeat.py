@@ -281,9 +281,9 @@ class Heartbeat:
         self._end(kind, text, prints=True)
 
     def _end_by(self, announced: bytes) -> NoReturn:
-        """Ends this process because of an announcement, which its author prints. Another program may have written it,
-        and the status of the rank that it names. If the author is not seen to print it, the first rank of each machine
-        does; so does the named rank itself."""
+        """Ends this process because of an announcement, which the announcing rank prints. But another program may have
+        written the announcement, and the status of the rank that it names. Therefore the first rank of each machine
+        prints it too if that rank's status does not confirm it; so does the named rank itself."""
         found = parse_announcement(announced, self._info.world_size)
         if announced == self._announced:
             assert isinstance(found, Announcement)

@@ -1,8 +1,8 @@
 """Exchanges plain values between ranks: JSON in a tensor, decoded to the type that the receiver expects.
 
 Object collectives of torch unpickle received data, so access to one rank's connections would mean running code on all
-ranks. Here a malicious peer can at most send text that is rejected. Values are JSON's, and dataclasses, tuples and
-paths of such values.
+ranks. Here a malicious peer can at most send text that is rejected. Values are plain JSON values, dataclasses, tuples
+and paths.
 """
 
 import json
@@ -65,7 +65,7 @@ def broadcast_json(value: T | None, axis: Axis, kind: type[T], source: int = 0) 
 def _all_gather(
     tensor: torch.Tensor, group: dist.ProcessGroup, size: int, *, without_limit: bool = False
 ) -> torch.Tensor:
-    """One row per member, in one tensor: a thousand tensors take longer to make than to receive."""
+    """Gathers one row per member into one tensor: a thousand tensors take longer to make than to receive."""
     gathered = tensor.new_empty(size * len(tensor))
     options = AllgatherOptions()
     if without_limit:

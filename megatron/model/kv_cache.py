@@ -148,7 +148,7 @@ class KVCache:
 
 
 def reach_of(window: Window) -> int | None:
-    """Number of tokens before its own that a query sees; None: all."""
+    """Number of tokens before its own token that a query sees; None: all."""
     return None if window is None or window[0] < 0 else window[0]
 
 

@@ -19,9 +19,9 @@ from megatron.config import ModelConfig, MoEConfig
 
 Shape = tuple[int, ...]
 Kind = Literal["copied", "column", "row", "heads", "vocabulary", "expert"]
-"""Division over tensor-parallel ranks. Copied: every rank holds all of it. Column or row: the output or input features
-of a linear layer are split. Heads: a rank holds the parts of its heads. Vocabulary: the rows of the table are split.
-Expert: expert parallelism deals out whole experts, and tensor parallelism splits their width."""
+"""Division over tensor-parallel ranks. Copied: every rank holds the whole parameter. Column or row: the output or input
+features of a linear layer are split. Heads: a rank holds the parts of its heads. Vocabulary: the rows of the table are
+split. Expert: expert parallelism deals out whole experts, and tensor parallelism splits their width."""
 
 # Names, as the modules of the model spell them.
 WORDS = "embedding.word_embeddings"

@@ -33,8 +33,8 @@ class Workspace:
     """Keeps the logits' buffer, the largest of a step, for the next step. Only on CPUs: accelerators have caching
     allocators.
 
-    A C allocator returns large blocks to the system at once, and touching fresh pages costs a fifth of the head's
-    matrix product. Peak memory does not change, because the buffer is live at the peak anyway.
+    A C allocator returns large blocks to the system at once, and the first write to new pages takes a fifth of the time
+    of the head's matrix product. Peak memory does not change, because the buffer is live at the peak anyway.
     """
 
     def __init__(self) -> None:

@@ -19,7 +19,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def kernel_name(op: str, dtype: torch.dtype) -> str:
-    """Name of an operation's kernels for one dtype, such as "gelu float32". Each is verified and used separately."""
+    """Name of an operation's kernels for one dtype, such as "gelu float32". The kernels of each dtype are verified and
+    used separately."""
     return f"{op} {str(dtype).removeprefix('torch.')}"
 
 

@@ -154,7 +154,7 @@ def _kept(cache: Path | None, key: Mapping[str, str]) -> RejectedKernels | None:
 def _keep(cache: Path | None, outcomes: Mapping[str, tuple[Mapping[str, str], RejectedKernels]]) -> str:
     """Writes the outcomes. Returns a text with their place, or with the reason why they are not kept."""
     if cache is None:
-        return "not kept, because this user has no home directory: every start verifies again"
+        return "outcomes are not kept, because this user has no home directory: every start verifies again"
     if not outcomes:
         return "nothing to keep"
     try:
@@ -162,7 +162,9 @@ def _keep(cache: Path | None, outcomes: Mapping[str, tuple[Mapping[str, str], Re
             text = json.dumps({"key": key, "wrong": dict(outcome.wrong)}, indent=1)
             write_atomically(_file(cache, key), [f"{text}\n".encode()])
     except OSError as error:
-        return f"not kept, because {cache} cannot be written ({error.strerror}): every start verifies again"
+        return (
+            f"outcomes are not kept, because {cache} cannot be written ({error.strerror}): every start verifies again"
+        )
     return f"kept in {cache}"
 
 

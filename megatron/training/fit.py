@@ -66,8 +66,8 @@ def _of_stages(run: Run, model: GPT, moe: MoEConfig | None) -> list[RankBytes]:
 def _verdict(total: float, room: Room) -> str:
     if room.limit is None:
         return ""
-    words = "fits" if total <= NEARLY * room.limit else "hardly fits" if total <= room.limit else "does not fit"
-    margin = ", as temporary tensors are not counted" if words == "hardly fits" else ""
+    words = "fits" if total <= NEARLY * room.limit else "may not fit" if total <= room.limit else "does not fit"
+    margin = ", as temporary tensors are not counted" if words == "may not fit" else ""
     return f": {words} into the {human_bytes(room.limit)} of {room.of}{margin}"
 
 

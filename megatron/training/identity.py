@@ -23,8 +23,9 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 def started_with(config: RunConfig, launch: LaunchInfo, tokenizer: Tokenizer | None = None) -> dict[str, str]:
     """Facts that ranks must share, by name. Settings are listed by their spelling, without paths (machines may differ)
-    and launch-only settings. Added are whether there are checkpoints to load and to save (on one machine also where),
-    and the destination of replicated shards. Hashes identify the package, the script and the tokenizer's files."""
+    and launch-only settings. Other facts are whether there are checkpoints to load and to save (on one machine also
+    where), and the destination of replicated shards. Hashes identify the package, the script and the tokenizer's
+    files."""
     compared = (setting for setting in all_settings() if not setting.flag.path and not setting.flag.cli_only)
     values = {setting.spelling: config.value(setting) for setting in compared}
     script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")

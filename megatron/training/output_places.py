@@ -23,7 +23,7 @@ def check_output_places(config: RunConfig) -> None:
 
 
 def _places(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
-    """Yields (flag, its value, folder that must take files). Folders on each machine's own disk are not looked at."""
+    """Yields (flag, its value, folder that must be writable). Folders on each machine's own disk are not checked."""
     trains = not config.training.skip_train
     for flag, folder in (
         ("--save", config.checkpoint.save if trains else None),

@@ -85,7 +85,7 @@ class ReplicaCheck(Hook):
 
 def tensor_hash(tensor: Tensor) -> int:
     """64-bit hash of the tensor's bits, in order, computed on its device. Changing one element of at most four bytes
-    always changes it (its factor is odd). Any other change goes undetected with a probability of about 2**-60."""
+    always changes the hash (its factor is odd). Any other change goes undetected with a probability of about 2**-60."""
     bits = resolved(tensor).contiguous().view(-1).view(_INTEGER_OF.get(tensor.element_size(), torch.int32))
     whole = bits.numel()
     factors = _factors(min(_BLOCK, whole), bits.device)

@@ -49,7 +49,9 @@ def set_allocator(choice: str) -> str:
     )
     assert kept, "glibc rejected a value that it documents"
     where = ", in large pages" if _ask_for_large_pages(libc) else ""
-    return f"CPU memory: kept for the next tensor when freed{where}; --cpu-allocator system returns it, and is slower"
+    return (
+        f"CPU memory: freed memory is kept for the next tensor{where}; --cpu-allocator system returns it, and is slower"
+    )
 
 
 def _ask_for_large_pages(libc: ctypes.CDLL, overcommit: Path = _OVERCOMMIT) -> bool:

@@ -69,7 +69,7 @@ def hub_hint(path: Path) -> str:
 
 
 def read_finite_json(path: Path) -> dict[str, Any]:
-    """The object in a file of a Hugging Face model."""
+    """Reads the JSON object in a file of a Hugging Face model."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except FileNotFoundError as error:
