@@ -67,7 +67,7 @@ EQUAL_TO_NUMPY = ("random",)  # folders whose results equal numpy's bit for bit:
 GPUS = (80, 90, 100, 120)  # compute capabilities (A100, H100, B200, RTX 50) that machine code is made for; others JIT
 CUDA_HOME = "/usr/local/cuda"
 HELPERS_FOLDER, SUFFIXES = "data", (".h", ".cpp", ".cu")
-UNUSED_DAYS = 14  # after which an object is deleted
+UNUSED_DAYS = 14  # days without use after which an object is deleted
 LOCK_SECONDS = 900.0
 SAY_SECONDS = 10.0  # between two lines about a running build
 SANITIZERS = ("-fsanitize=undefined", "-fno-sanitize-recover=all", "-g1", "-O1")

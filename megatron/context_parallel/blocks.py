@@ -16,9 +16,9 @@ from torch import Tensor
 from megatron.distributed.rng import stream_seed
 from megatron.utils.dtype import widened
 
-_ROWS = {"cpu": 128}  # queries at a time
+_ROWS = {"cpu": 128}  # number of queries processed at a time
 _ROWS_ACCELERATOR = 1024
-_SCORES = 1 << 26  # upper limit of scores at a time
+_SCORES = 1 << 26  # upper limit of the number of scores at a time
 _HEADROOM = 64.0  # fp16 scores are computed divided by 64, so that none overflows; a power of two is exact
 
 

@@ -11,7 +11,7 @@ from megatron.model.attention import CoreAttention
 from megatron.model.attention_mask import Window, attention_mask
 from megatron.ops.softmax import causal_mask
 
-_SEQUENCE = 2  # of [batch, heads, seq, d]
+_SEQUENCE = 2  # the dimension of the sequence in [batch, heads, seq, d]
 
 
 class GatheredAttention(nn.Module):

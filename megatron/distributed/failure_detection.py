@@ -114,7 +114,7 @@ def stuck_rank(statuses: Sequence[RankStatus]) -> str | None:
 
 def deadlock(statuses: Sequence[RankStatus], world: int, patience: float) -> str | None:
     """Describes a deadlock: all ranks have waited longer than `patience`, and none of them for a collective that all of
-    its members have started. The status of a rank that waits for its device must have `recent`: the device may just be
+    its members have started. If a rank waits for its device, its status must have `recent`: the device may just be
     busy."""
     stuck = [
         status

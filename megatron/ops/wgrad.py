@@ -63,5 +63,5 @@ def _portable(target: Target) -> Implementation:
     return Implementation("torch", accumulate, f"the product adds straight into the gradient buffer; {halves}")
 
 
-# Data parallelism's buffers call it, not a model. It is here because the table shows everything that can be fused.
+# Called by data parallelism's buffers, not by a model. Listed because the table shows everything that can be fused.
 OPERATIONS = (Operation("wgrad_accumulation", None, _portable),)

@@ -36,7 +36,7 @@ def set_allocator(choice: str) -> str:
     system has to clear and map one by one. Call this before any large tensor exists.
     """
     if choice == "system":
-        if platform.libc_ver()[0] == "glibc":  # its own threshold grows with what is freed, and leaves holes
+        if platform.libc_ver()[0] == "glibc":  # glibc would raise its threshold, which leaves holes in the heap
             ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
         return "CPU memory: large tensors are returned to the system when freed (--cpu-allocator system)"
     if platform.libc_ver()[0] != "glibc":
@@ -59,7 +59,7 @@ def _ask_for_large_pages(libc: ctypes.CDLL, overcommit: Path = _OVERCOMMIT) -> b
     matrix column by column needs another page for each element. The heap's next addresses are allocated, marked and
     freed, but not written."""
     try:
-        if int(overcommit.read_text()) == _STRICT:  # there, reserved addresses count as memory
+        if int(overcommit.read_text()) == _STRICT:  # reserved addresses then count as memory
             return False
     except (OSError, ValueError):
         return False

@@ -71,7 +71,7 @@ def multiply_in_fp32(dtype: torch.dtype) -> None:
     kernels += [(f"{name}_", _into_first(products[name])) for name in ("addmm", "baddbmm")]
     table = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "overriding a previously registered kernel": that is meant
+        warnings.simplefilter("ignore")  # "overriding a previously registered kernel": this is intended
         for name, kernel in kernels:
             table.impl(name, _for_type(dtype, name, kernel), "CPU", with_keyset=True, allow_override=True)
     _tables()[dtype] = table
