@@ -36,7 +36,10 @@ REFUSED: Refused = {
             (ones(2, 3, 5), *[ones(1, 2, 3, 5)] * 2, PLAIN),
             "queries float32 (2, 3, 5), keys float32 (1, 2, 3, 5): the kernel needs [b",
         ),
-        ((*[ones(1, 2, 3, 5)] * 2, ones(1, 2, 3, 6), PLAIN), "values float32 (1, 2, 3, 6) for keys float32 (1, 2, 3, "),
+        (
+            (*[ones(1, 2, 3, 5)] * 2, ones(1, 2, 3, 6), PLAIN),
+            "values float32 (1, 2, 3, 6): the kernel needs values in ",
+        ),
         (
             (ones(1, 4, 3, 5), *[ones(1, 3, 3, 5)] * 2, PLAIN),
             "the kernel needs keys [batch, a divisor of heads, keys, width]",
