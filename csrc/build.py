@@ -5,7 +5,7 @@ The kernels load in any torch from 2.10 on, with or without CUDA; the index buil
     python csrc/build.py                   # megatron/ops/_kernels.so and megatron/data/_helpers.so
     python csrc/build.py --emulated DIR    # DIR/_kernels.so: the CUDA kernels, run on the CPU by common/emulator.h
 
-It is called by setup.py; nothing else ever compiles. Every operation has a folder, with files by these names:
+Called by setup.py; nothing else compiles. Every operation has a folder, with files of these names:
 
     math.h      Arguments and formulas that the CPU's and the GPU's kernels share.
     cpu*.cpp    CPU kernels, compiled once per instruction set.
@@ -13,11 +13,12 @@ It is called by setup.py; nothing else ever compiles. Every operation has a fold
     torch.cpp   Checks of the tensors, and registration with torch.
     product.h   If it exists, the CPU kernels multiply matrices (see PRODUCT_HEADER).
 
-common/ holds what several of them share; data/ has the index builders. common/stable.h declares what is called of
-torch, and linking only writes down the name libtorch_cpu.so. Objects are kept under build/kernels by the hash of all
-that made them, so an unchanged file is never compiled twice. One build at a time holds a lock, which the system
-releases however the holder ends. Where CUDA does not compile, the CPU kernels are built all the same. CXX and CUDA_HOME
-choose compilers. Standard library only.
+The folder common/ has the code that several operations share; data/ has the index builders. The file common/stable.h
+declares the functions of torch that are called; linking records only the name libtorch_cpu.so.
+
+Objects are cached in build/kernels under a hash of their sources, commands and compilers, so an unchanged file is
+compiled once. A lock allows one build at a time; the system releases it when its process ends. If the CUDA kernels do
+not compile, the CPU kernels are built without them. CXX and CUDA_HOME choose compilers. Standard library only.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ COMMON_FLAGS = (
     "-fvisibility=hidden",
     "-fno-strict-aliasing",
 )
-# Objects do not depend on where the checkout lies, so the path is not part of their hash.
+# Objects do not depend on the checkout's path, so the path is not part of their hash.
 PREFIX_MAP = f"-ffile-prefix-map={CSRC.parent}=."
 # -Wno-uninitialized: GCC warns about its own intrinsics.
 CPU_FLAGS = ("-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-uninitialized")
@@ -66,7 +67,7 @@ EQUAL_TO_NUMPY = ("random",)  # folders whose results equal numpy's bit for bit:
 GPUS = (80, 90, 100, 120)  # compute capabilities (A100, H100, B200, RTX 50) that machine code is made for; others JIT
 CUDA_HOME = "/usr/local/cuda"
 HELPERS_FOLDER, SUFFIXES = "data", (".h", ".cpp", ".cu")
-UNUSED_DAYS = 14  # after which an object is deleted
+UNUSED_DAYS = 14  # days without use after which an object is deleted
 LOCK_SECONDS = 900.0
 SAY_SECONDS = 10.0  # between two lines about a running build
 SANITIZERS = ("-fsanitize=undefined", "-fno-sanitize-recover=all", "-g1", "-O1")
@@ -93,7 +94,7 @@ class Unit:
     failure: type[BuildError] = BuildError
 
     def object(self, cache: Path, compilers: str) -> Path:
-        command = (word.replace(str(CSRC), ".") for word in self.command)  # wherever the checkout lies
+        command = (word.replace(str(CSRC), ".") for word in self.command)  # without the checkout's path
         key = hashlib.sha256("\0".join((compilers, *command, source_hash(self.source))).encode())
         return cache / f"{self.source.parent.name}-{self.source.stem}-{key.hexdigest()[:24]}.o"
 
@@ -117,7 +118,7 @@ def source_hash(*sources: Path) -> str:
 
 
 def sources() -> list[Path]:
-    """Everything that the kernels are made from."""
+    """Source files of the kernels."""
     return sorted(path for path in CSRC.glob("*/*") if path.suffix in SUFFIXES and path.parent.name != HELPERS_FOLDER)
 
 
@@ -145,7 +146,7 @@ def compiler() -> tuple[str, ...]:
     for command in (chosen, ["g++"], ["clang++"], ["c++"]):
         if command and shutil.which(command[0]):
             return tuple(command)
-    raise BuildError("no C++ compiler (g++) on the PATH")
+    raise BuildError("no C++ compiler on the PATH; install g++, or set CXX")
 
 
 def cuda_program(name: str) -> str | None:
@@ -163,7 +164,7 @@ def find_cuda() -> Cuda:
     folders = [root / name for root in roots for name in ("lib64", "lib", f"targets/{platform.machine()}-linux/lib")]
     libraries = next((folder for folder in folders if (folder / "libcudart_static.a").is_file()), None)
     if libraries is None:
-        raise CudaError(f"no libcudart_static.a belongs to {found}")
+        raise CudaError(f"no libcudart_static.a was found near {found}")
     return Cuda(found, libraries)
 
 
@@ -194,7 +195,7 @@ def gpus(cuda: Cuda) -> list[int]:
     known = re.findall(r"\bsm_(\d+)\b", run([cuda.nvcc, "--list-gpu-code"], CudaError))
     found = [gpu for gpu in GPUS if str(gpu) in known]
     if not found:
-        raise CudaError(f"{cuda.nvcc} compiles for none of {', '.join(f'sm_{gpu}' for gpu in GPUS)}")
+        raise CudaError(f"{cuda.nvcc} supports none of {', '.join(f'sm_{gpu}' for gpu in GPUS)}")
     return found
 
 
@@ -258,8 +259,8 @@ def link(cxx: Sequence[str], objects: Sequence[Path], output: Path, flags: Seque
 
 
 def link_to_torch(cxx: Sequence[str], objects: Sequence[Path], output: Path, flags: Sequence[str]) -> None:
-    """Links against an empty library of the name of torch's: the torch that loads the object is in the process already,
-    and the loader resolves names in it. No path is stored."""
+    """Links against an empty library with the name of torch's. When the object is loaded, torch is in the process
+    already, and the loader finds the functions there. No path is stored."""
     with tempfile.TemporaryDirectory() as folder:
         stand_in = Path(folder) / TORCH_LIBRARY
         run((*cxx, "-shared", f"-Wl,-soname,{TORCH_LIBRARY}", "-o", str(stand_in)))
@@ -281,7 +282,9 @@ def alone(cache: Path, seconds: float) -> Iterator[None]:
                 lock.seek(0)
                 holder = lock.read().strip() or "unknown"
             if time.monotonic() > deadline:
-                raise BuildError(f"process {holder} has been building in {cache} for more than {seconds:.0f} s")
+                raise BuildError(
+                    f"process {holder} has been building in {cache} for more than {seconds:.0f} s; end it, or wait"
+                )
             if not said:
                 print(f"kernels: waiting for process {holder}, which builds them too", flush=True)
                 said = True
@@ -407,7 +410,7 @@ def build(
 
 
 def build_helpers(output: Path, *, cache: Path = CACHE, lock_seconds: float = LOCK_SECONDS) -> None:
-    """Writes the index builders of megatron.data, whose results are numpy's bits."""
+    """Builds the library of megatron.data's index builders, whose results equal numpy's bit for bit."""
     cxx = compiler()
     flags = (*COMMON_FLAGS, *UNFUSED, "-Wall", "-pthread")
     units = [Unit(source, (*cxx, *flags)) for source in sorted((CSRC / HELPERS_FOLDER).glob("*.cpp"))]
@@ -420,7 +423,7 @@ def build_into(root: Path) -> list[str]:
     lines = []
     try:
         lines.append(f"{summary(build(root / KERNELS))}: {root / KERNELS}")
-    except (BuildError, OSError) as error:  # a full disk is no reason either to have no package
+    except (BuildError, OSError) as error:  # a full disk must not prevent the installation either
         lines.append(f"kernels: not built ({error}); PyTorch's own operations are used, which are slower")
     try:
         build_helpers(root / HELPERS)
@@ -438,7 +441,9 @@ def summary(record: dict[str, object]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--emulated", type=Path, metavar="DIR", help="the CUDA kernels for the CPU, with sanitizers")
+    parser.add_argument(
+        "--emulated", type=Path, metavar="DIR", help="Builds the CUDA kernels for the CPU, with sanitizers."
+    )
     args = parser.parse_args()
     if args.emulated is None:
         lines = build_into(CSRC.parent)

@@ -32,15 +32,16 @@ Order = Callable[[int, int, int, int], list[Action]]
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """A schedule, and its properties that the rest of a run needs."""
+    """Schedule, with the properties that other parts of the program need."""
 
     order: Order
     interleaves: bool = False
-    """A rank has several chunks of the model, and micro-batches go through them in groups."""
+    """True if a rank has several chunks of the model, and micro-batches pass through the chunks in groups."""
     defers_wgrads: bool = False
-    """Weight gradients are passes of their own (W), after the backward pass."""
+    """True if weight gradients are computed in separate passes (W), after the backward pass."""
     keeps_all: bool = False
-    """All forward passes come before the first backward pass, so every micro-batch's activations are kept."""
+    """True if all forward passes come before the first backward pass, so that every micro-batch's activations are
+    kept."""
 
     def __call__(self, ranks: int, rank: int, micro_batches: int, chunks: int) -> list[Action]:
         return self.order(ranks, rank, micro_batches, chunks)
@@ -54,7 +55,7 @@ def fills_groups(micro_batches: int, group: int, ranks: int) -> bool:
 
 
 def gpipe(ranks: int, rank: int, micro_batches: int, chunks: int) -> list[Action]:
-    """All forward passes, then all backward passes. It keeps the activations of every micro-batch."""
+    """GPipe: all forward passes, then all backward passes. Keeps the activations of every micro-batch."""
     assert chunks == 1, "gpipe has one chunk per rank"
     forward = [Action("F", 0, m) for m in range(micro_batches)]
     return forward + [Action("B", 0, m) for m in range(micro_batches)]
@@ -82,7 +83,7 @@ def interleaved(ranks: int, rank: int, micro_batches: int, chunks: int, group: i
 def zero_bubble(ranks: int, rank: int, micro_batches: int, chunks: int) -> list[Action]:
     """1F1B with deferred weight gradients (W), which fill the idle time at the end of the step.
 
-    Where F, B and W take equally long the bubble is a third of 1F1B's. No rank needs more memory than the first
+    If F, B and W take equally long, the bubble is a third of that of 1F1B. No rank needs more memory than the first
     rank needs under 1F1B.
     """
     assert chunks == 1, "zero-bubble has one chunk per rank"
@@ -107,7 +108,7 @@ SCHEDULES: dict[str, PipelineSchedule] = {
 
 
 def schedule_of(name: str, group: int | None = None) -> Order:
-    """Returns the schedule called `name`; `group` is the size of a group of the interleaved one."""
+    """Returns the schedule called `name`. `group`: number of micro-batches in a group of the interleaved schedule."""
     return SCHEDULES[name] if group is None else partial(interleaved, group=group)
 
 

@@ -19,7 +19,7 @@ Heads heads_of(const Tensor& x, int64_t batch, int64_t rows, int64_t heads, cons
   STD_TORCH_CHECK(x.dim() == 4 && x.size(0) == batch && x.size(1) == rows && x.size(2) == heads &&
                       x.size(3) == shape.width && dtype_of(x, kName) == shape.dtype,
                   kName, ": the tensors are not of one type and [batch, positions, heads or groups, width]");
-  STD_TORCH_CHECK(shape.width < 2 || x.stride(3) == 1, kName, ": a head's numbers do not lie side by side");
+  STD_TORCH_CHECK(shape.width < 2 || x.stride(3) == 1, kName, ": the numbers of a head must be contiguous");
   return {const_cast<void*>(x.const_data_ptr()), x.stride(0), x.stride(1), x.stride(2)};
 }
 

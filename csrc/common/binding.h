@@ -52,12 +52,12 @@ struct Cuda {
   static constexpr bool gpu = true;
 };
 
-// Runs a launcher (a room's cuda.cu) on the current stream of the tensor's device.
+// Runs a launcher (an operation's cuda.cu) on the current stream of the tensor's device.
 template <class Args>
 void on_gpu(int (*launch)(const Args&, void* stream), const Args& args, const Tensor& where, const char* op) {
   void* stream = nullptr;
 #if !defined(MK_EMULATED)
-  // torch's guard puts the caller's device back afterwards; it does not set the one of our own runtime.
+  // torch's guard restores the caller's device afterwards; it does not set the device of our own CUDA runtime.
   const stable::DeviceGuard guard(where.get_device_index());
   stream = current_stream(where.get_device_index());
   const int unusable = mk::cuda::use_device(where.get_device_index());
@@ -69,7 +69,7 @@ void on_gpu(int (*launch)(const Args&, void* stream), const Args& args, const Te
 
 }  // namespace mk::binding
 
-// MK_KERNEL(name, Args) declares what a room's cpu.cpp and cuda.cu define: mk::cpu::name(const Args&) and
+// MK_KERNEL(name, Args) declares what an operation's cpu.cpp and cuda.cu define: mk::cpu::name(const Args&) and
 // mk::cuda::name(const Args&, void* stream), which returns 0 or a CUDA error.
 #define MK_KERNEL(name, Args)            \
   MK_CPU_KERNEL(name, Args)              \

@@ -10,7 +10,7 @@
 #define MK_HD inline __attribute__((always_inline))
 #endif
 
-// What a GPU runs: nvcc compiles it, or the emulator stands for the GPU.
+// Defined for code of a GPU: nvcc compiles it, or the emulator runs it in place of a GPU.
 #if defined(__CUDACC__) || defined(MK_EMULATED)
 #define MK_GPU
 #endif

@@ -286,7 +286,7 @@ inline void run_grid(const char* kernel, dim3 grid, dim3 size, std::function<voi
   m.threads = int(size.x * size.y * size.z), m.fault.clear();
   const bool empty = grid.x == 0 || grid.y == 0 || grid.z == 0;
   if (m.threads < 1 || m.threads > 1024 || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535 || empty)
-    throw std::runtime_error(std::string(kernel) + ": a GPU refuses this grid or block");
+    throw std::runtime_error(std::string(kernel) + ": a GPU rejects this grid or block");
   while (int(m.fibers.size()) < m.threads) m.fibers.push_back(new_fiber());
   for (int i = 0; i < m.threads; ++i)
     m.fibers[i]->thread = dim3(i % size.x, i / size.x % size.y, i / (size.x * size.y));

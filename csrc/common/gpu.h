@@ -10,7 +10,7 @@
 namespace mk::gpu {
 
 #if !defined(__CUDA_ARCH__)
-// A number off by up to `most` of itself. How far depends on its bits, so that a kernel repeats its results.
+// The number with a relative error of at most `most`, which depends on its bits: a kernel repeats its results.
 inline float inexact(float exact, double most) {
   const uint32_t hash = bits_of(exact) * 2654435761u >> 30;  // 0 to 3
   return float(double(exact) * (1.0 + most * (double(hash) / 1.5 - 1.0)));

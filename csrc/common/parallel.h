@@ -1,4 +1,4 @@
-// Loops on torch's own thread pool, so that torch's number of threads holds.
+// Loops on torch's own thread pool, so that torch's setting for the number of threads applies.
 #pragma once
 
 #include <atomic>
@@ -13,12 +13,12 @@ extern "C" int32_t torch_parallel_for(int64_t begin, int64_t end, int64_t grain,
 namespace mk {
 
 // Calls body(begin, end) for parts of [0, count), each of `grain` or more. The parts depend on the number of threads:
-// for a sum across them the caller must cut parts of a fixed size, or results would depend on it too.
+// a caller that sums across parts must use parts of a fixed size, or its result depends on that number too.
 template <class Body>
 inline void parallel_for(int64_t count, int64_t grain, const Body& body) {
   if (count <= 0) return;
   if (count <= grain) return body(int64_t(0), count);
-  // An exception cannot leave a thread: it is carried out by a flag.
+  // An exception cannot leave a thread, so a flag reports it.
   struct Run {
     const Body& body;
     std::atomic<bool> out_of_memory{false};

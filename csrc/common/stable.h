@@ -63,7 +63,7 @@ size_t aoti_torch_dtype_element_size(int32_t code);
 
 namespace mk::stable {
 
-// Below, torch's operations get the arguments that they have in 2.10. A later torch, told so, fills in what it added.
+// Calls below pass the arguments of torch 2.10, and this version: a later torch adds defaults for its new arguments.
 constexpr uint64_t kVersion = uint64_t(2) << 56 | uint64_t(10) << 48;
 
 inline std::string text_of(const char* text) { return text; }

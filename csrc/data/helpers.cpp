@@ -1,6 +1,6 @@
-// Index builders of megatron.data: loops that numpy cannot say quickly. Each has an exactly equal numpy twin in
-// megatron/data/index_builders.py or indexed/index_file.py, which the tests hold against it. No torch, no state;
-// threads share no word that one of them writes, so their number changes no result.
+// Index builders of megatron.data: loops that are slow in numpy. Each has an equal in numpy, in
+// megatron/data/index_builders.py or indexed/index_file.py, and tests compare their results. No torch, no state.
+// A thread never reads what another one writes, so the number of threads changes no result.
 //
 // The interface is plain C, called by megatron/data/helpers.py, which checks types and sizes: one library for every
 // Python. Functions return 0 or a negative Failure.
@@ -56,7 +56,7 @@ T load(const void* table, int64_t place) {
   return value;
 }
 
-// work(part, start, stop) for `threads` runs of [0, count), laid end to end. It must not throw.
+// work(part, start, stop) for `threads` consecutive ranges of [0, count). It must not throw.
 template <typename Work>
 void in_parts(int64_t count, int threads, const Work& work) {
   const auto part = [&](int number) { work(number, count * number / threads, count * (number + 1) / threads); };
@@ -80,7 +80,7 @@ int64_t sequence_bytes(const void* length_data, const void* offset_data, int64_t
   std::vector<char> bad(threads, 0);
   if (load<int64_t>(offset_data, 0) != 0) return -1;
   in_parts(last, threads, [&](int part, int64_t start, int64_t stop) {
-    uint64_t wrong = 0;  // unsigned, for there sums of any content of the file are defined
+    uint64_t wrong = 0;  // unsigned: then the sum of any content of the file is defined
     for (int64_t i = start; i < stop; ++i) {
       const int32_t length = load<int32_t>(length_data, i);
       const uint64_t end = load<uint64_t>(offset_data, i) + static_cast<uint64_t>(length * itemsize);
@@ -257,10 +257,10 @@ int shuffle(void* values, int64_t count, uint32_t* key, int position) {
 // ---- blend --------------------------------------------------------------------------------------------------
 // For sample i the dataset with the largest weight * max(i, 1) - taken, ties to the lowest number.
 //
-// With thousands of datasets the full scan is the cost. Over the next n samples at most n datasets lose ground, and all
-// others only gain. So the dataset that ranks n + 1 now is a lower bound of every maximum among these samples, and
-// whoever cannot reach it by the last of them need not be looked at. Rounding is monotone, so this is exact. It is
-// applied to blocks of blocks: the few that are left in a large one are what its small ones choose from.
+// With thousands of datasets, a full scan per sample would be slow. Over the next n samples, the value of at most n
+// datasets falls, and all others rise. So the value of the dataset that is n + 1st now is a lower bound of the maximum
+// at each of these samples. A dataset that cannot reach this bound by the last sample is not examined. Rounding is
+// monotone, so this is exact. Blocks are nested: a small block examines only the datasets that its large block kept.
 
 class Blend {
  public:

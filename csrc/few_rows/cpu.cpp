@@ -1,5 +1,5 @@
 // A product of a few rows, bound by reading the weight: one row of it at a time, from memory once. Reading several at a
-// time takes up to twice as long. What becomes of a row of x does not depend on the rows beside it.
+// time takes up to twice as long. The result for a row of x does not depend on the other rows.
 #include "../common/lanes.h"
 #include "../common/parallel.h"
 #include "math.h"
@@ -11,7 +11,7 @@ constexpr int64_t kTogether = 4;  // rows of x; for more, the row of the weight 
 
 template <class T, int64_t kRows>
 void times(const FewRows& a, const T* weight, const T* x, float* result) {
-  Floats even[kRows], odd[kRows];  // two sums each: one would wait for itself
+  Floats even[kRows], odd[kRows];  // two sums each: an addition to a single sum would wait for the one before
   for (int64_t row = 0; row < kRows; ++row) even[row] = odd[row] = 0.0f;
   int64_t at = 0;
   for (; at + 2 * kLanes <= a.in; at += 2 * kLanes) {

@@ -22,7 +22,7 @@ Tensor few_rows(const Tensor& x, const Tensor& weight, const std::optional<Tenso
   if (bias.has_value()) {
     check_contiguous(*bias, kName, "the bias");
     STD_TORCH_CHECK(bias->numel() == weight.size(0) && bias->scalar_type() == x.scalar_type(), kName,
-                    ": the bias has not the size and type of the result");
+                    ": the bias must have the size and type of the result");
   }
   std::vector<int64_t> shape = x.sizes();
   shape.back() = weight.size(0);

@@ -14,19 +14,19 @@ const void* data_of(const OptionalTensor& x) { return x.has_value() ? x->const_d
 void check_weight(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
   check_contiguous(weight, "norm", "the weight");
   STD_TORCH_CHECK(x.dim() > 0 && weight.dim() == 1 && weight.size(0) == x.size(-1),
-                  "norm: the weight has not the width of x");
+                  "norm: the weight must have the width of x");
   STD_TORCH_CHECK(weight.scalar_type() == x.scalar_type() || weight.scalar_type() == ScalarType::Float,
-                  "norm: the weight has neither the type of x nor float32");
+                  "norm: the weight must have the type of x or float32");
   if (!bias.has_value()) return;
   check_contiguous(*bias, "norm", "the bias");
   STD_TORCH_CHECK(bias->numel() == weight.numel() && bias->scalar_type() == weight.scalar_type(),
-                  "norm: the bias has not the size and type of the weight");
+                  "norm: the bias must have the size and type of the weight");
 }
 
 void check_like(const Tensor& other, const Tensor& x, const char* name) {
   check_contiguous(other, "norm", name);
   STD_TORCH_CHECK(other.numel() == x.numel() && other.scalar_type() == x.scalar_type(), "norm: ", name,
-                  " has not the size and type of x");
+                  " must have the size and type of x");
 }
 
 struct Normed {

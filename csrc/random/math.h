@@ -1,4 +1,4 @@
-// Random values by index: the formulas of megatron/ops/random_values.py, operation for operation, so that both give the
+// Random values by index: the formulas of megatron/model/random_values.py, operation for operation, so both give the
 // same bits. Only 64-bit integers and + - * / and square root of float64, none of them fused.
 #pragma once
 

@@ -9,13 +9,13 @@ namespace {
 void check_angles(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   check_contiguous(cos, "rope", "cos");
   check_contiguous(sin, "rope", "sin");
-  STD_TORCH_CHECK(x.dim() == 4 && cos.dim() == 4 && sin.dim() == 4, "rope: x, cos and sin have not four dimensions");
-  STD_TORCH_CHECK(x.size(3) <= 1 || x.stride(3) == 1, "rope: the channels of a head do not stand together");
+  STD_TORCH_CHECK(x.dim() == 4 && cos.dim() == 4 && sin.dim() == 4, "rope: x, cos and sin must have four dimensions");
+  STD_TORCH_CHECK(x.size(3) <= 1 || x.stride(3) == 1, "rope: the channels of a head must be contiguous");
   STD_TORCH_CHECK((cos.size(0) == 1 || cos.size(0) == x.size(0)) && cos.size(1) == x.size(1) && cos.size(2) == 1 &&
                       2 * cos.size(3) <= x.size(3),
                   "rope: cos does not fit x");
   STD_TORCH_CHECK(cos.scalar_type() == x.scalar_type() || cos.scalar_type() == ScalarType::Float,
-                  "rope: cos has neither the type of x nor float32");
+                  "rope: cos must have the type of x or float32");
   bool alike = sin.scalar_type() == cos.scalar_type();
   for (int64_t i = 0; i < 4; ++i) alike = alike && sin.size(i) == cos.size(i);
   STD_TORCH_CHECK(alike, "rope: cos and sin differ in size or type");

@@ -16,9 +16,9 @@ from torch import Tensor
 from megatron.distributed.rng import stream_seed
 from megatron.utils.dtype import widened
 
-_ROWS = {"cpu": 128}  # queries at a time
+_ROWS = {"cpu": 128}  # number of queries processed at a time
 _ROWS_ACCELERATOR = 1024
-_SCORES = 1 << 26  # upper limit of scores at a time
+_SCORES = 1 << 26  # upper limit of the number of scores at a time
 _HEADROOM = 64.0  # fp16 scores are computed divided by 64, so that none overflows; a power of two is exact
 
 
@@ -33,7 +33,7 @@ class Softmax:
 
 @dataclass(frozen=True)
 class Pair:
-    """Chunk of queries and chunk of keys that starts no later."""
+    """Chunk of queries, and a chunk of keys that starts no later in the sequence."""
 
     query_chunk: int
     key_chunk: int
@@ -52,8 +52,9 @@ class Pair:
         return min(keys, self.distance + stop)
 
     def hidden(self, start: int, stop: int, keys: int, device: torch.device) -> tuple[int, Tensor] | None:
-        """Mask of queries start..stop over the first `keys` keys: (index of its first key, before which all keys are
-        visible; true where hidden, [batch or 1, 1, 1, rows, keys from there on])."""
+        """Mask of queries start..stop over the first `keys` keys: (index of the mask's first key, mask [batch or 1, 1,
+        1, rows, keys from that index on]). The mask is true where a key is hidden; keys before its first are visible.
+        None if all keys are visible."""
         parts, first = [], 0
         if self.query_documents is not None and self.key_documents is not None:
             parts.append(self.query_documents[:, start:stop, None] != self.key_documents[:, None, :keys])
@@ -65,14 +66,15 @@ class Pair:
         return (first, reduce(torch.logical_or, parts)[:, None, None]) if parts else None
 
     def _distances(self, start: int, stop: int, first: int, keys: int, device: torch.device) -> Tensor:
-        """[1, rows, keys from `first` on]."""
+        """Number of tokens from each key to each query, [1, rows, keys from `first` on]."""
         query = torch.arange(start + self.distance, stop + self.distance, device=device).unsqueeze(1)
         return (query - torch.arange(first, keys, device=device))[None]
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, pair: Pair, softmax: Softmax) -> tuple[Tensor, Tensor]:
     """query [batch, heads, queries, d], key and value [batch, groups, keys, d] -> result [batch, heads, queries, d] and
-    log-sum-exp of the scores [batch, heads, queries], both wide. A query that sees no key gives 0 and -inf."""
+    log-sum-exp of the scores [batch, heads, queries], both in at least fp32. A query that sees no key gives 0 and
+    -inf."""
     wide = torch.promote_types(query.dtype, torch.float32)
     result = torch.empty_like(query, dtype=wide, memory_format=torch.contiguous_format)
     log_sum = query.new_empty(query.shape[:3], dtype=wide)
@@ -172,7 +174,7 @@ def _softmax(scores: Tensor, may_hide_all: bool) -> tuple[Tensor, Tensor]:
 
 
 def _kept(probabilities: Tensor, pair: Pair, start: int, softmax: Softmax) -> Tensor | None:
-    """Dropout factors, 0 or 1 / (1 - p), the same in every call."""
+    """Dropout factors, 0 or 1 / (1 - p): the same in forward and backward. None without dropout."""
     if softmax.dropout_p == 0.0:
         return None
     generator = torch.Generator(probabilities.device)

@@ -1,5 +1,5 @@
-"""All-gather attention: every rank gathers all keys and values, in one message per layer. It needs memory for all
-keys."""
+"""All-gather attention: every rank gathers all keys and values, in one message per layer. This needs memory for all
+keys and values."""
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,12 @@ from megatron.model.attention import CoreAttention
 from megatron.model.attention_mask import Window, attention_mask
 from megatron.ops.softmax import causal_mask
 
-_SEQUENCE = 2  # of [batch, heads, seq, d]
+_SEQUENCE = 2  # the dimension of the sequence in [batch, heads, seq, d]
 
 
 class GatheredAttention(nn.Module):
-    """Attends from each of the rank's two chunks of queries to all keys up to its end, by the plain core attention."""
+    """Computes attention of each of the rank's two chunks of queries to all keys up to the chunk's end, with the plain
+    core attention."""
 
     def __init__(self, core: CoreAttention, cp: Axis, window: Window) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class GatheredAttention(nn.Module):
         return torch.cat(results, _SEQUENCE)
 
     def _all(self, own: Tensor) -> Tensor:
-        """[2, batch, groups, seq / ranks, d] of every rank -> [2, batch, groups, seq, d], in the order of the
+        """Gathers [2, batch, groups, seq / ranks, d] of every rank to [2, batch, groups, seq, d], in the order of the
         sequence."""
         cp, dim = self.cp, 1 + _SEQUENCE
         return collectives.differentiable(

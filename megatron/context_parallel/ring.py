@@ -54,8 +54,9 @@ class _Ringed:
     look_back: int | None
 
     def pairs(self, owner: int, chunk: int, document_ids: Tensor | None) -> Iterator[tuple[int, int, Pair]]:
-        """Yields (index of my chunk, index of the owner's chunk, their `Pair`) of all pairs in which a query may see a
-        key. In my own block each chunk is paired with itself first, so that every query has seen a key from then on."""
+        """Yields (index of this rank's chunk, index of the owner's chunk, their `Pair`) of all pairs in which a query
+        may see a key. In this rank's own block, each chunk is paired with itself first, so that every query has seen a
+        key when later pairs are merged."""
         mine, theirs = chunks_of(self.cp.rank, self.cp.size), chunks_of(owner, self.cp.size)
         for q, query_chunk in enumerate(mine):
             for k, key_chunk in sorted(enumerate(theirs), reverse=True):
@@ -72,7 +73,8 @@ def _chunk(document_ids: Tensor | None, number: int, size: int) -> Tensor | None
 
 
 def _rotation(block: Tensor, cp: Axis) -> Iterator[tuple[int, Tensor]]:
-    """Yields (owner, block) of every rank, my own first; the next block is received meanwhile."""
+    """Yields (owner, block) of every rank, this rank's own first. The next block is received while the caller uses the
+    current one."""
     for step in range(cp.size):
         last = step == cp.size - 1
         arriving = None if last else collectives.start_shift(block, cp)
@@ -124,5 +126,5 @@ class _Ring(Function):
                 grad_block += arriving.wait()
             arriving = collectives.start_shift(grad_block, ring.cp)
         assert arriving is not None
-        grad_key, grad_value = arriving.wait().to(key.dtype)  # the last shift returns my own block's gradients
+        grad_key, grad_value = arriving.wait().to(key.dtype)  # the last shift returns the own block's gradients
         return grad_query.to(query.dtype), grad_key, grad_value, None, None

@@ -70,14 +70,14 @@ def _tokens_shape(batch: Batch, cp: Axis) -> torch.Size:
     shape = shape_of(batch) if isinstance(batch.get("tokens", batch.get("position_ids")), Tensor) else torch.Size()
     if len(shape) != 2:
         raise ConfigError(
-            f"{CP_FLAG} {cp.size}: a batch must have 'tokens' [batch, seq] to be cut, and has only "
+            f"{CP_FLAG} {cp.size}: only a batch with 'tokens' [batch, seq] can be split over ranks, but this one has "
             f"{', '.join(map(str, batch))}; use {CP_FLAG} 1 for other data"
         )
     if shape[1] % (2 * cp.size):
         lengths = " or ".join(map(str, nearest_multiples(shape[1], 2 * cp.size)))
         raise ConfigError(
             f"{CP_FLAG} {cp.size}: samples of {shape[1]} tokens are not divisible into {2 * cp.size} equal chunks; "
-            f"make them {lengths} long"
+            f"use samples of {lengths} tokens"
         )
     return shape
 
@@ -92,8 +92,8 @@ def _reordered(x: Tensor, order: list[int], dim: int) -> Tensor:
 
 
 class ContextAttention(Protocol):
-    """Core attention whose queries are this rank's part of the sequence. Once per pass, `visible` computes the
-    arguments `mask` and `causal` of its calls in all layers. Their meaning is private to each implementation."""
+    """Core attention whose queries are this rank's part of the sequence. `visible` is called once per pass and returns
+    the arguments `mask` and `causal` for the calls in all layers. Each implementation gives them its own meaning."""
 
     @staticmethod
     def visible(
@@ -102,7 +102,7 @@ class ContextAttention(Protocol):
 
 
 class SharedSequence(SequenceView):
-    """The model's view of this rank's part. `document_ids` cover the whole sequence."""
+    """View of a sequence of which each rank holds a part. `document_ids` cover the whole sequence."""
 
     def __init__(self, cp: Axis, attention: type[ContextAttention]) -> None:
         self.cp, self.attention = cp, attention

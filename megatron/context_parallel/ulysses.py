@@ -14,7 +14,8 @@ from megatron.model.attention_mask import Window, attention_mask
 
 
 class UlyssesAttention(nn.Module):
-    """Computes attention with split heads. KV heads are repeated if there are fewer of them than ranks."""
+    """Computes attention with split heads. KV heads are repeated if their number is not a multiple of the number of
+    ranks."""
 
     def __init__(self, core: CoreAttention, cp: Axis, window: Window) -> None:
         super().__init__()

@@ -12,8 +12,8 @@ from megatron.utils.dtype import resolved
 
 @torch.no_grad()
 def broadcast_parameters(tensors: Iterable[tuple[str, Tensor]], dp: Axis, through: torch.device | None = None) -> None:
-    """Copies the first rank's values to the other ranks of the axis, for models that each rank initialised. `through`:
-    the device that sends them; default: the tensors' own."""
+    """Copies the first rank's values to the other ranks of the axis, so that all ranks start with the same weights.
+    Values are sent on the device `through`; default: each tensor's own device."""
     if dp.size == 1:
         return
     for _, tensor in tensors:
@@ -25,7 +25,7 @@ def broadcast_parameters(tensors: Iterable[tuple[str, Tensor]], dp: Axis, throug
 
 @torch.no_grad()
 def share_buffers(module: nn.Module, dp: Axis) -> None:
-    """Broadcasts the first rank's buffers, in one message."""
+    """Broadcasts the module's buffers from the first rank, in one message."""
     if dp.size == 1:
         return
     buffers = sorted(module.buffers(), key=lambda one: -one.element_size())  # keeps every buffer aligned to its dtype

@@ -1,4 +1,5 @@
-"""Store of weights that every data-parallel rank holds whole: gradients in buckets, summed once per step.
+"""Store for weights that every data-parallel rank holds whole. Gradients are in buckets, which are summed once per
+step.
 
     store = BucketStore(model.named_parameters(), state.dp)
     store.zero()
@@ -7,9 +8,9 @@
         loss(batch).backward()
     store.reduce()                    # a SUM over the ranks: the loss decides what to divide by
 
-A hook on every parameter moves its gradient into the buffer; backward itself is torch's. Half-precision gradients are
-accumulated in fp32. On one rank, a parameter with the dtype of its gradients needs no buffer: its gradient stays
-in `parameter.grad`, as in single-process training.
+A hook on every parameter moves its gradient into the buffer during torch's backward pass. By default, half-precision
+gradients are accumulated in fp32. On a single rank, a parameter whose gradients are accumulated in its own dtype needs
+no buffer: its gradient stays in `parameter.grad`.
 
 A parameter without a gradient counts as having a zero gradient, on every rank and in every layout.
 """
@@ -31,9 +32,11 @@ from megatron.state.store import FlatRun
 from megatron.utils.dtype import HALF
 
 DEFAULT_BUCKET_SIZE = 40_000_000
-"""Elements of a bucket: few messages without overlap, and small enough for an early first message with it."""
+"""Default number of elements in a bucket: large, so that messages are few; but with overlap, the first message must
+start early."""
 _SCRATCH_SIZE = 1 << 20
-"""Elements widened at a time when a half gradient is added to fp32: stays in the cache, three times faster."""
+"""Number of elements converted to fp32 at a time when a half-precision gradient is added to an fp32 one. They fit in
+the CPU's cache, which is three times faster."""
 
 
 class BucketStore(TrainingStore):
@@ -58,15 +61,18 @@ class BucketStore(TrainingStore):
     ) -> None:
         """Registers hooks on `params`, whose gradients are summed over `dp` in few large messages.
 
-        - `axes`: axis to sum over, for parameters (such as experts) that use another than `dp`.
-        - `replicas`: with `divided`, also sum over this axis: the ranks of other instances that update the same chunk.
-        - `apart`: parameters with a bucket of their own, so that it is divided equally on all stages that hold them.
-        - `flat`: keep every gradient in a buffer, even where `parameter.grad` would do.
-        - `divided` (ZeRO-1): each rank gets only the sum of its own chunk of every buffer, and updates that.
+        - `axes`: parameter name -> axis to sum over, for parameters (such as experts) that use another axis than `dp`.
+        - `replicas`: with `divided`, second axis to sum over: the ranks that update the same chunk in the instances of
+          the optimizer.
+        - `apart`: names of parameters that get a bucket of their own, so that all stages with a copy divide it in the
+          same way.
+        - `flat`: keep every gradient in a buffer, even where `parameter.grad` would be enough.
+        - `divided` (ZeRO-1): each rank receives only the sum of its chunk of every buffer, and updates only these
+          weights.
         - `in_own_type`: accumulate gradients in their parameter's dtype, half precision included.
         - `accumulate`: a matrix product that adds its result to a buffer.
         - `late_gather`: a model whose next forward pass overlaps the all-gather of its divided weights.
-        - `counts_lacking`: count in each bucket's message the ranks that lack one of its gradients.
+        - `counts_lacking`: each bucket's message also counts the ranks that lack one of the bucket's gradients.
         """
         replicas = replicas or Axis.single("replicate")
         self.overlap = overlap and dp.size * replicas.size > 1
@@ -79,7 +85,7 @@ class BucketStore(TrainingStore):
             dtype = accumulation_dtype(parameter, in_own_type)
             self._collect(GradientSlot(name, parameter, axis, replicas, dtype, dtype == parameter.dtype, name in apart))
         in_buffers = (slot for slot in reversed(self._slots.values()) if flat or not slot.fits_its_parameter)
-        assert not (counts_lacking and replicas.size > 1), "the counts of other instances are not added"
+        assert not (counts_lacking and replicas.size > 1), "counts_lacking needs a single instance of the optimizer"
         self._buckets = make_buckets(in_buffers, bucket_size, divided, counts_lacking)
         self.names = tuple(self._slots)
         self.device = next((slot.parameter.device for slot in self._slots.values()), torch.device("cpu"))
@@ -138,8 +144,9 @@ class BucketStore(TrainingStore):
         return slot.own
 
     def runs(self) -> list[FlatRun]:
-        """Runs of each gradient buffer and its weights, which become views of a flat tensor."""
-        assert self.flat, "the gradients of some parameters are not in buffers"
+        """Returns one `FlatRun` per bucket, with this rank's gradients and weights. The weights become views of a flat
+        tensor."""
+        assert self.flat, "some gradients are not in buffers; make the store with flat=True"
         return [bucket.run for bucket in self._buckets]
 
     def flat_grads(self) -> Iterator[tuple[str, Tensor]]:
@@ -172,7 +179,7 @@ class BucketStore(TrainingStore):
 
     @torch.no_grad()
     def fill_with_zeros(self) -> None:
-        """Zeros every buffer and marks it as filled. Call it after `zero()`, if gradients are only ever added."""
+        """Zeros every buffer and marks it as filled, for code that adds to every gradient. Call it after `zero()`."""
         for bucket in self._buckets:
             bucket.buffer.zero_()
         for slot in self._slots.values():
@@ -182,7 +189,8 @@ class BucketStore(TrainingStore):
 
     @torch.no_grad()
     def put(self, parameter: nn.Parameter, grad: Tensor, x: Tensor) -> None:
-        """Adds the gradient grad.t() @ x, given as its two factors instead of by backward."""
+        """Adds the gradient grad.t() @ x of a parameter. A layer passes these two factors instead of letting autograd
+        multiply them."""
         slot = self._slot_of.get(id(parameter))
         view = None if slot is None else slot.view
         if slot is None or view is None:
@@ -206,7 +214,7 @@ class BucketStore(TrainingStore):
 
     def _start_reduce(self) -> None:
         """Starts the remaining sums, in the same order on every rank."""
-        assert not self._reduced, "reduce() twice in one step would sum the sums: call zero() first"
+        assert not self._reduced, "reduce() was called twice in one step; call zero() first"
         self.wait_for_weights()  # weights that this step did not use
         self._reduced = True
         for name, slot in self._slots.items():
@@ -263,12 +271,12 @@ class BucketStore(TrainingStore):
         return slot.parameter.grad
 
     def _stand_in(self, slot: GradientSlot) -> Tensor | None:
-        """Value of `parameter.grad` between passes if it is not the view."""
+        """Value of `parameter.grad` between passes if it is not the view of the buffer."""
         del slot
         return None
 
     def _check_open(self, slot: GradientSlot) -> None:
-        assert self._buckets[slot.bucket].gathering is None, f"{slot.name} was used while its weights were gathered"
+        assert self._buckets[slot.bucket].gathering is None, f"{slot.name}: got a gradient during its all-gather"
         if self._buckets[slot.bucket].launched or self._reduced:
             raise RuntimeError(
                 f"a gradient of {slot.name} arrived after its sum over the ranks had begun. Call zero() at the start "
@@ -292,9 +300,9 @@ class BucketStore(TrainingStore):
                 self._launch_next()
 
     def _launch_next(self) -> None:
-        """Reduces the next bucket. The order is the same on every rank, whatever the order of backward, because
-        collectives must match. Then starts the previous bucket's sum over the instances of the optimizer: its sum
-        within the instance, which this needs, has had time to complete."""
+        """Reduces the next bucket, then starts the previous bucket's sum over the instances of the optimizer. That sum
+        needs the previous bucket's sum within the instance, which has had time to complete. All ranks reduce the
+        buckets in the same order, because collectives must match."""
         bucket = self._buckets[self._next_bucket]
         lacking = [name for name in bucket.places if not self._slots[name].filled]
         for name in lacking:
@@ -314,13 +322,14 @@ class BucketStore(TrainingStore):
 
 
 def accumulation_dtype(parameter: nn.Parameter, own: bool = False) -> torch.dtype:
-    """Dtype in which gradients are accumulated: the parameter's with `own`, else fp32 for half precision."""
+    """Dtype in which gradients are accumulated: fp32 for a parameter in half precision, unless `own` is set; otherwise
+    the parameter's dtype."""
     halved = parameter.dtype in HALF
     return torch.float32 if halved and not own else parameter.dtype
 
 
 class Adder:
-    """Adds tensors in the dtype of the sum; half tensors are added to fp32 in parts that fit the cache."""
+    """Adds a gradient to a sum, in the sum's dtype. A CPU converts the gradient in parts that fit in its cache."""
 
     def __init__(self) -> None:
         self._scratch: Tensor | None = None

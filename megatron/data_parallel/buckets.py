@@ -14,7 +14,7 @@ from megatron.state.division import Division
 from megatron.state.store import Buffer
 
 _ALIGNED = 64
-"""Alignment, in elements, of a rank's chunk of a divided bucket: whole vectors, wherever it begins."""
+"""Alignment, in elements, of a rank's chunk of a divided bucket, so that each chunk begins at a whole vector."""
 
 
 @dataclass(eq=False)
@@ -24,19 +24,20 @@ class GradientSlot:
     name: str
     parameter: nn.Parameter
     axis: Axis
-    """Axis that its gradient is summed over, and with ZeRO divided over."""
+    """Axis over which the gradient is summed and, with ZeRO, divided."""
     replicas: Axis
-    """Axis that the sum is then summed over: the ranks with the same share, one in each instance."""
+    """Axis over which these sums are then summed: the ranks with the same share, one in each instance of the
+    optimizer."""
     dtype: torch.dtype
-    """Dtype in which its gradients are accumulated."""
+    """Dtype in which the gradient is accumulated."""
     shown: bool
-    """True if `parameter.grad` is the view between passes."""
+    """True if `parameter.grad` is `view` between passes."""
     apart: bool = False
     """True for a parameter with a bucket of its own."""
     view: Tensor | None = None
     """Part of the bucket for this gradient; None if the gradient stays in `parameter.grad`."""
     own: Tensor | None = None
-    """Part of the view that this rank updates: all, or a piece of a divided bucket. Made once, not in every step."""
+    """Part of `view` that this rank updates: all of it, or this rank's piece if the bucket is divided."""
     bucket: int = -1
     division: Division | None = None
     filled: bool = False
@@ -44,7 +45,7 @@ class GradientSlot:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Key of parameters that may share a bucket."""
+        """Key that is equal for all parameters that may share a bucket."""
         return self.dtype, self.parameter.dtype, self.parameter.device, self.axis.name
 
     @property
@@ -55,13 +56,14 @@ class GradientSlot:
 
 @dataclass(eq=False, kw_only=True)
 class Bucket(Buffer):
-    """Buffer that is sent in one message, in reverse order of the model: backward fills it from the front."""
+    """Gradient buffer that is sent in one message. Parameters are in the model's reverse order: backward fills the
+    front first."""
 
     axis: Axis
     replicas: Axis
     message: Tensor
-    """Tensor that is summed: the buffer, and optionally one more element, the number of ranks that lack a gradient of
-    it."""
+    """Tensor that is summed: the buffer and, optionally, a last element with the number of ranks that lack a
+    gradient."""
     arrived: set[str] = field(default_factory=set)
     launched: bool = False
     pending: collectives.Pending | None = None
@@ -69,13 +71,13 @@ class Bucket(Buffer):
 
     @cached_property
     def count(self) -> Tensor | None:
-        """Number of ranks that lack one of its gradients: the last element of the message. None if it is not
-        counted."""
+        """Number of ranks that lack one of the bucket's gradients: the last element of the message. None if they are
+        not counted."""
         return self.message[-1] if self.message.numel() > self.buffer.numel() else None
 
     @property
     def lacked(self) -> bool:
-        """True if any rank lacked one of its gradients. Valid after the sum; the same on all ranks."""
+        """True if any rank lacked one of the bucket's gradients. Valid after the sum; the same on all ranks."""
         assert self.count is not None
         return self.count.item() != 0
 
@@ -125,9 +127,10 @@ class Bucket(Buffer):
 
 
 def make_buckets(slots: Iterable[GradientSlot], size: int, divided: bool, counts: bool = False) -> list[Bucket]:
-    """Groups the parameters, in the given order, into buckets of one kind and at least `size` elements. Buckets are
-    ordered by the arrival of their last gradient. `counts`: undivided buckets count the ranks that lack a gradient."""
-    assert size > 0, f"bucket size {size}"
+    """Groups the parameters, in the given order, into buckets of one kind. A bucket is full at `size` elements. Buckets
+    are ordered by the arrival of their last gradient. `counts`: undivided buckets count the ranks that lack a
+    gradient."""
+    assert size > 0, f"bucket size {size} is not positive"
     closed: list[list[GradientSlot]] = []
     open_: dict[tuple[object, ...], list[GradientSlot]] = {}
     order: dict[str, int] = {}
@@ -178,5 +181,5 @@ def _make_bucket(number: int, members: list[GradientSlot], divided: bool, counts
 
 def _strides_of_gradient(parameter: nn.Parameter) -> tuple[int, ...]:
     """Strides that autograd gives this parameter's gradient: the parameter's own (channels_last, say), if they leave no
-    gaps. Fused optimizers read both in memory order."""
+    gaps. Fused optimizers read parameter and gradient in memory order."""
     return torch.empty_like(parameter, device="meta").stride()

@@ -9,8 +9,8 @@
     sharded.publish()              # the next forward pass gathers the new weights
 
 The weights of a unit are gathered when its forward or backward pass begins. A rank keeps its shard of each parameter.
-If the model computes in half precision, the shard is in fp32 and is also the optimizer's master. It is gathered in half
-precision: the model computes with the rounded master, as without ZeRO.
+If the model computes in half precision, the shard is in fp32 and is also the optimizer's master. Shards are gathered in
+half precision: the model computes with the rounded master, as without ZeRO.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from megatron.state.store import FlatRun, run_alone
 
 @dataclass(frozen=True)
 class _Divided:
-    """One parameter; this rank has some of its rows."""
+    """Parameter of which this rank holds some rows."""
 
     parameter: nn.Parameter
     """A DTensor."""
@@ -55,7 +55,7 @@ class _Divided:
 
 
 class FullySharded(TrainingStore):
-    """Store with divided weights."""
+    """Store whose weights and gradients are divided over the ranks."""
 
     def __init__(
         self,
@@ -68,14 +68,14 @@ class FullySharded(TrainingStore):
     ) -> None:
         """Divides the parameters of a model in place. The last unit is the whole model, which computes on `device`. If
         the model is on the meta device, the shards are allocated without values. With `keep_gathered` (ZeRO 2) weights
-        stay gathered until they are updated. With `on_host`, shards and their gradients are in host memory. The axis
-        `replicas` has the ranks of other instances that keep the same shards."""
-        assert not (keep_gathered and on_host), "weights that stay gathered are on the device"
+        stay gathered until they are updated. With `on_host`, shards and their gradients are in host memory. `replicas`:
+        axis of the ranks that keep the same shards, one in each instance of the optimizer."""
+        assert not (keep_gathered and on_host), "keep_gathered: gathered weights are on the device, not on the host"
         self._units, self.device, self._replicas = list(units), device, replicas
         model = units[-1].module
         self.dtype = _only_dtype(model)
         described = {name: _described(parameter) for name, parameter in model.named_parameters()}
-        refuse_hooks(model.named_parameters(), "leave it out, or use stage 1")
+        refuse_hooks(model.named_parameters(), "remove the hook, or use ZeRO stage 1")
         divide(self._units, keep_gathered, self.dtype, device, on_host)
         if any(parameter.is_meta for parameter in model.parameters()):
             make_memory(model, device, on_host)
@@ -91,17 +91,17 @@ class FullySharded(TrainingStore):
         self.grad_dtypes = {name: one.parameter.dtype for name, one in self._divided.items()}
         for name in self.all_names:
             start, stop = self.held(name)
-            assert self.weight(name).numel() == stop - start, f"{name}: torch divides it in another way"
+            assert self.weight(name).numel() == stop - start, f"{name}: torch divided it differently"
         self.flat = not on_host
         trained = {name: self._divided[name].parameter for name in self.names}
         self._grads: InOneBuffer | OnHost = OnHost(trained) if on_host else InOneBuffer(trained)
 
     def parameter(self, name: str) -> nn.Parameter:
-        """Whole parameter as a description on the meta device."""
+        """Parameter in its whole shape, on the meta device."""
         return self._divided[name].described
 
     def weight(self, name: str) -> Tensor:
-        """[elements of this rank's rows], or the whole parameter in its own shape."""
+        """This rank's rows as a flat tensor, or the whole parameter in its own shape if it is not divided."""
         rows = local(self._divided[name].parameter)
         return rows if self.divisions[name] is None else rows.view(-1)
 
@@ -110,7 +110,8 @@ class FullySharded(TrainingStore):
         return grad if self.divisions[name] is None else grad.view(-1)
 
     def runs(self) -> list[FlatRun]:
-        """Runs of one shard each: gradients are in one buffer, but fully_shard decides where the weights are."""
+        """Returns one `FlatRun` per shard: the gradients are in one buffer, but `fully_shard` decides where the weights
+        are."""
         return [run_alone(self, name) for name in self.names]
 
     def multiply(self, factor: Tensor | float) -> None:
@@ -132,7 +133,7 @@ class FullySharded(TrainingStore):
 
     @torch.no_grad()
     def take(self, name: str, whole: Tensor) -> None:
-        """Sets this rank's part."""
+        """Copies this rank's part of a whole weight into its shard."""
         self.weight(name).copy_(self.part_of(name, whole))
 
     def zero(self) -> None:
@@ -145,7 +146,7 @@ class FullySharded(TrainingStore):
             self._grads.sum_over(self._replicas)
 
     def publish(self) -> None:
-        """Marks the gathered weights as stale."""
+        """Frees the gathered weights, which are out of date; the next forward pass gathers the new ones."""
         for unit in self._units:
             sharded(unit.module).reshard()
 
@@ -156,8 +157,8 @@ def _only_dtype(model: nn.Module) -> torch.dtype:
     if len(dtypes) > 1:
         listed = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise ConfigError(
-            f"--zero-stage: stages 2 and 3 gather all weights in one type, but this model's are {listed}; cast "
-            "it to one of them, or use --zero-stage 1"
+            f"--zero-stage: stages 2 and 3 need all weights in one dtype, but this model's are {listed}; cast "
+            "the model to one of them, or use --zero-stage 1"
         )
     return dtypes.pop()
 

@@ -61,7 +61,8 @@ class LateGather:
 
 
 class _Order(TorchDispatchMode):
-    """Checks each first use of a weight in the first passes, until all have been waited for."""
+    """Raises a ConfigError if the model uses a weight before the hook that waits for its bucket. Active until every
+    bucket was waited for once."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         super().__init__()
@@ -82,15 +83,16 @@ class _Order(TorchDispatchMode):
         for tensor in tree_leaves((args, kwargs)):
             bucket = self.due.get(tensor.untyped_storage()._cdata) if isinstance(tensor, Tensor) else None
             if bucket is not None:
+                name = bucket.name_at(tensor.storage_offset())
                 raise ConfigError(
-                    f"--overlap-param-gather: the model uses {bucket.name_at(tensor.storage_offset())} before the part "
-                    "that it is registered in, so updated weights could come too late; leave --overlap-param-gather out"
+                    f"--overlap-param-gather: the model uses {name} before it calls the module that registers {name}, "
+                    "so the updated weight may not have arrived; remove --overlap-param-gather"
                 )
         return func(*args, **(kwargs or {}))
 
 
 def repeated_units(model: nn.Module) -> Iterator[nn.Module]:
-    """Repeated parts of a model, the outermost ones."""
+    """Repeated modules of a model, such as its layers: the outermost ones."""
     for child in model.children():
         listed = isinstance(model, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         if listed and not isinstance(child, nn.ModuleList | nn.ModuleDict):  # containers are never called

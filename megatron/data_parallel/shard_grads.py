@@ -1,4 +1,4 @@
-"""Storage of shards' gradients: `fully_shard` accumulates into `parameter.grad`, or copies it to the host."""
+"""Storage for the gradients of shards, which `fully_shard` accumulates in `parameter.grad` or copies to the host."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -69,8 +69,8 @@ class InOneBuffer:
 
 
 class OnHost:
-    """Keeps the gradients in pinned host memory. The first gradient of a step is copied during the backward pass. Only
-    to add to an earlier gradient does `fully_shard` wait for a copy."""
+    """Keeps the gradients in pinned host memory. The first gradient of a step is copied during the backward pass.
+    `fully_shard` waits for a copy only if it adds to an earlier gradient."""
 
     def __init__(self, shards: Mapping[str, nn.Parameter]) -> None:
         """`shards`: DTensors."""

@@ -1,6 +1,7 @@
-"""Applies torch's `fully_shard` to the units of a model: sums in fp32, logged on their axis, in its process group.
+"""Applies torch's `fully_shard` to the units of a model. Sums are in fp32, in the axis's process group and its log.
 
-Functions import the torch modules that they need, because that takes a third of a second, which other ZeRO stages save.
+Functions import torch's sharding modules when they need them: the import takes a third of a second, which other ZeRO
+stages save.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +26,7 @@ HOOKS_OF_GRADIENTS = {
     "register_hook": "_backward_hooks",
     "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
 }
-"""Attributes in which torch stores a parameter's hooks, by the method that registers them."""
+"""Method that registers a hook on a parameter -> attribute in which torch stores the hook."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,14 @@ class Unit:
 
     module: nn.Module
     axis: Axis
-    """Ranks that divide them."""
+    """Ranks over which the parameters are divided."""
     stays_gathered: bool = False
     """True if weights stay gathered from the forward to the backward pass."""
     backward_needs_weights: bool = True
 
 
 def divide(units: Sequence[Unit], keep_gathered: bool, dtype: torch.dtype, device: torch.device, on_host: bool) -> None:
-    """Divides the parameters of all units in place; a unit comes after those inside it."""
+    """Divides the parameters of all units in place. A unit must come after the units inside it."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -83,11 +84,11 @@ def make_memory(model: nn.Module, device: torch.device, on_host: bool) -> None:
     model.to_empty(device="cpu")
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))  # some modules have reset theirs
+            setattr(module, name, buffer.to(device))  # keeps values that `to_empty` set again
 
 
 def _group(axis: Axis, device: torch.device) -> dist.ProcessGroup:
-    """Process group of an axis. A rank that shares its weights with no other gets a group of one, and sends nothing."""
+    """Process group of an axis. On an axis of one rank, this is a group of one, which sends nothing."""
     if axis.size > 1:
         return axis.group
     if not dist.is_initialized():
@@ -111,7 +112,8 @@ def sharded(module: nn.Module) -> "FSDPModule":
 
 
 def refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]], way_out: str) -> None:
-    """Raises a ConfigError that names a parameter with a gradient hook that was not taken over."""
+    """Raises a ConfigError if a parameter has a gradient hook, which `fully_shard` would not call. The hook
+    `taken_over` is accepted."""
     for name, parameter in parameters:
         for kind, attribute in HOOKS_OF_GRADIENTS.items():
             if any(hook is not taken_over for hook in (getattr(parameter, attribute) or {}).values()):
@@ -122,18 +124,19 @@ def refuse_hooks(parameters: Iterable[tuple[str, nn.Parameter]], way_out: str) -
 
 
 def taken_over(*_: Any) -> None:
-    """No-op in place of a hook that is called in another way."""
+    """Replaces a hook that the framework calls itself; does nothing."""
 
 
 def log_collectives(module: "FSDPModule", axis: Axis) -> None:
-    """Logs the collectives of this unit, which `fully_shard` divides over `axis`."""
+    """Adds the collectives of a unit to the log of `axis`, over which `fully_shard` divides the unit."""
     if axis.size > 1:
         module.set_custom_all_gather(_Gather(axis))  # type: ignore[arg-type]
         module.set_custom_reduce_scatter(_ReduceScatter(axis))  # type: ignore[arg-type]
 
 
 class _OwnBuffers:
-    """Implements torch's interface for custom collectives, whose base class not all versions export."""
+    """Implements torch's interface for custom collectives without its base class, which some torch versions do not
+    export."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis

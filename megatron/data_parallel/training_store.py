@@ -11,7 +11,7 @@ from megatron.state.store import Store
 
 class TrainingStore(Store):
     axes: Mapping[str, Axis]
-    """Ranks that hold the same parameter, whole or divided."""
+    """Parameter name -> axis of the ranks that hold the parameter, whole or divided."""
 
     def divided_over(self, name: str) -> Axis:
         """Ranks that hold the parts of a parameter; an axis of size 1 if every rank's part is whole."""
@@ -20,8 +20,8 @@ class TrainingStore(Store):
 
     @abstractmethod
     def whole_of(self, name: str, part: Tensor) -> Tensor:
-        """Assembles all ranks' parts in the parameter's shape; returns a whole part unchanged. A collective of
-        `divided_over`, whose ranks must request the same tensors in the same order."""
+        """Assembles all ranks' parts in the parameter's shape; returns a whole part unchanged. A collective over
+        `divided_over(name)`: its ranks must call it for the same parameters in the same order."""
 
     @abstractmethod
     def zero(self) -> None:
@@ -36,10 +36,11 @@ class TrainingStore(Store):
 
     @abstractmethod
     def publish(self) -> None:
-        """Starts the all-gather of the weights, after each rank updated its part."""
+        """Starts the all-gather of the weights, after each rank has updated its part."""
 
     def wait_for_weights(self) -> None:
-        """Waits for that all-gather, for readers outside of the model; a forward pass waits by itself."""
+        """Waits for the all-gather that `publish` started. Needed before weights are read outside of the model's
+        forward pass, which waits itself."""
 
     def close(self) -> None:
         """Removes hooks from the model. Divided weights stay divided."""

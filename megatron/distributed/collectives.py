@@ -20,7 +20,7 @@ _gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _PART = 1 << 20
-"""Elements per message between two members of gloo: one part is added while the next arrives."""
+"""Number of elements per message between two ranks with gloo: one part is added while the next arrives."""
 _SUM = dist.AllreduceOptions()  # an asynchronous sum
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -32,7 +32,7 @@ class Pending:
     result: Callable[[], torch.Tensor]
     works: Sequence[dist.Work] = ()
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Wraps each wait, for the axis's log."""
+    """Makes a context for each wait, which the axis's log records."""
     sent: torch.Tensor | None = None
     """Tensor that must not be freed until it is sent."""
 
@@ -63,7 +63,7 @@ def start_all_reduce(tensor: torch.Tensor, axis: Axis) -> Pending:
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
-    """Overwrites `tensor` with the one of axis rank `source`, and returns it."""
+    """Overwrites `tensor` with the tensor of axis rank `source`, and returns it."""
     if axis.size > 1:
         with axis.during("broadcast", tuple(tensor.shape)):
             dist.broadcast(as_bytes(tensor), axis.ranks[source], axis.group)
@@ -85,7 +85,7 @@ def start_broadcast(tensor: torch.Tensor, axis: Axis, source: int) -> Pending:
 
 
 def start_reduce(tensor: torch.Tensor, axis: Axis, target: int) -> Pending:
-    """Starts summing `tensor` into the one of axis rank `target`; other ranks' tensors are undefined afterwards."""
+    """Starts summing `tensor` into the tensor of axis rank `target`; other ranks' tensors are undefined afterwards."""
     if axis.size == 1:
         return Pending(lambda: tensor)
     operation = axis.begin("reduce", tuple(tensor.shape))
@@ -127,14 +127,17 @@ def start_gather_along(tensor: torch.Tensor, axis: Axis, dim: int) -> Pending:
 
 
 def scatter_sum(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """Reduce-scatters: returns this member's piece along `dim` of the sum. The axis size must divide `dim`."""
+    """Reduce-scatters: returns this member's piece along `dim` of the sum. The size of `dim` must be divisible by the
+    axis size."""
     return start_scatter_sum(tensor, axis, dim).wait()
 
 
 def start_scatter_sum(tensor: torch.Tensor, axis: Axis, dim: int) -> Pending:
     if axis.size == 1:
         return Pending(lambda: tensor)
-    assert tensor.shape[dim] % axis.size == 0, f"{tuple(tensor.shape)} along {dim} over {axis.size} ranks"
+    assert tensor.shape[dim] % axis.size == 0, (
+        f"{tuple(tensor.shape)} cannot be divided along dimension {dim} over {axis.size} ranks"
+    )
     if tensor.shape[:dim].numel() != 1:  # the pieces must be contiguous
         tensor = torch.stack(tensor.chunk(axis.size, dim))
         result = torch.empty_like(tensor[0])
@@ -201,7 +204,7 @@ def gather_into(output: torch.Tensor, tensor: torch.Tensor, axis: Axis, *, async
 def scatter_into(
     output: torch.Tensor, tensor: torch.Tensor, axis: Axis, op: Any, *, async_op: bool
 ) -> dist.Work | None:
-    """Reduce-scatters a flat tensor into `output`; `op` is torch's."""
+    """Reduce-scatters a flat tensor into `output`; `op`: one of torch's reductions."""
     if async_op:
         axis.begin("reduce_scatter", tuple(tensor.shape))
         return _scatter_flat(output, tensor, op, axis.group, async_op=True)
@@ -211,7 +214,9 @@ def scatter_into(
 
 def _chunks(flat: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
     """Chunks of a flat tensor: this member's first, then the others' in axis order."""
-    assert flat.dim() == 1 and flat.numel() % axis.size == 0, f"{tuple(flat.shape)} over {axis.size} ranks"
+    assert flat.dim() == 1 and flat.numel() % axis.size == 0, (
+        f"{tuple(flat.shape)} cannot be divided over {axis.size} ranks"
+    )
     chunks = list(flat.chunk(axis.size))
     return [chunks.pop(axis.rank), *chunks]
 
@@ -245,7 +250,7 @@ def all_to_all(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Exchanges tensor [members, ...]: entry i goes to member i; the result's entry i comes from member i."""
     if axis.size == 1:
         return tensor
-    assert tensor.shape[0] == axis.size, f"{tuple(tensor.shape)} for {axis.size} ranks"
+    assert tensor.shape[0] == axis.size, f"{tuple(tensor.shape)}: the first dimension must be {axis.size}"
     received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     with axis.during("all_to_all"):
         dist.all_to_all_single(received, tensor.contiguous(), group=axis.group)
@@ -279,10 +284,12 @@ def start_shift(tensor: torch.Tensor, axis: Axis) -> Pending:
 
 
 def own_piece(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """This member's piece of a tensor that all members hold; no communication."""
+    """Returns this member's piece of a tensor that all members hold, without communication."""
     if axis.size == 1:
         return tensor
-    assert tensor.shape[dim] % axis.size == 0, f"{tuple(tensor.shape)} along {dim} over {axis.size} ranks"
+    assert tensor.shape[dim] % axis.size == 0, (
+        f"{tuple(tensor.shape)} cannot be divided along dimension {dim} over {axis.size} ranks"
+    )
     return tensor.chunk(axis.size, dim)[axis.rank]
 
 

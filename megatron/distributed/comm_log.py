@@ -25,7 +25,7 @@ class CommOp:
     """Shape of the tensor, if it is the same on all members."""
 
     on_device: bool = False
-    """True for the host's wait for its device, which includes collectives launched there."""
+    """True if the host waits for its device, which may be running collectives."""
 
     def __str__(self) -> str:
         if self.on_device:
@@ -42,7 +42,7 @@ class CommLog:
     last: CommOp | None = None
     waiting: CommOp | None = None
     timed_out: CommOp | None = None
-    """Operation whose wait timed out."""
+    """Operation for which the wait timed out."""
     watched: bool = False
     """True if a heartbeat ends this rank when another one is lost, so that waiting for a busy rank needs no limit."""
     moved: float = field(default_factory=time.monotonic)

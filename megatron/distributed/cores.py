@@ -63,12 +63,12 @@ def set_threads(info: LaunchInfo, setting: int | None = None) -> int:
 def pin(info: LaunchInfo, cores: list[Core] | None = None) -> Core:
     """Pins this process, and the threads that it will start, to its share of the machine's cores."""
     if not hasattr(os, "sched_setaffinity"):
-        raise ConfigError("--cpu-pinning: this system does not let a process choose its cores; leave it out")
+        raise ConfigError("--cpu-pinning: this system does not let a process choose its cores; remove it")
     cores = usable_cores() if cores is None else cores
     share = len(cores) // info.local_world_size
     if share == 0:
         raise ConfigError(
-            f"--cpu-pinning: {info.local_world_size} ranks need a core each, and {len(cores)} are usable; leave it out"
+            f"--cpu-pinning: {info.local_world_size} ranks need a core each, but {len(cores)} are usable; remove it"
         )
     mine: Core = frozenset().union(*cores[info.local_rank * share : (info.local_rank + 1) * share])
     for thread in _threads():
@@ -85,7 +85,7 @@ def set_scheduling(choice: str, info: LaunchInfo) -> str:
     again at the next ones.
     """
     if hasattr(os, "sched_getscheduler") and os.sched_getscheduler(0) != os.SCHED_OTHER:
-        return "CPU scheduling: as this process was started; --cpu-scheduling does not change it"
+        return "CPU scheduling: as set when this process was started; --cpu-scheduling has no effect"
     if choice == "ordinary" or (choice == "auto" and info.local_world_size == 1):
         return "CPU scheduling: ordinary"
     if not hasattr(os, "SCHED_BATCH"):

@@ -49,9 +49,7 @@ def resolve_backend(setting: str | None, device: torch.device, asked: str = "--d
     own = dist.get_default_backend_for_device(device) if device.type != "cpu" else "gloo"
     chosen = setting or own
     if chosen != "gloo" and device.type == "cpu":
-        raise ConfigError(
-            f"{asked} {chosen}: needs an accelerator, and this run is on the CPU; use gloo, or leave it out"
-        )
+        raise ConfigError(f"{asked} {chosen}: needs an accelerator, but this run is on the CPU; use gloo, or remove it")
     if chosen not in ("gloo", own):
         raise ConfigError(f"{asked} {chosen}: does not support {device.type}; use {own} or gloo")
     if not dist.is_backend_available(chosen):

@@ -27,13 +27,13 @@ class RankStatus:
     text: str = ""
     """Error of a failed rank."""
     idle: float = 0.0
-    """Seconds since it last started or ended a communication."""
+    """Seconds since this rank last started or ended a communication."""
     waiting: CommOp | None = None
     timed_out: CommOp | None = None
     """Operation that did not end within --distributed-timeout-minutes."""
     last: CommOp | None = None
     explains: bool = False
-    """True if its collective has failed and it looks for the cause."""
+    """True if a collective of this rank has failed, and the rank looks for the cause."""
     counts: Mapping[str, int] = field(default_factory=dict)
     recent: Mapping[str, Sequence[CommOp]] = field(default_factory=dict)
 
@@ -61,8 +61,8 @@ def visible_process_state(status: RankStatus, host: str, pid_namespace: str) -> 
 
 
 def why_lost(status: RankStatus, silent: float, process: str | None, patience: float) -> str | None:
-    """Reason why a rank counts as lost; None while it may be alive. A running process without heartbeats is only slow
-    (its threads may be starved), which --distributed-timeout-minutes bounds."""
+    """Reason why a rank counts as lost; None while it may be alive. A running process without heartbeats counts as
+    slow, not as lost: its threads may wait for cores. --distributed-timeout-minutes limits that time."""
     if status.state == "left":
         return None
     if status.state == "failed":
@@ -114,7 +114,8 @@ def stuck_rank(statuses: Sequence[RankStatus]) -> str | None:
 
 def deadlock(statuses: Sequence[RankStatus], world: int, patience: float) -> str | None:
     """Describes a deadlock: all ranks have waited longer than `patience`, and none of them for a collective that all of
-    its members have started. Ranks that wait for their devices, which may be busy, must have `recent`."""
+    its members have started. If a rank waits for its device, its status must have `recent`: the device may just be
+    busy."""
     stuck = [
         status
         for status in statuses
@@ -152,7 +153,7 @@ def deadlock(statuses: Sequence[RankStatus], world: int, patience: float) -> str
 
 def _uneven(statuses: Sequence[RankStatus], patience: float) -> str | None:
     """Names two ranks with different numbers of begun collectives. A host that launches work on a device continues
-    after beginning a collective, so only the counts tell; in a long step they are equal."""
+    after beginning a collective, so only the counts show a difference; in a step that is merely long they are equal."""
     by_rank = {status.rank: status for status in statuses}
     for status in statuses:
         for axis, some in status.recent.items():

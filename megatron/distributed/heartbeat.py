@@ -3,8 +3,8 @@
 Once a second, each rank publishes its step, its phase and its current wait in the launcher's store, and checks the next
 rank. (Above 1024 ranks it does so less often, to keep the store's load constant.) A rank that has waited for long asks
 the rank in charge to check all ranks. A failure is announced to all ranks. Separate threads do this, because the
-training thread may hang in a collective. A rank that is merely slow is not ended: --distributed-timeout-minutes bounds
-that.
+training thread may hang in a collective. A rank that is only slow is not ended: --distributed-timeout-minutes limits
+its time.
 """
 
 import math
@@ -77,7 +77,9 @@ class Heartbeat:
         self._info, self._comm_log, self._where, self._on_end = info, comm_log, where, on_end
         self._interval = _interval(info.world_size)
         self._patience = max(patience, 3 * self._interval)
-        self._limit = limit  # seconds of a collective if the host waits for its device and no call times out
+        self._limit = (
+            limit  # longest time of a collective, in seconds, if the host waits for its device and no call times out
+        )
         self._keys = keys  # prefix in the store
         self._connect, self._now = connect or self._own_connection, now
         self._number = 0
@@ -279,9 +281,9 @@ class Heartbeat:
         self._end(kind, text, prints=True)
 
     def _end_by(self, announced: bytes) -> NoReturn:
-        """Ends this process because of an announcement, which its author prints. Another program may have written it,
-        and the status of the rank that it names. If the author is not seen to print it, the first rank of each machine
-        does; so does the named rank itself."""
+        """Ends this process because of an announcement, which the announcing rank prints. But another program may have
+        written the announcement, and the status of the rank that it names. Therefore the first rank of each machine
+        prints it too if that rank's status does not confirm it; so does the named rank itself."""
         found = parse_announcement(announced, self._info.world_size)
         if announced == self._announced:
             assert isinstance(found, Announcement)
@@ -366,7 +368,7 @@ def by_sigterm(where: tuple[int, str]) -> str:
     step, phase = where
     return (
         f"ended by SIGTERM at step {step}{f' ({phase})' if phase else ''}; start again with --load to continue from "
-        "the last checkpoint. --exit-signal-handler saves first"
+        "the last checkpoint. With --exit-signal-handler, a run saves before it ends"
     )
 
 

@@ -74,9 +74,12 @@ class Identity:
 
     def difference(self, other: "Identity", theirs: str, ours: str) -> str:
         names = [name for name in {**other.values, **self.values} if other.values.get(name) != self.values.get(name)]
-        told = [f"{name} is {other.told(name)} there and {self.told(name)} here" for name in names]
-        more = f", and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-        listed = ", ".join(told[:_MOST_NAMED])
+        told = [
+            f"{name} is {other.told(name)} on rank {other.rank} and {self.told(name)} on rank {self.rank}"
+            for name in names
+        ]
+        more = f"; and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        listed = "; ".join(told[:_MOST_NAMED])
         return f"{ours} {self.subject.verb} {theirs}: {listed}{more}; {self.subject.way_out}"
 
     def told(self, name: str) -> str:

@@ -26,8 +26,8 @@ class Interface:
 
 
 def interface_towards(host: str) -> Interface | None:
-    """Interface by which this machine reaches `host`. On the host itself, the default route's interface, or without one
-    the only interface that leads anywhere. None if unknown."""
+    """Interface by which this machine reaches `host`. If `host` is this machine: the interface of the default route or,
+    without a default route, the only interface with an address for other machines. None if unknown."""
     for target in (host, *_ELSEWHERE):
         address = source_address(target)
         if address is not None and not ipaddress.ip_address(address).is_loopback:

@@ -19,8 +19,8 @@ from operator import attrgetter
 
 import torch.distributed as dist
 
-# Its functions have the current world group as default argument, and torch imports it late (with an optimizer, with
-# `fully_shard`). Imported before any group exists, it holds no reference to one (see `shutdown`).
+# The functions of this module have the current world group as default argument. torch imports the module late (with an
+# optimizer, with `fully_shard`). Imported before any group exists, it holds no reference to one (see `shutdown`).
 import torch.distributed.nn.functional  # noqa: F401
 
 from megatron.errors import ConfigError, PeerLostError
@@ -107,7 +107,7 @@ def _from_torch(env: Mapping[str, str], local_rank: int | None) -> LaunchInfo:
     if missing and not (world_size == 1 and env.get("RANK")):
         raise ConfigError(
             f"the environment has RANK or WORLD_SIZE but not {' and '.join(missing)}: start with torchrun, "
-            "or unset them to run one process"
+            "or unset RANK and WORLD_SIZE to run one process"
         )
     rank = _number(env, "RANK", 0)
     elastic = "TORCHELASTIC_RUN_ID" in env
@@ -130,7 +130,7 @@ def _from_torch(env: Mapping[str, str], local_rank: int | None) -> LaunchInfo:
 def _local_rank(env: Mapping[str, str], name: str, flag: int | None, default: int) -> int:
     said = _number(env, name, default if flag is None else flag)
     if flag not in (None, said):
-        raise ConfigError(f"--local-rank {flag} contradicts {name}={said} of the launcher; leave it out")
+        raise ConfigError(f"--local-rank {flag} contradicts {name}={said} of the launcher; remove --local-rank")
     return said
 
 
@@ -219,7 +219,7 @@ def _check(info: LaunchInfo) -> None:
     if not 0 <= info.local_rank < info.local_world_size:
         own = f"--local-rank {info.local_rank}" if info.launcher == "python" else f"{local_rank}={info.local_rank}"
         last = info.local_world_size - 1
-        raise ConfigError(f"{own}: local ranks are 0 to {last} where {local_size}={last + 1}; leave it out, or {start}")
+        raise ConfigError(f"{own}: local ranks are 0 to {last} where {local_size}={last + 1}; remove it, or {start}")
     if info.local_rank > info.rank:
         raise ConfigError(f"{local_rank}={info.local_rank} is above {rank}={info.rank}; {start}")
     if info.world_size > 1 and not 0 < info.master_port < 2**16:

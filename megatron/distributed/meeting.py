@@ -35,7 +35,7 @@ class Patience:
 
     @property
     def limit(self) -> str:
-        return "" if self.timeout == timedelta.max else f" of at most {self.timeout.total_seconds():.0f}"
+        return "" if self.timeout == timedelta.max else f" (limit {self.timeout.total_seconds():.0f} s)"
 
     def rounds(self) -> Iterator[float]:
         """Seconds to wait in each round, until the time is up."""
@@ -94,14 +94,14 @@ def _of_a_stranger(info: LaunchInfo, found: Unreadable) -> ConfigError:
 
 def say(info: LaunchInfo, patience: Patience, missing: str) -> None:
     waited = f"{patience.waited:.0f} s{patience.limit}"
-    print_line(f"rank {info.rank} waits for the others for {waited}: {missing}", sys.stderr)
+    print_line(f"rank {info.rank} has waited for the others for {waited}: {missing}", sys.stderr)
 
 
 def never_met(info: LaunchInfo, patience: Patience, missing: str) -> HangError:
     return HangError(
         f"--distributed-timeout-minutes {patience.timeout.total_seconds() / 60:g}: the ranks did not all meet at "
         f"{info.store_host}:{info.master_port} (attempt {info.attempt}): {missing}; see the output of the missing "
-        "ranks, or increase the timeout"
+        "ranks, or raise the timeout"
     )
 
 

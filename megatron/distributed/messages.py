@@ -1,8 +1,8 @@
 """Exchanges plain values between ranks: JSON in a tensor, decoded to the type that the receiver expects.
 
 Object collectives of torch unpickle received data, so access to one rank's connections would mean running code on all
-ranks. Here a malicious peer can at most send text that is rejected. Values are JSON's, and dataclasses, tuples and
-paths of such values.
+ranks. Here a malicious peer can at most send text that is rejected. Values are plain JSON values, dataclasses, tuples
+and paths.
 """
 
 import json
@@ -25,7 +25,7 @@ _WITHOUT_LIMIT = timedelta(days=365)
 
 
 def all_gather_json(value: T, axis: Axis, kind: type[T], *, after_work: bool = False) -> list[T]:
-    """Gathers small values of all members, in axis order, each of type `kind`. Equal ones are one object. With
+    """Gathers small values of all members, in axis order, each of type `kind`. Equal values are one object. With
     `after_work`, members arrive after file I/O, which may take longer than a collective may. The wait then has no
     limit, if the heartbeat ends it when a member is lost."""
     if axis.size == 1:
@@ -65,7 +65,7 @@ def broadcast_json(value: T | None, axis: Axis, kind: type[T], source: int = 0) 
 def _all_gather(
     tensor: torch.Tensor, group: dist.ProcessGroup, size: int, *, without_limit: bool = False
 ) -> torch.Tensor:
-    """One row per member, in one tensor: a thousand tensors take longer to make than to receive."""
+    """Gathers one row per member into one tensor: a thousand tensors take longer to make than to receive."""
     gathered = tensor.new_empty(size * len(tensor))
     options = AllgatherOptions()
     if without_limit:
@@ -86,7 +86,7 @@ def _device(axis: Axis) -> torch.device:
 
 def _encoded(value: Any) -> torch.Tensor:
     text = json.dumps(json_value(value), separators=(",", ":")).encode("ascii")
-    assert len(text) <= LARGEST_MESSAGE, f"a message of {len(text)} bytes"
+    assert len(text) <= LARGEST_MESSAGE, f"a message of {len(text)} bytes is too long"
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 

@@ -25,7 +25,7 @@ LinkEnd = tuple[str, bool]
 
 @dataclass(frozen=True)
 class Axis:
-    """One process group that this rank belongs to: its rank in it, and the members.
+    """Process group of this rank: the rank's number within the group, and the members.
 
     torch owns the process group until `destroy_process_group`; an axis has only a weak reference. A group that outlives
     that call still has running threads when the interpreter exits, and one such exit in twenty aborts.
@@ -138,7 +138,7 @@ class ParallelState:
 
     def axis(self, name: str) -> Axis:
         if name not in AXES:
-            raise ValueError(f"unknown axis {name!r}; there are {', '.join(AXES)}")
+            raise ValueError(f"unknown axis {name!r}; the axes are {', '.join(AXES)}")
         axis: Axis = getattr(self, name)
         return axis
 
@@ -199,8 +199,8 @@ def _new_group(name: str, ranks: tuple[int, ...], timeout: timedelta | None) -> 
 
 
 def _part_backend() -> str | None:
-    """Backend of groups below the world: on an accelerator only its own. The number of gloo's connections would grow
-    with the group, and the few plain values of these groups can go through the accelerator."""
+    """Backend of groups below the world: on an accelerator, only the accelerator's backend. The number of gloo's
+    connections would grow with the group, and the few plain values of these groups can go through the accelerator."""
     of_device = dict(part.split(":") for part in dist.get_backend_config().split(","))
     host = of_device.pop("cpu", None)
     others = [f"{device}:{backend}" for device, backend in of_device.items() if backend != host]

@@ -168,8 +168,8 @@ def _no_answer(info: LaunchInfo) -> str:
 
 
 def _listen_on_loopback(port: int) -> int:
-    """Listening socket for the store, which takes ownership. The store's own socket would listen on all interfaces, and
-    while a job forms, any program that connects could answer in a rank's place."""
+    """Listening socket for the store, which then owns the socket. The store's own socket would listen on all
+    interfaces, and while a job forms, any program that connects could answer in a rank's place."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))

@@ -1,7 +1,7 @@
 """Random streams: the seeds of each rank, and generator states as plain values.
 
 Only dropout (and users' own code) draws from these generators. Initial weights come from a generator per parameter
-name, and the sample order from the data's own, so neither depends on the rank.
+name, and the sample order from a generator of the data, so neither depends on the rank.
 
 Ranks of one tensor-parallel group start with the same stream, because they hold copies of the same activations. Data-,
 context- and pipeline-parallel ranks have different ones: they see other tokens or compute other layers, and a common

@@ -51,7 +51,8 @@ def on_sigterm(action: Callable[[], None]) -> Iterator[None]:
 
 class _Forks:
     """Restores the default SIGTERM behaviour in forked children, which must not write into their parent's pipe or
-    ignore the signal. SIGTERM is blocked meanwhile. Fork hooks cannot be unregistered, so `listening` disables them."""
+    ignore the signal. SIGTERM is blocked during the fork. Fork hooks cannot be unregistered, so `listening` disables
+    them."""
 
     def __init__(self) -> None:
         self.listening = True

@@ -1,8 +1,8 @@
 """Parsers of the values that ranks exchange through the rendezvous store.
 
 Any program that reaches the store's port can write there. Each kind of value has one parser, which takes bytes and
-returns either a valid value or an `Unreadable` with the reason. No value raises. The store itself limits a value to 8
-MiB and cannot return its length beforehand; each parser has a smaller limit.
+returns either a valid value or an `Unreadable` with the reason. No value makes a parser raise an exception. The store
+itself limits a value to 8 MiB and cannot return its length beforehand; each parser has a smaller limit.
 """
 
 import json

@@ -3,9 +3,9 @@
     tokens sorted by expert --ep--> rows of my experts --tp--> the same for my slice of every expert --> sorted again
     result in the tokens' order <--ep-- its rows <--tp-- sums over the slices <-- experts
 
-Each expert's products are split over the tensor-parallel ranks. These hold copies of the tokens, which enter through
-`copied` and leave through `summed`, once for all experts. Under sequence parallelism they hold different tokens, which
-they first exchange.
+Each expert's products are split over the tensor-parallel ranks. These ranks hold copies of the tokens, which enter
+through `copied` and leave through `summed`, once for all experts. Under sequence parallelism, the ranks hold different
+tokens and first exchange them.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +24,9 @@ Run = Callable[[Tensor, list[int]], Tensor]
 
 
 class ExpertDispatcher(nn.Module):
-    """Rank r of the `ep` axis owns the r-th of equal shares of the experts. `copied` and `summed` are the mappings of
-    `tensor_parallel.mappings`. `split_tokens`: tensor-parallel ranks hold different tokens, not copies."""
+    """Sends rows to the ranks of their experts and back. Rank r of the `ep` axis owns the r-th of equal shares of the
+    experts. `copied` and `summed` are the mappings of `tensor_parallel.mappings`. `split_tokens`: tensor-parallel ranks
+    hold different tokens, not copies."""
 
     def __init__(self, ep: Axis, tp: Axis, *, split_tokens: bool, copied: Mapping, summed: Mapping) -> None:
         super().__init__()
@@ -53,7 +54,8 @@ class ExpertDispatcher(nn.Module):
 
 
 def _by_expert(rows: Tensor, counts: Tensor, experts: Run) -> Tensor:
-    """Runs the experts on rows from several senders, counts [senders, experts]; each sender's are sorted by expert."""
+    """Calls the experts on rows from several senders. Each sender's rows are sorted by expert; counts [senders,
+    experts]."""
     if counts.shape[0] == 1:
         return experts(rows, counts[0].tolist())
     numbers = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])

@@ -1,4 +1,4 @@
-"""Attention without parameters: the visibility of keys, and the core attention."""
+"""Parts of attention without parameters: the keys that a query may see, and the core attention."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class AttentionContext:
     """Inputs of the attention that all layers of one forward pass share."""
 
     mask: Tensor | None = None  # true = visible; broadcasts to [batch, heads, queries, keys]; includes causality
-    causal: bool = True  # the core adds the causal triangle; False if the mask has it or nothing is hidden
+    causal: bool = True  # the core attention applies a causal mask; False if `mask` includes it or nothing is hidden
     rope: tuple[Tensor, Tensor] | None = None  # cos and sin, [batch or 1, seq, 1, rotated / 2]
     cache: KVCache | None = None
 
@@ -26,7 +26,7 @@ class SequenceView:
     Context parallelism overrides this view and the core attention."""
 
     def past(self, cache: KVCache | None) -> int:
-        """Number of tokens before this pass's own."""
+        """Number of tokens before the tokens of this pass."""
         return 0 if cache is None else cache.length
 
     def positions(self, tokens: int, past: int, device: torch.device) -> Tensor:

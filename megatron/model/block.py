@@ -1,4 +1,4 @@
-"""One transformer layer, in several wirings."""
+"""Transformer layer, with several placements of norms and residual connections."""
 
 from torch import Tensor, nn
 
@@ -19,7 +19,7 @@ def make_layer(make: ModuleFactory, layer: int) -> "Layer":
 
 
 class Layer(nn.Module):
-    """Base class of all wirings."""
+    """Base class of all transformer layers."""
 
     self_attention: SelfAttention
     mlp: MLP | MoE

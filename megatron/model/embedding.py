@@ -1,4 +1,4 @@
-"""Token ids (and learned positions) -> the residual stream."""
+"""Embedding layer: token ids (and learned positions) -> the residual stream."""
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ class Embedding(nn.Module):
         self.fp32_residual = make.config.fp32_residual_connection
 
     def forward(self, tokens: Tensor, position_ids: Tensor, words: Tensor | None = None) -> Tensor:
-        """Returns [batch, seq, hidden]. `words`: the tokens' rows of the table, if they were already looked up."""
+        """Returns [batch, seq, hidden]. `words`: the token embeddings, if they were looked up already."""
         hidden = self.word_embeddings(tokens) if words is None else words  # [batch, seq, hidden]
         if self.position_embeddings is not None:
             hidden = hidden + self.position_embeddings(position_ids)
@@ -25,7 +25,8 @@ class Embedding(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """Holds the tied token embedding, under the embedding's name, on a last pipeline stage without an embedding."""
+    """Holds the tied token embedding, under the embedding's name, on a last pipeline stage that is not the first one
+    too."""
 
     def __init__(self, make: ModuleFactory, padded_vocab_size: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Makes the modules of a GPT. These are plain; `parallelize` overrides the ones that a parallel layout changes.
 
-All constructors receive the factory: a module takes from it its settings and the parts that a layout may replace. It
-requests linear layers and tables by their parameter name in the whole model, so that a layout finds their row in the
-table of parameters.
+All constructors receive the factory: a module takes from it its settings and the parts that a layout may replace. A
+module requests its linear layers and tables by their parameter name in the whole model, so that a layout finds their
+row in `model/parameters.py`.
 """
 
 from collections.abc import Callable

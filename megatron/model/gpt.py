@@ -1,4 +1,5 @@
-"""The GPT in plain PyTorch. This module knows nothing about ranks, so one process is the oracle of every layout."""
+"""The GPT in plain PyTorch. Its code does not depend on ranks, so a single process gives the reference results for
+every layout."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class GPT(nn.Module):
             make = ModuleFactory(config, kernels, moe, recompute)
         given = (config, kernels, moe or make.moe, recompute or make.recompute)
         known = (make.config, make.kernels, make.moe, make.recompute)
-        assert all(one is other for one, other in zip(given, known)), "the factory was made with other settings"
+        assert all(one is other for one, other in zip(given, known)), "make: its settings differ from the GPT's"
         self.config, self.make, self.vocab_size, self.padded_vocab_size = config, make, vocab_size, rows
         self.routers, self.recompute, self.sequence = make.routers, make.recompute, make.sequence()
         self.embedding = _embedding(make, rows, first=first, last=last)
@@ -70,7 +71,7 @@ class GPT(nn.Module):
         self.output_layer = make.vocabulary_table(rows) if last and not config.tied else None
         self.head_and_loss = make.head_and_loss(vocab_size) if last else None
         self.computes_in: torch.dtype | None = None
-        """Dtype of a pass if weights are stored in another dtype and gathered; None: the weights' dtype."""
+        """Dtype of the computation, if sharded weights are stored in another dtype; None: the weights' dtype."""
         self.as_made = inventory(self)
 
     def forward(
@@ -124,8 +125,8 @@ class GPT(nn.Module):
         return self.embedding.word_embeddings.weight
 
     def _look_up(self, tokens: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the tokens' rows and the tied table for the head; both then add to one gradient tensor. CPU only: on
-        an accelerator the number of distinct tokens would cost a host sync."""
+        """Returns the token embeddings and the tied table for the head, whose gradients then share one tensor;
+        otherwise (None, None). CPU only: on an accelerator, the number of distinct tokens would need a host sync."""
         assert self.embedding is not None
         table = self.embedding.word_embeddings
         alone = self.head_and_loss is None or self.output_layer is not None
@@ -149,7 +150,7 @@ class GPT(nn.Module):
         )
 
     def cache_bytes(self, batch: int, max_length: int) -> int:
-        """Size of the cache that `make_cache` makes."""
+        """Size in bytes of the cache that `make_cache` makes."""
         tokens, width = slots_for(max_length, self.config.window), self._groups_here * self.config.head_dim
         return 2 * len(self.layers) * batch * tokens * width * next(self.parameters()).element_size()
 
@@ -163,7 +164,7 @@ class GPT(nn.Module):
     def _context(
         self, position_ids: Tensor, document_ids: Tensor | None, seq: int, cache: KVCache | None
     ) -> AttentionContext:
-        assert cache is None or document_ids is None, "generation continues one document: no document ids with a cache"
+        assert cache is None or document_ids is None, "document_ids do not work with a cache, which has one document"
         window, device = self.config.window, position_ids.device
         if cache is None:
             mask, causal = self.sequence.visible(seq, window=window, document_ids=document_ids, device=device)
@@ -191,7 +192,7 @@ class GPT(nn.Module):
         return hidden
 
     def _on_host(self, device: torch.device) -> HostActivations | None:
-        """Returns the offloading of activations to host memory; None if it is off or has no use."""
+        """Returns an object that offloads activations to host memory; None if offloading is off or of no use."""
         if not self.recompute.cpu_offloading_num_layers or _is_host(device) or not torch.is_grad_enabled():
             return None
         return HostActivations(host_link(device))

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron.utils.device import HostLink
 
 LEAST_BYTES = 1 << 20
-"""A smaller tensor is not worth a copy."""
+"""Least size, in bytes, of a tensor that is copied to the host. A smaller one is not worth a copy."""
 
 
 @dataclass

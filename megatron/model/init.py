@@ -12,7 +12,7 @@ from megatron.model.random_values import Run, normal_values, uniform_values
 
 
 def initial_value(parameter: Parameter, seed: int) -> Tensor:
-    """Returns the initial logical view of the whole parameter, in fp32 on the CPU."""
+    """Returns the initial values of the whole parameter in its logical view, in fp32 on the CPU."""
     shape = parameter.row.shape
     return initial_elements(parameter, [(0, prod(shape))], seed).view(shape)
 

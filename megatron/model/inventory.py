@@ -1,4 +1,4 @@
-"""Inventory of a model's modules and parameters, to detect changes after it was made."""
+"""Inventory of a model's modules and parameters, to detect changes after the model was made."""
 
 from torch import nn
 

@@ -8,12 +8,12 @@ from torch import Tensor
 from megatron.model.attention_mask import Window, attention_mask
 
 SPARE = 64
-"""Slots beyond the window. The cache shifts out old tokens once per this many tokens."""
+"""Number of slots beyond the window. The cache shifts out old tokens once per this many tokens."""
 
 
 class KVCache:
-    """Cache preallocated for `max_length` tokens, or with an attention window for the tokens in its reach. All rows of
-    the batch end in the same slot, so that a pass writes one slice; a shorter row begins in a later slot.
+    """Cache preallocated for `max_length` tokens or, with an attention window, for the tokens within the window. All
+    rows of the batch end in the same slot, so that a pass writes one slice; a shorter row begins in a later slot.
 
     In a pass the model calls `begin`, every layer calls `extend`, then the model calls `advance`.
     """
@@ -56,7 +56,7 @@ class KVCache:
         mask, causal = attention_mask(tokens, keys - first, window=self.window, document_ids=None, device=device)
         if self._own is None or first >= self._all_own_from:
             return mask, causal
-        assert mask is None and tokens == 1, "rows of different lengths advance by one token"
+        assert mask is None and tokens == 1, "prompts of different lengths: a pass must have one token"
         return self._own[..., first:keys], False
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,10 +96,10 @@ class KVCache:
     # ------------------------------------------------------------ rows of different lengths
 
     def prompts(self, lengths: Sequence[int]) -> "list[tuple[slice, KVCache]]":
-        """Prepares the cache for prompts of these lengths, equal lengths in adjacent rows.
+        """Prepares the cache for prompts of these lengths. Prompts of equal length must be in adjacent rows.
 
-        Returns for each length its rows and a cache for the pass over them, which writes into this cache's memory.
-        Generation then continues with this cache."""
+        Returns, for each length, its rows and a cache for the pass over these rows. That cache is a view of this
+        cache's memory. Generation then continues with this cache."""
         some = next(iter(self.keys.values()))
         assert self.length == 0 and len(lengths) == some.shape[0]
         longest, stop = max(lengths), min(max(lengths), self.slots)
@@ -148,7 +148,7 @@ class KVCache:
 
 
 def reach_of(window: Window) -> int | None:
-    """Number of tokens before its own that a query sees; None: all."""
+    """Number of tokens before its own token that a query sees; None: all."""
     return None if window is None or window[0] < 0 else window[0]
 
 

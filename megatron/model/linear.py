@@ -16,7 +16,8 @@ from megatron.ops.packed import PackedWeight
 
 class Linear(nn.Module):
     def __init__(self, in_features: int, out_features: int, *, bias: bool, wgrads: WgradRoute | None = None) -> None:
-        """`wgrads`: route that may take the weight's gradient as two factors."""
+        """`wgrads`: receives the two factors of the weight's gradient, if it accepts them; otherwise autograd computes
+        the gradient."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None

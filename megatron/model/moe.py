@@ -63,7 +63,7 @@ class MoE(nn.Module):
         if routing.kept is not None:
             order = order[routing.kept.reshape(-1)[order]]
         every = torch.arange(self.num_experts, device=x.device)
-        ends = torch.searchsorted(chosen[order], every, right=True)  # bincount would be a host sync
+        ends = torch.searchsorted(chosen[order], every, right=True)  # bincount would need a host sync
         counts = ends.diff(prepend=ends.new_zeros(1))
         rows = _Taken.apply(x.reshape(-1, hidden), order, topk)  # [choices, hidden], sorted by expert
         rows = self.dispatcher(rows, counts, self.experts)

@@ -22,7 +22,8 @@ from megatron.config import MoEConfig
 def balance_loss(
     shares: Tensor, counts: Tensor, topk: int, pieces: int, over: Literal["sequence", "micro-batch"]
 ) -> Tensor:
-    """Returns experts * sum over experts of (its share of the choices) * (its mean share of the scores): 1 if even.
+    """Returns experts * sum over experts of (its share of the choices) * (its mean share of the scores). The loss is 1
+    if the load is even.
 
     `shares` [batch, seq, experts] covers this rank's tokens, one of `pieces` parts of their sequences. `counts`
     [batch, experts] covers whole sequences. The result is this rank's part of the sum over sequences.

@@ -8,7 +8,7 @@ from megatron.ops import Kernels
 
 
 class Norm(nn.Module):
-    """Norm that returns the weight's dtype, so that an fp32 residual stream feeds half-precision layers."""
+    """Norm whose result has the weight's dtype, so that an fp32 residual stream feeds half-precision layers."""
 
     def __init__(self, width: int, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""THE TABLE of the GPT's parameters: the single source of every fact about them.
+"""Table of the GPT's parameters: the single source of their names, shapes, splits and initial values.
 
 A row describes all parameters of one name, in every layer and expert: logical view, stored matrix, tensor-parallel
 split, initial value and weight decay. Initialisation, sharding, checkpoints and converters read the rows. A new kind of
@@ -19,9 +19,9 @@ from megatron.config import ModelConfig, MoEConfig
 
 Shape = tuple[int, ...]
 Kind = Literal["copied", "column", "row", "heads", "vocabulary", "expert"]
-"""Division over tensor-parallel ranks. Copied: every rank holds all of it. Column or row: the output or input features
-of a linear layer are split. Heads: a rank holds the parts of its heads. Vocabulary: the rows of the table are split.
-Expert: expert parallelism deals out whole experts, and tensor parallelism splits their width."""
+"""Division over tensor-parallel ranks. Copied: every rank holds the whole parameter. Column or row: the output or input
+features of a linear layer are split. Heads: a rank holds the parts of its heads. Vocabulary: the rows of the table are
+split. Expert: expert parallelism deals out whole experts, and tensor parallelism splits their width."""
 
 # Names, as the modules of the model spell them.
 WORDS = "embedding.word_embeddings"
@@ -96,8 +96,8 @@ class Row:
 
     @property
     def fused_maps(self) -> tuple[int, tuple[int, ...]] | None:
-        """The linear maps that are stored as one matrix: their dimension of the view, and the length of each. None for
-        a single map."""
+        """Linear maps that are stored as one matrix: (dimension of the view that separates them, length of each map in
+        it). None if the matrix is a single map."""
         if self.name == f"{QKV}.weight":
             return 1, (self.shape[1] - 2, 1, 1)  # queries, keys, values
         if self.name.endswith(f"{UP}.weight") and self.row_dims == 2:
@@ -279,7 +279,7 @@ def layer_of(name: str) -> int | None:
 
 def classic_path(name: str, first_layer: int = 0) -> tuple[str, ...]:
     """Path of a parameter under `model` in a Megatron 23.06 checkpoint. Layer numbers restart at each pipeline stage's
-    `first_layer`. A name that is not a GPT's stays unchanged, at the top."""
+    `first_layer`. A name of another model is returned unchanged, at the top level."""
     if name in _NESTED:
         return ("language_model", *name.split("."))
     if match := _OF_LAYER.fullmatch(name):

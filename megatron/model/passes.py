@@ -1,4 +1,4 @@
-"""Passes of batches through a model: the types shared by pipelines, engine and users' scripts, and the plain pass."""
+"""Passes of batches through a model: the types shared by pipelines, engine and users' scripts, and `SinglePass`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol

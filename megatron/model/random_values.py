@@ -39,7 +39,7 @@ _PER_BLOCK, _PERIOD = 4, 1 << 256  # words per counter, and number of counters
 
 
 def normal_values(seed: int, name: str, runs: Sequence[Run], std: float, *, in_numpy: bool = False) -> Tensor:
-    """Returns the elements of the runs, concatenated: normal with this standard deviation, fp32."""
+    """Returns the elements in `runs`, concatenated, in fp32: normally distributed with standard deviation `std`."""
     compiled = None if in_numpy else _compiled()
     if compiled is not None:
         return _draw(compiled, seed, name, runs, std, normal=True)
@@ -47,7 +47,7 @@ def normal_values(seed: int, name: str, runs: Sequence[Run], std: float, *, in_n
 
 
 def uniform_values(seed: int, name: str, runs: Sequence[Run], bound: float, *, in_numpy: bool = False) -> Tensor:
-    """Returns the elements of the runs, concatenated: uniform between -bound and bound, fp32."""
+    """Returns the elements in `runs`, concatenated, in fp32: uniformly distributed between -bound and bound."""
     compiled = None if in_numpy else _compiled()
     if compiled is not None:
         return _draw(compiled, seed, name, runs, bound, normal=False)
@@ -55,7 +55,7 @@ def uniform_values(seed: int, name: str, runs: Sequence[Run], bound: float, *, i
 
 
 def words_of(seed: int, name: str, runs: Sequence[Run]) -> Iterator[Words]:
-    """Yields for each run of pairs of elements the 64 random bits of each pair."""
+    """Yields the 64 random bits of each pair of elements, one array per entry of `runs`, which counts in pairs."""
     key = _key(seed, name)
     generator, here = np.random.Philox(key=key, counter=0), 0  # `here`: the generator's counter
     for start, count in runs:
@@ -75,7 +75,7 @@ def _draw(compiled: Fill, seed: int, name: str, runs: Sequence[Run], scale: floa
     values = np.empty(numbers[:, 1].sum(), dtype=np.float32)
     high, low = divmod(_key(seed, name), 1 << 64)
     if compiled(numbers.ctypes.data, len(numbers), values.ctypes.data, len(values), low, high, scale, normal) != 0:
-        raise MemoryError(f"initial values of {name}: out of memory or threads")
+        raise MemoryError(f"cannot compute the initial values of {name}: out of memory or threads")
     return torch.from_numpy(values)
 
 
@@ -134,7 +134,7 @@ def _batches(runs: Iterable[Run]) -> Iterator[list[tuple[int, Run]]]:
 
 
 _LOW, _LOW_30, _SIGN = np.uint64(0xFFFFFFFF), np.uint64((1 << 30) - 1), np.uint64(1 << 63)
-_TWO_52 = np.uint64(0x4330000000000000)  # its bits as a float64
+_TWO_52 = np.uint64(0x4330000000000000)  # the bits of 2^52 as a float64
 _BELOW_SQRT_HALF = np.int64(0x3FE6A09E00000000)  # the bits of 0.70710...
 _EXPONENT = np.int64(-1 << 52)
 _LOG_2 = 0.6931471805599453

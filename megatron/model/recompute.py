@@ -13,12 +13,12 @@ def call_with_recompute(function: Callable[..., Any], recomputed: bool, *argumen
     """Calls `function(*arguments)`, recomputed in backward if `recomputed`; without gradients there is no backward."""
     if not (recomputed and torch.is_grad_enabled()):
         return function(*arguments)
-    # The random state is restored, so that dropout hits the same elements the second time.
+    # The random state is restored, so that dropout drops the same elements again.
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=True)
 
 
 def groups(config: RecomputeConfig, count: int) -> list[tuple[range, bool]]:
-    """Splits `count` layers into runs (positions, recomputed?) that are called one after another."""
+    """Splits `count` layers into groups (positions, True if recomputed) that are called one after another."""
     step = config.recompute_num_layers
     if not config.full:
         return [(range(count), False)]

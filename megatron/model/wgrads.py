@@ -36,8 +36,8 @@ class AddToParameter:
 
 
 class WgradRoute:
-    """Route of weight gradients, given to the linear layers of one model. Until it is connected to a sink, autograd
-    computes the weight gradients."""
+    """Passes the factors of weight gradients from the linear layers of one model to a sink (the gradient buffers).
+    Until a sink is connected, autograd computes the weight gradients."""
 
     deferred = False
     """True if products are kept until `run` is called."""
@@ -47,8 +47,8 @@ class WgradRoute:
         self._shared: frozenset[int] = frozenset()
 
     def connect(self, sink: Wgrads, model: nn.Module) -> None:
-        """Sends the products to `sink` from now on. Autograd keeps weights that several modules share, because they get
-        gradients in other ways too, and the two must not be mixed."""
+        """Sends the products to `sink` from now on. Autograd still computes the gradients of weights that several
+        modules share: these weights also get gradients in other ways, and the two ways must not be mixed."""
         uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
         self._sink, self._shared = sink, frozenset(weight for weight, count in uses.items() if count > 1)
 
@@ -57,14 +57,14 @@ class WgradRoute:
         return self._sink is not None
 
     def takes(self, x: Tensor, weight: nn.Parameter) -> bool:
-        """True if the layer hands over the gradient of `weight`. False under torch.compile, without a gradient of the
-        input (backward would skip the layer), and if a hook needs the weight's gradient."""
+        """True if the layer hands over the gradient of `weight`. False under torch.compile, if the input needs no
+        gradient (backward would skip the layer), and if a hook needs the weight's gradient."""
         if torch.compiler.is_compiling() or self._sink is None or id(weight) in self._shared:
             return False
         return x.requires_grad and weight.requires_grad and torch.is_grad_enabled() and not weight._backward_hooks
 
     def put(self, parameter: nn.Parameter, grad: Tensor, x: Tensor) -> None:
-        assert self._sink is not None, "a product was sent before the route was connected"
+        assert self._sink is not None, "put() was called before connect()"
         self._sink.put(parameter, grad, x)
 
 

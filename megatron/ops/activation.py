@@ -113,7 +113,7 @@ def _unsupported(x: Tensor, *options: bool) -> str | None:
 
 def _unsupported_pair(x: Tensor, *options: bool) -> str | None:
     if x.dim() == 0 or x.shape[-1] % 2:
-        return f"{described(x)}: needs an even last dimension"
+        return f"{described(x)}: the kernel needs an even last dimension"
     return unsupported_floats(x)
 
 

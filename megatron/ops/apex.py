@@ -27,7 +27,7 @@ def or_apex(fused: Function, apex: Function) -> Portable:
 
 
 def takes(x: Tensor, *parameters: Tensor | None) -> bool:
-    """True if apex's norms accept these: no parameter is missing, and all have the input's dtype."""
+    """True if apex's norms accept these tensors: no parameter is missing, and all have the dtype of `x`."""
     return all(parameter is not None and parameter.dtype == x.dtype for parameter in parameters)
 
 

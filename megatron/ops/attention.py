@@ -1,7 +1,7 @@
 """Attention of queries to keys.
 
-On a CPU, csrc/ holds scores for one block of queries and keys at a time and recomputes them in backward. The fallback
-uses torch's products over blocks (blocked_attention.py). On CUDA, PyTorch's own attention runs.
+On a CPU, the kernel of csrc/ keeps the scores of only one block of queries and keys at a time, and recomputes them in
+backward. The fallback uses torch's products over blocks (blocked_attention.py). On CUDA, PyTorch's own attention runs.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from megatron.ops.operation import (
 from megatron.ops.sdpa import explanation, order, sdpa
 from megatron.ops.softmax import readable, softmax
 
-_FEW = 16  # below this many queries, laying out the keys does not pay
+_FEW = 16  # with fewer queries, rearranging the keys takes longer than it saves
 
 
 def attention(
@@ -111,13 +111,13 @@ def _native_attention(
     causal: bool,
     scale: float,
     dropout_p: float = 0.0,
-    layer_scaling: int = 1,  # the scores stay in fp32
+    layer_scaling: int = 1,  # not used: the scores stay in fp32
 ) -> Tensor:
     queries, keys = query.shape[2], key.shape[2]
     tensors = [t.transpose(1, 2) if t.stride(3) == 1 else t.transpose(1, 2).contiguous() for t in (query, key, value)]
     if mask is not None:
         mask = readable(mask, keys)
-    # Drawn from the generator of torch's own dropout, so that replaying its state replays this too.
+    # Drawn from the generator of torch's own dropout: restoring the generator's state repeats this seed too.
     seed = torch.randint(2**62, (1,)) if dropout_p > 0.0 else None
     diagonal = keys - queries if causal else keys
     out, _ = ops.attention_forward(*tensors, mask, diagonal, scale, dropout_p, seed)
@@ -126,17 +126,19 @@ def _native_attention(
 
 def _unsupported(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, **named: Any) -> str | None:
     if query.dim() != 4 or key.dim() != 4:
-        return f"queries {described(query)}, keys {described(key)}: needs [batch, heads, positions, width]"
+        return f"queries {described(query)}, keys {described(key)}: the kernel needs [batch, heads, positions, width]"
     if value.shape != key.shape or not query.dtype == key.dtype == value.dtype:
-        return f"values {described(value)} for keys {described(key)}: needs the same shape and type"
+        given = f"queries {described(query)}, keys {described(key)}, values {described(value)}"
+        return f"{given}: the kernel needs values in the shape of the keys, and one dtype"
     batch, heads, queries, width = query.shape
     if key.shape[::3] != (batch, width) or key.shape[1] == 0 or heads % key.shape[1]:
-        return f"keys {described(key)} for queries {described(query)}: needs key heads that divide the query heads"
+        given = f"keys {described(key)} for queries {described(query)}"
+        return f"{given}: the kernel needs keys [batch, a divisor of heads, keys, width]"
     if 0 in key.shape[2:]:
-        return f"keys {described(key)}: needs at least one key of at least one number"
+        return f"keys {described(key)}: the kernel needs at least one key, of at least one channel"
     whole = (batch, heads, queries, key.shape[2])
     if mask is not None and (mask.dtype != torch.bool or not broadcasts(mask.shape, whole)):
-        return f"a mask {described(mask)} for scores {whole}: needs a bool mask that broadcasts to them"
+        return f"a mask {described(mask)} for scores {whole}: the kernel needs a bool mask that broadcasts to them"
     return unsupported_floats(query, key, value) or unsupported_devices(query, mask)
 
 

@@ -1,7 +1,8 @@
 """Attention on a CPU as matrix products over blocks of queries. Blocks above the diagonal are skipped.
 
 PyTorch's own CPU attention does not gain from bf16 products, and its backward pass costs several times as much. This
-version keeps the probabilities (batch * heads * seq^2 * 0.6 elements per layer), so PyTorch's handles long sequences.
+version keeps the probabilities (batch * heads * seq^2 * 0.6 elements per layer), so PyTorch's attention handles long
+sequences.
 """
 
 from typing import Any
@@ -50,7 +51,7 @@ def blocked_attention(
 
 
 def _block(seq: int) -> int:
-    """Queries per block. Larger blocks mean fewer, larger products, but more work above the diagonal."""
+    """Number of queries per block. Larger blocks mean fewer, larger products, but more work above the diagonal."""
     return 64 if seq <= 256 else 128 if seq < 1024 else 256
 
 

@@ -67,7 +67,7 @@ def _unsupported(logits: Tensor, labels: Tensor) -> str | None:
     if logits.dim() != 2 or labels.dtype != torch.int64 or labels.shape != logits.shape[:1]:
         return (
             f"logits {described(logits)} with labels {described(labels)}: "
-            "needs [tokens, vocabulary] with int64 [tokens]"
+            "the kernel needs [tokens, vocabulary] with int64 [tokens]"
         )
     return unsupported_floats(logits) or unsupported_devices(logits, labels)
 

@@ -34,11 +34,12 @@ def _native(ops: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _unsupported(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
-        return f"x {described(x)} and a weight {described(weight)}: needs [..., in] and [out, in]"
+        return f"x {described(x)} and a weight {described(weight)}: the kernel needs [..., in] and [out, in]"
     if bias is not None and bias.shape != weight.shape[:1]:
-        return f"a bias {described(bias)} for a weight {described(weight)}: needs one number per row"
-    if any(other is not None and other.dtype != x.dtype for other in (weight, bias)):
-        return f"x {described(x)} and a weight {described(weight)}: needs one dtype"
+        return f"a bias {described(bias)} for a weight {described(weight)}: the kernel needs one number per row"
+    for name, other in (("weight", weight), ("bias", bias)):
+        if other is not None and other.dtype != x.dtype:
+            return f"x {described(x)} and a {name} {described(other)}: the kernel needs one dtype"
     return unsupported_floats(x, weight, bias)
 
 

@@ -4,8 +4,9 @@
     dx[rows of g]      = dy[rows of g] @ weights[g]
     dweights[g]        = dy[rows of g].T @ x[rows of g]             zero for a group without rows
 
-The fallback and oracle is one product per group, written in place. On CUDA, bf16 products run as one kernel
-(`F.grouped_mm`), which pays for many small groups. On a CPU that function is itself a loop, and copies all weights.
+The fallback, which is also the reference in tests, computes one product per group, written directly into the result. On
+CUDA, one kernel (`F.grouped_mm`) computes all bf16 products, which is faster for many small groups. On a CPU, that
+function is itself a loop, and copies all weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -72,8 +73,8 @@ def by_grouped_mm(x: Tensor, counts: Sequence[int], weights: Sequence[nn.Paramet
 
 
 def _fits(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """True if `F.grouped_mm` takes these: bf16 rows on CUDA, of a multiple of 16 bytes. Torch rejects products over no
-    rows (pytorch #192497), which a rank gets if no token chose its experts."""
+    """True if `F.grouped_mm` accepts these: bf16 rows on CUDA, of a multiple of 16 bytes each. Torch rejects products
+    over zero rows (pytorch #192497), which a rank gets if no token chose its experts."""
     rows = x.shape[0] > 0 and x.is_cuda and x.dtype == torch.bfloat16
     return rows and all(size % 8 == 0 for size in weights[0].shape)
 
@@ -83,7 +84,9 @@ def _grouped_linear(
 ) -> Tensor:
     if put is None:
         return _GroupedLinear.apply(how, None, list(counts), x, *weights)
-    assert x.requires_grad or not torch.is_grad_enabled(), "backward skips a layer whose input needs no gradient"
+    assert x.requires_grad or not torch.is_grad_enabled(), (
+        "the input needs no gradient, so backward would skip the layer"
+    )
     # Detached, so that autograd does not report gradients that the queue computes later.
     puts = [partial(put, weight) for weight in weights]
     return _GroupedLinear.apply(how, puts, list(counts), x, *(weight.detach() for weight in weights))
@@ -138,7 +141,7 @@ def _stacked(weights: Sequence[Tensor]) -> Tensor:
 
 def _portable(target: Target) -> Implementation:
     if target.kind.cuda_libraries:
-        reason = "one product for all experts in bf16; one per expert in other types"
+        reason = "one product for all experts in bf16; one per expert in other dtypes"
         return Implementation("torch", by_grouped_mm, reason)
     reason = "one product per expert: PyTorch's grouped product is a loop here, and copies weights"
     return Implementation("ref", by_loop, reason)

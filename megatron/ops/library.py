@@ -22,7 +22,7 @@ VERIFIED = FOLDER / "gpu_verified.json"
 NAMESPACE = "megatron_native"
 SOURCES = FOLDER.parents[1] / "csrc"
 OTHER_EXTENSION = "data"  # of csrc/
-UNVERIFIED = "not yet verified on this GPU in its current version"
+UNVERIFIED = "not yet verified on this GPU in the kernel's current version"
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _why_unusable(path: Path, record: _Record, sources: Path) -> str | None:
     """Loads the shared object, or returns the reason why it cannot be used."""
     # A truncated object would load, and crash the process at the first missing page.
     if _digest(path) != record.sha256:
-        return f"not usable: {path.name} is not what was built (truncated or replaced)"
+        return f"not usable: {path.name} was truncated or replaced after it was built"
     # The system's own message would be that the file does not exist.
     if record.machine != platform.machine():
         return f"not usable: {path.name} was built for {record.machine}, but this machine is {platform.machine()}"

@@ -30,11 +30,11 @@ from megatron.ops.operation import (
 
 
 class Workspace:
-    """Keeps the logits' buffer, the largest of a step, for the next step. It does so only on CPUs, because accelerators
-    have caching allocators.
+    """Keeps the logits' buffer, the largest of a step, for the next step. Only on CPUs: accelerators have caching
+    allocators.
 
-    A C allocator returns large blocks to the system at once, and touching fresh pages costs a fifth of the head's
-    matrix product. Peak memory does not change, because the buffer is live at the peak anyway.
+    A C allocator returns large blocks to the system at once, and the first write to new pages takes a fifth of the time
+    of the head's matrix product. Peak memory does not change, because the buffer is live at the peak anyway.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ def _loss_only(
 
 
 def _joined(statistics: Tensor, part: VocabularyPart | None) -> tuple[Tensor, Tensor]:
-    """Combines the statistics of all ranks to loss and log-sum-exp of every token."""
+    """Combines the statistics of all ranks into loss and log-sum-exp of every token."""
     peak, total, target = statistics
     if part is not None:
         highest = peak.clone()
@@ -168,7 +168,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        assert ctx.logits is not None, "linear_cross_entropy keeps its gradient for one backward pass only"
+        assert ctx.logits is not None, "linear_cross_entropy allows one backward pass per forward pass"
         hidden, weight, labels, log_sum_exp = ctx.saved_tensors
         logits, workspace = ctx.logits, ctx.workspace
         if log_sum_exp is not None or workspace is not None:
@@ -200,7 +200,7 @@ def _unsupported(
     if not matrices or labels.dtype != torch.int64 or labels.shape != hidden.shape[:1]:
         return (
             f"hidden {described(hidden)}, weight {described(weight)} and labels {described(labels)}: "
-            "needs [tokens, hidden], [vocabulary, hidden] and int64 [tokens]"
+            "the kernel needs [tokens, hidden], [vocabulary, hidden] and int64 [tokens]"
         )
     return unsupported_floats(hidden, weight) or unsupported_devices(hidden, labels)
 

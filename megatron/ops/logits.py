@@ -74,19 +74,20 @@ def _check_labels(labels: Tensor, vocab_size: int) -> None:
     """Raises on labels outside the vocabulary, whose loss would look plausible. On a CPU only, to avoid a host sync."""
     if labels.device.type == "cpu" and labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < vocab_size:
         raise IndexError(
-            f"cross_entropy: labels reach from {labels.min()} to {labels.max()}, the vocabulary has "
-            f"{vocab_size} entries"
+            f"cross_entropy: the labels are between {labels.min()} and {labels.max()}, but must be between 0 and "
+            f"{vocab_size - 1} for a vocabulary of {vocab_size} entries"
         )
 
 
 def _local(labels: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Returns (is the label in this rank's columns?, its column or 0)."""
+    """Returns (True if the label is in this rank's columns, its column or 0)."""
     here = (labels >= first) & (labels < first + columns)
     return here, (labels - first).masked_fill(~here, 0)
 
 
 def block_rows(columns: int, device: torch.device) -> int:
-    """Rows per block, so that a block's fp32 copies stay in a CPU's cache, or that it fills another device."""
+    """Number of rows per block. On a CPU, a block's fp32 copies stay in the cache; on another device, a block is large
+    enough to use the whole device."""
     elements = (1 << 20) if device.type == "cpu" else (1 << 26)
     return max(1, elements // max(columns, 1))
 

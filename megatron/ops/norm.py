@@ -152,7 +152,7 @@ def _native_add_rms_norm(ops: Any, x: Tensor, residual: Tensor, weight: Tensor, 
 def _unsupported_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> str | None:
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None and (x.dim() == 0 or parameter.shape != x.shape[-1:]):
-            return f"x {described(x)} and a {name} {described(parameter)}: needs one number per column of x"
+            return f"x {described(x)} and a {name} {described(parameter)}: the kernel needs one number per column of x"
     return unsupported_floats(x, weight, bias)
 
 
@@ -162,7 +162,7 @@ def _unsupported_rms_norm(x: Tensor, weight: Tensor, eps: float) -> str | None:
 
 def _unsupported_sum(x: Tensor, residual: Tensor, weight: Tensor, *bias_and_eps: Any) -> str | None:
     if x.dtype != residual.dtype or x.shape != residual.shape:
-        return f"x {described(x)} and a residual {described(residual)}: needs the same dtype and shape"
+        return f"x {described(x)} and a residual {described(residual)}: the kernel needs the same dtype and shape"
     bias = bias_and_eps[0] if len(bias_and_eps) > 1 else None
     return unsupported_floats(residual, x) or _unsupported_layer_norm(x, weight, bias, bias_and_eps[-1])
 

@@ -19,7 +19,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def kernel_name(op: str, dtype: torch.dtype) -> str:
-    """Name of an operation's kernels for one dtype, such as "gelu float32". Each is verified and used separately."""
+    """Name of an operation's kernels for one dtype, such as "gelu float32". The kernels of each dtype are verified and
+    used separately."""
     return f"{op} {str(dtype).removeprefix('torch.')}"
 
 
@@ -75,9 +76,9 @@ class Native:
 class Operation:
     """An operation and its implementations.
 
-    The `formula` is the universal fallback and the oracle of the other implementations; None outside of models. With
-    `portable`, the operation selects an implementation without the kernels of csrc/ (default: the formula). If a
-    setting other than --kernels demands an implementation, `required` returns it.
+    The `formula` is the fallback for every call, and the reference for the other implementations; None outside of
+    models. With `portable`, the operation selects an implementation without the kernels of csrc/ (default: the
+    formula). If a setting other than --kernels demands an implementation, `required` returns it.
     """
 
     name: str  # in --kernels, and the attribute of Kernels
@@ -107,14 +108,18 @@ def unsupported_floats(*tensors: Tensor | None) -> str | None:
     """Returns the reason why no kernel can read these tensors, or None."""
     for tensor in tensors:
         if tensor is not None and tensor.dtype not in DTYPES:
-            return f"{described(tensor)}: needs float32, bfloat16 or float16"
+            return f"{described(tensor)}: the kernel needs float32, bfloat16 or float16"
     return unsupported_devices(*tensors)
 
 
 def unsupported_devices(*tensors: Tensor | None) -> str | None:
     """Returns an error for tensors on several devices: a wrong address in a kernel would crash the process."""
     devices = {tensor.device for tensor in tensors if tensor is not None}
-    return f"tensors of {' and '.join(sorted(map(str, devices)))}: needs one device" if len(devices) > 1 else None
+    return (
+        f"tensors of {' and '.join(sorted(map(str, devices)))}: the kernel needs one device"
+        if len(devices) > 1
+        else None
+    )
 
 
 def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
@@ -164,7 +169,7 @@ def with_fallback(
         if reason is None:
             return kernel(*args, **named)
         if fallbacks is None:
-            raise ConfigError(f"--kernels native: {name} cannot take {reason}; or use --kernels auto")
+            raise ConfigError(f"--kernels native: {name} cannot take {reason}; use --kernels auto")
         fallbacks.say(name, reason)
         return fallback(*args, **named)
 
@@ -187,4 +192,4 @@ def without_derivative(namespace: str, *names: str) -> None:
 
 
 def _refuse(name: str, ctx: Any, *grads: Any) -> NoReturn:
-    raise ConfigError(f"{name}: this native kernel has no derivative; --kernels ref has one")
+    raise ConfigError(f"{name}: this native kernel has no derivative; use --kernels ref")

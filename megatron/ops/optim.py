@@ -1,6 +1,7 @@
 """AdamW over flat buffers, and the sum of squares for the gradient's norm.
 
-Models do not use them: `megatron/optimizer` calls them on its buffers, and has torch's functions as a fallback.
+These operations are not part of models: `megatron/optimizer` calls them on its buffers, with torch's functions as a
+fallback.
 """
 
 from collections.abc import Callable
@@ -58,11 +59,11 @@ def adamw_in_place(
     beta2: float,
     eps: float,
 ) -> None:
-    """AdamW of flat tensors [elements] in torch's operations, for any dtype: the kernel's twin.
+    """AdamW of flat tensors [elements] in torch's operations, for any dtype. It computes the same as the kernel.
 
     Input `ends` [pieces] has the end of each piece of the tensors, `rates` [pieces, 2] its factors on learning rate and
-    decay. In `control` are: apply the step?, factor on gradients, learning rate, decay, corrections of the moments.
-    The new weights are copied to `copy` in its dtype, unless it is empty.
+    decay. The numbers in `control` are: 0 to skip the step, factor on gradients, learning rate, decay, and the
+    corrections of the two moments. The new weights are copied to `copy` in its dtype, unless it is empty.
     """
     applied, factor, lr, decay, correction1, correction2_root = control.unbind()
     lengths = ends.diff(prepend=ends.new_zeros(1))

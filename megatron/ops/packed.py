@@ -1,8 +1,10 @@
-"""Products of many rows with a large bf16 weight on a CPU, the weight first packed into oneDNN's own layout.
+"""Products with a weight packed into oneDNN's own layout, on a CPU: of many rows with a large bf16 weight in training,
+and of a few rows in generation (`PackedWeight`).
 
-From the usual layout oneDNN repacks a weight piece by piece for every block of rows. For the gradient of the head's
-input, packing once costs 6 % of the product and saves 10 %. The logits would gain 5 %, but need a new buffer each step,
-which grew the heap by a tenth of the process. Packing makes two copies: a step's peak grows by up to twice the weight.
+With the usual layout, oneDNN repacks the weight for every block of rows. For the gradient of the head's input, packing
+once costs 6 % of the product's time and saves 10 %. The logits are not packed: they would gain 5 %, but need a new
+buffer in each step, which grew the process's memory by a tenth. Packing makes two copies, so the peak memory of a step
+grows by up to twice the weight.
 """
 
 from collections.abc import Callable
@@ -18,10 +20,10 @@ from megatron.utils.cpu import memory_is_kept
 from megatron.utils.half_products import multiplied_in_fp32
 
 _MANY_ROWS = 2048
-"""Number of rows from which packing was measured to pay."""
+"""Least number of rows for which packing was measured to be faster."""
 _LARGE_WEIGHT = 1 << 22
 _BLOCK = 96
-"""Rows transposed at a time, which fit the cache."""
+"""Number of rows transposed at a time, which fit in the cache."""
 
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -42,8 +44,8 @@ def note(target: Target) -> str:
 
 
 def pays() -> bool:
-    """True if packing pays in this process. Without memory that is kept between steps, touching the copies' fresh pages
-    costs more than packing gains."""
+    """True if packing makes products faster in this process. This requires that freed memory is kept between steps:
+    otherwise, new memory pages for the copies cost more than packing saves."""
     return memory_is_kept() and not multiplied_in_fp32(torch.bfloat16) and packs()
 
 
@@ -80,9 +82,9 @@ def transposed(weight: Tensor) -> Tensor:
 
 
 class PackedWeight:
-    """Product x @ weight.t() + bias without a derivative, for steps of generation. A kernel `few_rows`, if given,
-    computes one row. The library oneDNN computes more: it reads its packed copy at memory bandwidth up to about sixteen
-    rows, while torch's product of eight rows reads at half of that."""
+    """Product x @ weight.t() + bias without a derivative, for steps of generation. The kernel `few_rows`, if given,
+    computes products of one row; oneDNN computes products of more rows. For up to about 16 rows, oneDNN reads its
+    packed copy at memory bandwidth; torch's product of 8 rows reads at half of that."""
 
     def __init__(self, weight: Tensor, few_rows: FewRows | None = None, *, copied: bool = True) -> None:
         self._weight, self._few_rows = weight.detach(), few_rows
@@ -98,7 +100,8 @@ class PackedWeight:
 
 
 _KERNELS_ROWS = 1
-"""Most rows for the `few_rows` kernel. With more it was measured to be slower, bound by arithmetic."""
+"""Largest number of rows for the `few_rows` kernel. With more rows it was measured to be slower, limited by
+arithmetic."""
 _TYPICAL_ROWS = 8
 
 

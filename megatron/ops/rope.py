@@ -53,12 +53,13 @@ def _unsupported(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
     if not fits or sin.shape != cos.shape or 2 * cos.shape[3] > x.shape[3]:
         return (
             f"x {described(x)} with angles {described(cos)} and {described(sin)}: "
-            "needs [batch, seq, heads, head_dim] with [batch or 1, seq, 1, at most head_dim / 2]"
+            "the kernel needs [batch, seq, heads, head_dim] with [batch or 1, seq, 1, at most head_dim / 2]"
         )
     if cos.requires_grad or sin.requires_grad:
-        return f"angles {tuple(cos.shape)} that require a gradient: needs detached ones"
+        return f"angles {tuple(cos.shape)} that require a gradient: the kernel needs detached angles"
     if cos.dtype not in (x.dtype, torch.float32) or sin.dtype != cos.dtype:
-        return f"x {described(x)} with angles {described(cos)} and {described(sin)}: needs the dtype of x"
+        given = f"x {described(x)} with angles {described(cos)} and {described(sin)}"
+        return f"{given}: the kernel needs angles in the dtype of x or float32"
     return unsupported_floats(x, cos, sin)
 
 

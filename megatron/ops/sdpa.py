@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.ops.softmax import causal_mask
 from megatron.utils.dtype import HALF
 
-# Published measurements on H100, head width 128, forward only: cuDNN near 600 TFLOP/s, flash 370. A case that one
-# kernel does not support (a mask, dropout, grouped keys, a width) falls to the next.
+# Published measurements on H100, head width 128, forward only: cuDNN near 600 TFLOP/s, flash 370. If a kernel does not
+# support a call (its mask, dropout, grouped keys or head width), PyTorch uses the next one.
 _OTHERS = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 CUDNN_FIRST = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, *_OTHERS)
 FLASH_FIRST = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, *_OTHERS)
@@ -41,13 +41,13 @@ def order(*, flash_first: bool = False) -> tuple[SDPBackend, ...]:
 
 def explanation(*, flash_first: bool = False) -> str:
     names = [backend.name.removesuffix("_ATTENTION").lower() for backend in order(flash_first=flash_first)[:2]]
-    why = "" if trusts_cudnn() else " (this cuDNN is not trusted on this GPU)"
+    why = "" if trusts_cudnn() else " (this cuDNN's attention is not known to be correct on this GPU)"
     return f"{' before '.join(names)}{why}"
 
 
 def preferred(backends: Sequence[SDPBackend]) -> AbstractContextManager[Any]:
     """Context that sets the kernel order of scaled_dot_product_attention; empty keeps PyTorch's order. torch.compile
-    reads it while tracing, so compiled code uses the same kernel."""
+    reads this order while tracing, so compiled code uses the same kernel."""
     return sdpa_kernel(list(backends), set_priority=True) if backends else nullcontext()
 
 

@@ -120,10 +120,12 @@ def resolve(
     target = Target(device_type, attention)
     why_not = why_not_native(native, device_type)
     if mode == "native" and why_not is not None:
-        raise ConfigError(f"--kernels {spec}: the native kernels are {why_not}; or use --kernels auto")
+        raise ConfigError(
+            f"--kernels {spec}: the native kernels are {why_not}; to run without them, use --kernels auto"
+        )
     fallbacks = None if mode == "native" else Fallbacks(warn)
     chosen = {
-        one.name: Implementation("ref", one.formula, "left out by --kernels")
+        one.name: Implementation("ref", one.formula, "excluded by --kernels")
         if one.name in excluded
         else _choose(one, mode, target, native, why_not, fallbacks)
         for one in _ordered()
@@ -193,8 +195,8 @@ def usable_library(spec: str, device: torch.device, say: Callable[[str], None], 
 
 
 def slower_without_kernels(spec: str) -> list[str]:
-    """Returns the first line of a run without loadable kernels, with the command that builds them. Under `--kernels
-    ref` there is no line."""
+    """Returns a line with the reason why the kernels cannot be loaded and the command that builds them. No line if they
+    can be loaded, or under `--kernels ref`."""
     if spec.split(",")[0] == "ref" or (missing := library().missing) is None:
         return []
     return [f"native kernels are {missing} (PyTorch's own operations run instead, which is slower)"]
@@ -222,5 +224,5 @@ def _parse(spec: str) -> tuple[str, frozenset[str]]:
         if part[1:] not in OPS:
             near = difflib.get_close_matches(part[1:], OPS, n=1)
             hint = f"did you mean -{near[0]}? " if near else ""
-            raise ConfigError(f"--kernels {spec}: no operation {part[1:]!r}; {hint}there are {', '.join(OPS)}")
+            raise ConfigError(f"--kernels {spec}: no operation {part[1:]!r}; {hint}the operations are {', '.join(OPS)}")
     return mode, frozenset(part[1:] for part in rest)

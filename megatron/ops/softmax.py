@@ -78,9 +78,10 @@ def _native_softmax(ops: Any, scores: Tensor, mask: Tensor | None, scale: float,
 
 def _unsupported(scores: Tensor, mask: Tensor | None, scale: float, causal: bool = False) -> str | None:
     if scores.dim() < 2:
-        return f"scores {described(scores)}: needs [..., queries, keys]"
+        return f"scores {described(scores)}: the kernel needs [..., queries, keys]"
     if mask is not None and (mask.dtype != torch.bool or not broadcasts(mask.shape, scores.shape)):
-        return f"scores {described(scores)} with a mask {described(mask)}: needs a bool mask that broadcasts to them"
+        given = f"scores {described(scores)} with a mask {described(mask)}"
+        return f"{given}: the kernel needs a bool mask that broadcasts to them"
     return unsupported_floats(scores) or unsupported_devices(scores, mask)
 
 

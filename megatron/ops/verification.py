@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent
 SECONDS = 120.0
-"""Time limit. A folder that is not judged by then is not used in this run."""
-_SAID = 300  # most characters of an error, which ranks send to each other
+"""Time limit, in seconds. If a folder is not judged by then, this run does not use its kernels."""
+_SAID = 300  # largest number of characters of an error, which ranks send to each other
 WAIT = 2 * SECONDS
-"""Longest wait for another process that verifies the same kernels."""
+"""Longest wait, in seconds, for another process that verifies the same kernels."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def agreed(native: Library, of_every_rank: Sequence[Mapping[str, str]]) -> Libra
 def _line(found: Mapping[str, RejectedKernels], device: torch.device, seconds: float, where: str) -> str:
     right = sorted(folder for folder, outcome in found.items() if not outcome.wrong)
     wrong = [_one_line(outcome) for _, outcome in sorted(found.items()) if outcome.wrong]
-    results = [f"{', '.join(right)} verified" if right else "no folder has only correct kernels", *wrong]
+    results = [f"{', '.join(right)} verified" if right else "no folder of csrc/ has only correct kernels", *wrong]
     return f"kernels: {'; '.join(results)}, on {device_name(device)} in {seconds:.0f} s; {where}"
 
 
@@ -154,7 +154,7 @@ def _kept(cache: Path | None, key: Mapping[str, str]) -> RejectedKernels | None:
 def _keep(cache: Path | None, outcomes: Mapping[str, tuple[Mapping[str, str], RejectedKernels]]) -> str:
     """Writes the outcomes. Returns a text with their place, or with the reason why they are not kept."""
     if cache is None:
-        return "not kept, because this user has no home directory: every start verifies again"
+        return "outcomes are not kept, because this user has no home directory: every start verifies again"
     if not outcomes:
         return "nothing to keep"
     try:
@@ -162,7 +162,9 @@ def _keep(cache: Path | None, outcomes: Mapping[str, tuple[Mapping[str, str], Re
             text = json.dumps({"key": key, "wrong": dict(outcome.wrong)}, indent=1)
             write_atomically(_file(cache, key), [f"{text}\n".encode()])
     except OSError as error:
-        return f"not kept, because {cache} cannot be written ({error.strerror}): every start verifies again"
+        return (
+            f"outcomes are not kept, because {cache} cannot be written ({error.strerror}): every start verifies again"
+        )
     return f"kept in {cache}"
 
 

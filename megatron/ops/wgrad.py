@@ -39,7 +39,7 @@ def accumulate(into: Tensor, grad: Tensor, x: Tensor, add: bool) -> bool:
 
 @cache
 def widens(device_type: str) -> bool:
-    """True if this torch has bf16 products that write and add to fp32, tested on small ones with known results.
+    """True if this torch has bf16 products that write and add to fp32, tested on small matrices with known results.
 
     On a CPU such a product copies both factors to fp32, which is slower than adding a bf16 product afterwards."""
     if not kind_of(device_type).cuda_libraries or not torch.cuda.is_available():
@@ -57,9 +57,11 @@ def widens(device_type: str) -> bool:
 
 
 def _portable(target: Target) -> Implementation:
-    halves = "half precision too" if widens(target.device_type) else "half precision is widened and added afterwards"
+    halves = (
+        "half precision too" if widens(target.device_type) else "half precision is converted to fp32 and then added"
+    )
     return Implementation("torch", accumulate, f"the product adds straight into the gradient buffer; {halves}")
 
 
-# Data parallelism's buffers call it, not a model. It is here because the table shows everything that can be fused.
+# Called by data parallelism's buffers, not by a model. Listed because the table shows everything that can be fused.
 OPERATIONS = (Operation("wgrad_accumulation", None, _portable),)

@@ -29,7 +29,8 @@ class Message:
 
 
 class Links:
-    """Asynchronous sends and receives: receives are posted ahead of their use, sends are kept alive until complete.
+    """Asynchronous sends and receives. A receive is posted before its message is needed; a sent tensor is kept until
+    the send is complete.
 
     gloo matches messages by tag. NCCL has no tags: it pairs the operations of two ranks in issue order, and runs the
     operations of a process group one after the other. With NCCL every link (activations or gradients from one stage to
@@ -62,7 +63,7 @@ class Links:
 
     def expect(self, message: Message, shape: tuple[int, ...], like: Tensor, source: int) -> None:
         """Posts a receive; `take` waits for it."""
-        assert message not in self._receiving, f"{message} is expected already"
+        assert message not in self._receiving, f"a receive of {message} is posted already"
         tensor = torch.empty(shape, dtype=like.dtype, device=like.device)
         group = self._group(message, sends=False)
         work = dist.irecv(tensor, self._pp.ranks[source], group=group, tag=message.tag)
@@ -85,4 +86,4 @@ class Links:
             with self._pp.wait(CommOp("send the remaining messages", self._pp.name, self._pp.ranks)):
                 self._sending[0][1].wait()
             self._sending.popleft()  # the tensor may be freed only now
-        assert not self._receiving, f"receives without a use: {list(self._receiving)}"
+        assert not self._receiving, f"receives that were posted but not used: {list(self._receiving)}"

@@ -12,10 +12,10 @@ if TYPE_CHECKING:  # drawing does not import torch
     from megatron.distributed.parallel_state import Axis
 
 _KEPT_STEPS = 16
-"""Number of steps: enough for a median, few enough for small files."""
+"""Number of steps that are kept: enough for a median, few enough for small files."""
 
 PassTimes = list[tuple[Action, float, float]]
-"""(action, start, end) of one step's passes; a pass starts when its input has arrived."""
+"""(action, start, end) of each pass of one step, in seconds since 1970. A pass starts when its input has arrived."""
 
 
 @dataclass
@@ -38,7 +38,8 @@ class PassRecorder:
         self.steps[-1].append((action, start, end))
 
     def save(self, directory: Path, rank: int) -> None:
-        """Writes the recorded steps. Times are from the machine's clock: ranks of one machine are comparable."""
+        """Writes the recorded steps. Times are from the machine's clock, so only times of ranks on the same machine can
+        be compared."""
         directory.mkdir(parents=True, exist_ok=True)
         steps = [[[a.kind, a.chunk, a.micro_batch, start, end] for a, start, end in step] for step in self.steps]
         content = {**self.shape, "steps": steps}

@@ -43,8 +43,8 @@ class Pipeline:
         links: Links | None = None,
         recorder: PassRecorder | None = None,
     ) -> None:
-        """`stages`: this rank's, in the order of the model. `links`: connected ones, if the backend needs that.
-        `recorder` receives the times of each pass."""
+        """`stages`: this rank's stages, in the order of the model. `links`: links that are connected already, for a
+        backend that needs this. `recorder` receives the times of each pass."""
         self.stages, self.pp, self.schedule = list(stages), pp, schedule
         self.loss_step, self.hidden_step, self.hidden_like = loss_step, hidden_step, hidden_like
         self.wgrad_queue, self.recorder = wgrad_queue, recorder
@@ -89,10 +89,11 @@ class Pipeline:
 class _Execution:
     """One step in progress: the activations kept for its remaining backward passes, and the losses so far.
 
-    A receive is posted one pass ahead of its use. In large groups of the interleaved schedule a message is sent many
-    passes before its use; its receive is posted when it is sent. Operations of a link run one after the other, and all
-    streams of a device may share a hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`). A receive posted earlier would
-    then delay the passes that the previous receive depends on; one posted later would delay what follows the next send.
+    A receive is posted one pass before its message is used. In large groups of the interleaved schedule, a message is
+    sent many passes before its use; then its receive is posted when the message is sent. Operations of a link run one
+    after the other, and all streams of a device may share a hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`). A receive
+    posted earlier would then delay the passes that the previous receive depends on; one posted later would delay what
+    follows the next send.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class _Execution:
         elif action.kind == "B":
             self._backward(action)
         else:
-            assert self.p.wgrad_queue is not None, "this schedule needs layers that queue their weight gradients"
+            assert self.p.wgrad_queue is not None, "a W action needs layers that queue their weight gradients"
             self.p.wgrad_queue.run()
 
     def _take(self, message: Message) -> Tensor:
@@ -188,8 +189,8 @@ class _Execution:
 
 
 class BoundStage:
-    """A model with some arguments bound: one of several stages, or the last stage with its input. A forward step calls
-    it like a whole model."""
+    """Model with some arguments bound: one of several stages, or the last stage with its input. A forward step calls a
+    bound stage like a whole model."""
 
     def __init__(self, module: Any, **arguments: Any) -> None:
         self._module, self._arguments = module, arguments
@@ -202,7 +203,7 @@ class BoundStage:
 
 
 def _last_pass(actions: Sequence[Action], last_micro_batch: int) -> int:
-    """Position from which all gradients are the last micro-batch's."""
+    """Position in `actions` from which on all gradients belong to the last micro-batch."""
     finishing = "W" if any(action.kind == "W" for action in actions) else "B"
     for position in range(len(actions), 0, -1):
         action = actions[position - 1]

@@ -25,7 +25,7 @@ from megatron.tensor_parallel.mappings import SEQUENCE
 
 
 class _ParallelLinear(Linear):
-    """Shard of the weight and the axis that it is split over."""
+    """Linear layer that holds one shard of the weight, and the axis over which the weight is split."""
 
     splits: Literal["input", "output"]
     """Split features: the input's or the output's."""
@@ -70,7 +70,8 @@ class _ParallelLinear(Linear):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """Holds rows of the weight, so a part of the output features; the bias is split with them."""
+    """Linear layer that computes a part of the output features: holds their rows of the weight and their part of the
+    bias."""
 
     splits = "output"
 
@@ -81,7 +82,8 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """Holds columns of the weight and takes a part of the input features. The bias is whole, and added to the sum."""
+    """Linear layer that takes a part of the input features and holds their columns of the weight. The bias is whole,
+    and is added after the sum over the ranks."""
 
     splits = "input"
 
@@ -113,7 +115,7 @@ class _Linear(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence_parallel: bool, put: Put | None
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)  # with a split sequence, only the piece
+        ctx.save_for_backward(x, weight)  # under sequence parallelism: this rank's piece
         ctx.axis, ctx.sequence_parallel, ctx.has_bias = axis, sequence_parallel, bias is not None
         ctx.put = put
         whole = collectives.gather_along(x, axis, SEQUENCE) if sequence_parallel else x

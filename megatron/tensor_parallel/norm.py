@@ -12,14 +12,14 @@ from megatron.utils.dtype import widened
 
 
 class SplitNorm(Norm):
-    """Normalises `width` numbers, of which each rank has a share: queries or keys of all heads together."""
+    """Normalises `width` features, of which each rank has a share: the queries or keys of all heads together."""
 
     def __init__(self, width: int, config: ModelConfig, kernels: Kernels, *, axis: Axis, local: int) -> None:
-        """`local`: count of numbers on this rank. With fewer KV heads than ranks, each number is on several ranks, and
-        must be on equally many."""
+        """`local`: number of features on this rank. With fewer KV heads than ranks, each feature is on several ranks;
+        the number of these ranks must be the same for every feature."""
         super().__init__(local, config, kernels)
         self.axis, self.counted = axis, local * axis.size
-        assert self.counted % width == 0, f"{axis.size} ranks x {local} numbers is not a multiple of the width {width}"
+        assert self.counted % width == 0, f"{axis.size} ranks x {local} features is not a multiple of the width {width}"
 
     def forward(self, x: Tensor) -> Tensor:
         dtype, wide = self.weight.dtype, widened(x)

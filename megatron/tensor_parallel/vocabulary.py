@@ -21,7 +21,7 @@ class VocabParallelTable(Table):
     """Looks up the ids in this rank's rows; other ids contribute zero to the sum over ranks."""
 
     def __init__(self, rows: int, width: int, *, axis: Axis, sequence_parallel: bool = False) -> None:
-        """`rows`: this rank's rows."""
+        """`rows`: number of rows on this rank."""
         super().__init__(rows, width)
         self.axis, self.sequence_parallel = axis, sequence_parallel
 
@@ -66,7 +66,7 @@ class VocabParallelHead(HeadAndLoss):
         enter = mappings.gathered if self.sequence_parallel else mappings.copied
         hidden = enter(hidden, self.axis)
         if labels is None:
-            assert not torch.is_grad_enabled(), "logits of a split vocabulary have no gradient: ask for the loss"
+            assert not torch.is_grad_enabled(), "logits of a split vocabulary have no gradient; pass labels"
             logits = F.linear(hidden, weight) if self.packed is None else self.packed(hidden, None)
             return collectives.gather_along(logits, self.axis, 2)[..., : self.vocab_size]
         part = VocabularyPart(self.axis.rank * weight.shape[0], self._reduce)

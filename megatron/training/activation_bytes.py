@@ -1,7 +1,7 @@
 """Bytes of activations that a rank keeps for the backward pass on a CPU.
 
 Tensors saved by layers and the logits are counted; temporaries within an operation are not. The sum is therefore a
-lower bound of the peak: a run that needs more memory than the machine has cannot succeed.
+lower bound of the peak: a run cannot succeed if the sum exceeds the machine's memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ Backend = Callable[[str], str]
 """Maps an operation to its implementation: native, torch, cpu or ref."""
 
 _LONGEST_SQUARE = {2: 2048, 4: 1024}
-"""Longest sequence whose attention probabilities are kept without the native kernel, by bytes per number."""
+"""Bytes per number -> longest sequence, in tokens, whose attention probabilities are kept without the native kernel."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _layer(config: RunConfig, has_experts: bool, backend: Backend) -> float:
 
 
 def _attention(config: RunConfig, recomputed: bool, backend: Backend) -> float:
-    """Numbers per token: queries, keys, values, output, and the probabilities if they are kept."""
+    """Numbers kept per token: queries, keys, values, output, and the probabilities if they are kept."""
     model, seq = config.model, config.data.seq_length
     queries, keys = model.num_attention_heads * model.head_dim, model.query_groups * model.head_dim
     numbers: float = 2 * queries + 2 * keys
@@ -94,14 +94,14 @@ def _attention(config: RunConfig, recomputed: bool, backend: Backend) -> float:
 
 
 def _mlp(config: RunConfig, width: int, backend: Backend) -> float:
-    """Numbers per token: input and output of the activation function."""
+    """Numbers kept per token: input and output of the activation function."""
     gated = 2 if config.model.gated else 1
     own = 1 if config.model.gated and backend("swiglu") != "native" else 0
     return (gated + 1 + own) * width / config.parallel.tensor_model_parallel_size
 
 
 def _experts(config: RunConfig) -> float:
-    """Numbers per token, with even routing: one row per chosen expert for its input, hidden layer and output."""
+    """Numbers kept per token, with even routing: one row per chosen expert for its input, hidden layer and output."""
     model, moe, tp = config.model, config.moe, config.parallel.tensor_model_parallel_size
     width, per_width = moe.moe_ffn_hidden_size or model.ffn_size, 3 if model.gated else 2
     chosen = moe.moe_router_topk * (2 * model.hidden_size / _pieces(config) + per_width * width / tp)
@@ -109,7 +109,7 @@ def _experts(config: RunConfig) -> float:
 
 
 def _most_in_flight(config: RunConfig, stage: int, micro_batches: int, chunks: Sequence[float]) -> float:
-    """Most bytes kept at once; `chunks` are the bytes of a micro-batch in each chunk of the stage."""
+    """Largest number of bytes kept at once; `chunks` are the bytes of a micro-batch in each chunk of the stage."""
     parallel = config.parallel
     ranks, group = parallel.pipeline_model_parallel_size, parallel.micro_batch_group
     if ranks == 1:
@@ -127,8 +127,9 @@ def _most_in_flight(config: RunConfig, stage: int, micro_batches: int, chunks: S
 
 
 def _most_of_interleaved(micro_batches: int, group: int, later_ranks: int, chunks: Sequence[float]) -> float:
-    """Most bytes kept at once under the interleaved schedule, whose backward pass k follows forward pass k plus the
-    warm-up. The sum changes linearly while both passes stay in one chunk, so only the ends of chunks are examined."""
+    """Largest number of bytes kept at once under the interleaved schedule, whose backward pass k follows forward pass k
+    plus the warm-up. The sum changes linearly while both passes stay in one chunk, so only the ends of chunks are
+    examined."""
     passes = micro_batches * len(chunks)
     warm_up = min(later_ranks + (len(chunks) - 1) * group, passes)
     ends = [

@@ -73,11 +73,11 @@ def assemble(
     history: RunHistory | None = None,
     hooks: Sequence[Hook] = (),
 ) -> Parts:
-    """Builds all parts of a run and loads its checkpoint. `history`: saves of this run so far; made here by default.
+    """Builds all parts of a run and loads its checkpoint. `history`: record of this run's saves; default: a new one.
     `hooks` run after those that the settings enable.
 
-    A checkpoint is hashed while it is read into the parts. If it is damaged, all parts are rebuilt, and a step is
-    loaded that was verified before it is read."""
+    A checkpoint is hashed while it is read into the parts. If it is damaged, all parts are rebuilt, and another step is
+    loaded, which is verified before it is read."""
     with ExitStack() as closing:
         if history is None:
             history = RunHistory(run.run_id)
@@ -87,7 +87,7 @@ def assemble(
         try:
             parts = build(hash_later=run.device.type == "cpu", store=run.store)
         except DamagedCheckpointError as error:
-            run.log.info(f"warning: {error}: its tensors are discarded, and a step that is verified first is loaded")
+            run.log.info(f"warning: {error}: its tensors are discarded; another step is verified and then loaded")
         if parts is None:  # outside the except block, where the error no longer references the old parts
             again = None if run.store is None else dist.PrefixStore("again", run.store)
             parts = build(hash_later=False, store=again)
@@ -106,7 +106,7 @@ def _assemble(
     hash_later: bool,
     store: dist.Store | None,
 ) -> Parts:
-    """Builds all parts once. `store`: where the ranks meet, each once."""
+    """Builds all parts once. `store`: where the ranks wait for each other; a store serves one such meeting."""
     config = run.config
     engine: Engine | Evaluation
     with ExitStack() as closing:

@@ -24,7 +24,7 @@ from megatron.utils.device_kind import kind_of
 Provided = Datasets | tuple[Any, Any, Any]
 """Return value of a datasets_provider: a `Datasets`, or the script's own training, validation and test sets."""
 NumSamples = tuple[int, int | None, int]
-"""Samples requested of the training, validation and test sets; None: the whole set once."""
+"""Number of samples requested from the training, validation and test sets; None: the whole set once."""
 DatasetsProvider = Callable[[Run, NumSamples], Provided]
 
 
@@ -59,8 +59,8 @@ def check_validation(run: Run, found: int, split: str) -> None:
         return
     flag = "eval_iters" if run.config.evaluation.validation_samples is None else "validation_samples"
     raise DataError(
-        f"the {name} has {found} samples, and {spelled(run.config, flag)} asks for {wanted}; ask for fewer, or read "
-        "all of it with --full-validation"
+        f"the {name} has {found} samples, but {spelled(run.config, flag)} needs {wanted}; lower it, or evaluate on the "
+        "whole set with --full-validation"
     )
 
 
@@ -69,8 +69,8 @@ def check_evaluation(run: Run, dataset: Any, name: str) -> None:
     if dataset is not None and not usable_samples(run, dataset):
         raise DataError(
             f"the {name} has {len(dataset)} samples, fewer than one global batch of "
-            f"{run.batch_plan.evaluation_batch_size}; give it more, lower --eval-global-batch-size or "
-            "--global-batch-size, or evaluate on all of it with --full-validation"
+            f"{run.batch_plan.evaluation_batch_size}; give more data, lower --eval-global-batch-size or "
+            "--global-batch-size, or evaluate on the whole set with --full-validation"
         )
 
 
@@ -117,7 +117,7 @@ class BatchMaker:
 
     def _filled_up(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Adds batches without counted tokens until every data-parallel rank has the same number, because ranks that
-        share experts must compute equally often."""
+        share experts or weights must run equally many passes."""
         count = 0
         for batch in batches:
             count += 1
@@ -129,8 +129,9 @@ class BatchMaker:
                 yield batch
             else:
                 raise DataError(
-                    "--full-validation or --validation-samples: the last samples do not fill a batch of all ranks, and "
-                    "samples without a loss_mask cannot be padded; choose a number of samples that fills one"
+                    "--full-validation or --validation-samples: samples have no loss_mask, so the last batch cannot "
+                    "be padded; use a number of samples that is divisible by "
+                    f"{self.run.parallel.dp.size}, or add a loss_mask"
                 )
 
     @property

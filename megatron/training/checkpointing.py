@@ -142,7 +142,7 @@ class RunCheckpoints:
         kind, where = "", self.run.config.checkpoint.save
         if info.line is not None and self.non_persistent is not None:
             kind, where = "non-persistent ", str(self.non_persistent.directory)
-        waited = "" if info.blocked is None else f"; training waited {info.blocked:.2f} s of them"
+        waited = "" if info.blocked is None else f"; training waited for {info.blocked:.2f} s"
         self.run.log.info(  # Megatron's words, then the cost
             f"  successfully saved {kind}checkpoint at iteration {info.step:7d} to {where} "
             f"({info.bytes_written / 1e6:.1f} MB in {info.seconds:.2f} s{waited})"

@@ -38,7 +38,7 @@ def check_parts(
         _check_launches(config, launch, device)
     if config.kernels.cuda_graphs and not kind_of(device.type).graphs:
         with refusals.of_checking():
-            raise ConfigError(f"--cuda-graphs: needs a CUDA device, and this run is on {device.type}; leave it out")
+            raise ConfigError(f"--cuda-graphs: needs a CUDA device, but this run is on {device.type}; remove it")
     no_kernel = kernels is not None and (kernels.adamw is None or config.optimizer.optimizer != "adam")
     if config.optimizer.store_param_remainders and no_kernel and not config.training.skip_train:
         with refusals.of_checking():

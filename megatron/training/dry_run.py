@@ -34,12 +34,12 @@ from megatron.utils.dtype import refuse_complex
 NOT_CHECKED = (
     "not checked, because it needs other processes or the device:",
     "  - the connection between the ranks, and that their files, settings and packages are equal",
-    "  - that the device allocates the memory, and computes as the kernels' twins do",
+    "  - that the device can allocate the memory, and that its kernels compute correctly",
     "  - the sample order (built at the first launch) and the ids of data without a record",
     "  - checksums of the checkpoint's files, and folders on each machine's own disk",
     "  - code of your own: providers and hooks",
 )
-"""The end of the plan."""
+"""Last lines of the plan."""
 _SHOWN = 4
 """Longest list of groups, or of ranks in a group, that is shown whole."""
 _BUILT = 2048

@@ -40,9 +40,9 @@ class StopReason:
 
 @dataclass(frozen=True)
 class ExitRecord:
-    """Writes `exit_reason.json` beside the checkpoints, because torchrun's exit code says little.
+    """Writes `exit_reason.json` beside the checkpoints, because torchrun's exit code does not show the cause.
 
-    Only a run that holds the directory writes; it never touches another run's record.
+    Only a run that has locked the directory writes, so it never changes another run's record.
     """
 
     directory: Path | None

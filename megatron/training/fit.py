@@ -66,14 +66,13 @@ def _of_stages(run: Run, model: GPT, moe: MoEConfig | None) -> list[RankBytes]:
 def _verdict(total: float, room: Room) -> str:
     if room.limit is None:
         return ""
-    words = "fits" if total <= NEARLY * room.limit else "hardly fits" if total <= room.limit else "does not fit"
-    margin = ", as temporary tensors are not counted" if words == "hardly fits" else ""
+    words = "fits" if total <= NEARLY * room.limit else "may not fit" if total <= room.limit else "does not fit"
+    margin = ", as temporary tensors are not counted" if words == "may not fit" else ""
     return f": {words} into the {human_bytes(room.limit)} of {room.of}{margin}"
 
 
 def _changes(run: Run) -> Iterator[tuple[str, Run]]:
-    """Yields flags that save memory, each with this run as changed by them. Leaves out combinations that the checks
-    reject."""
+    """Yields (flags that save memory, this run with these flags). Combinations that the checks reject are omitted."""
     for words, section, values in _candidates(run):
         config = replace(run.config, **{section: replace(getattr(run.config, section), **values)})
         try:
@@ -86,7 +85,7 @@ def _changes(run: Run) -> Iterator[tuple[str, Run]]:
 
 
 def _candidates(run: Run) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(flags, section, values of its fields)."""
+    """Yields (flags, section of the settings, new values of its fields)."""
     config, micro_batch = run.config, run.batch_plan.micro_batch_size
     if not config.recompute.full:
         full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_activations": False}

@@ -23,8 +23,9 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 def started_with(config: RunConfig, launch: LaunchInfo, tokenizer: Tokenizer | None = None) -> dict[str, str]:
     """Facts that ranks must share, by name. Settings are listed by their spelling, without paths (machines may differ)
-    and launch-only settings. Added are whether there are checkpoints to load and to save (on one machine also where),
-    and the destination of replicated shards. Hashes identify the package, the script and the tokenizer's files."""
+    and launch-only settings. Other facts are whether there are checkpoints to load and to save (on one machine also
+    where), and the destination of replicated shards. Hashes identify the package, the script and the tokenizer's
+    files."""
     compared = (setting for setting in all_settings() if not setting.flag.path and not setting.flag.cli_only)
     values = {setting.spelling: config.value(setting) for setting in compared}
     script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
@@ -56,7 +57,7 @@ def _copies(config: RunConfig, launch: LaunchInfo) -> dict[str, str]:
     """Number of ranks per machine, if it decides where replicas are sent: it must then be equal on all machines."""
     if config.checkpoint.replication_jump is not None or (copies := copies_of(config, launch)) == Copies():
         return {}
-    return {"--replication-jump (not given: the ranks of the machine; give one number)": str(copies.jump)}
+    return {"--replication-jump (default: the ranks per machine; give the same number everywhere)": str(copies.jump)}
 
 
 def meet_over_data(datasets: Datasets, store: dist.Store, launch: LaunchInfo, told_every: float = TOLD_EVERY) -> None:

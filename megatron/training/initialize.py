@@ -1,4 +1,4 @@
-"""Starts a run: builds what precedes data and model, which is settings, ranks, device, kernels and tokenizer."""
+"""Starts a run: sets up its ranks, device, kernels and tokenizer, before data and model are built."""
 
 import sys
 import time
@@ -173,7 +173,9 @@ def _kernel_lines(config: RunConfig, kernels: Kernels) -> list[str]:
     """Log lines about the selected implementations."""
     lines = kernels.table().split("\n") if config.logging.log_kernels else [kernels.summary()]
     if config.kernels.compile and (left := left_to_compiler(kernels)):
-        lines.append(f"--compile: inside a layer the plain formulas of {', '.join(left)} are fused instead")
+        lines.append(
+            f"--compile: in layers, torch fuses the formulas of {', '.join(left)} instead of calling their kernels"
+        )
     return lines
 
 
@@ -207,8 +209,8 @@ def build_run(
 ) -> Run:
     """Builds the run of these settings on one rank, with process groups and seeded random streams.
 
-    The function `connect` joins the process group and returns the ranks' store. It is called once no failure of a
-    single rank is left; by default the caller has already joined. Pass `dtype` to override the settings, which lack
+    The function `connect` joins the process group and returns the ranks' store. It is called after all checks that may
+    fail on a single rank; by default the caller has already joined. `dtype` overrides the settings, which do not offer
     fp64. Rejections found here are reported together with the earlier ones of this launch, `refusals`.
     """
     log = log or RankLog(launch.rank)
@@ -273,7 +275,7 @@ def _checked_parts(
 
 def timeout_of_collectives(config: RunConfig, device: torch.device) -> timedelta:
     """Time after which torch ends a collective. On an accelerator torch's watchdog aborts without naming the stuck
-    rank. With heartbeats, which do name it at --distributed-timeout-minutes, torch therefore waits somewhat longer."""
+    rank. Heartbeats name that rank at --distributed-timeout-minutes, so torch then waits somewhat longer."""
     runtime = config.runtime
     later = 0.0 if device.type == "cpu" else 3 * runtime.heartbeat_timeout_seconds
     return timedelta(minutes=runtime.distributed_timeout_minutes, seconds=later)
@@ -287,7 +289,7 @@ def _for_dry_run(config: RunConfig, launch: LaunchInfo) -> LaunchInfo:
             f"--dry-run-ranks {runtime.dry_run_ranks}: requires one process with --dry-run and no launcher; remove it"
         )
     if runtime.device_memory is not None and not runtime.plans:
-        raise ConfigError(f"--device-memory {runtime.device_memory}: has no effect without --dry-run; add that")
+        raise ConfigError(f"--device-memory {runtime.device_memory}: has no effect without --dry-run; add --dry-run")
     if not (runtime.plans and alone):
         return launch
     return replace(launch, world_size=runtime.dry_run_ranks or config.parallel.fewest_ranks)
@@ -305,7 +307,7 @@ def tokenizer_of(config: RunConfig, *, required: bool = True) -> Tokenizer | Non
         return None
     raise ConfigError(
         "no tokenizer: give --vocab-file and --merge-file (or --tokenizer-type and --tokenizer-model); "
-        "with --mock-data --vocab-size N is enough"
+        "with --mock-data, --vocab-size N is enough"
     )
 
 
@@ -315,10 +317,10 @@ def _check_vocabulary(given: int | None, own: int, *, loads: bool) -> None:
         return
     if loads:
         raise ConfigError(
-            f"--vocab-size {given}: the tokenizer has {own} entries, more than this table has rows; give the "
+            f"--vocab-size {given}: the tokenizer has {own} entries, more than the token embedding has rows; give the "
             "checkpoint's tokenizer"
         )
     raise ConfigError(
-        f"--vocab-size {given}: the tokenizer has {own} entries; leave --vocab-size out (a larger one requires "
-        "--load of a checkpoint whose table has these rows)"
+        f"--vocab-size {given}: the tokenizer has {own} entries; remove --vocab-size (a larger one requires --load of "
+        "a checkpoint whose token embedding has that many rows)"
     )

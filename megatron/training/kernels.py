@@ -20,13 +20,13 @@ def resolve_kernels(settings: KernelsConfig, device: torch.device, native: Libra
 
 
 def verified_by_all(native: Library, parallel: ParallelState) -> Library:
-    """Removes the CUDA kernels that any machine failed to verify. Each machine has tested its own GPU."""
+    """Marks the CUDA kernels as unverified that any machine has not verified. Each machine has tested its own GPU."""
     return agreed(native, all_gather_json(dict(native.unverified), parallel.world, dict[str, str]))
 
 
 @dataclass(frozen=True)
 class RankKernels:
-    """Implementation of each operation on a rank, and the common reason against native ones, if there is one."""
+    """Implementation of each operation on a rank, and the reason why none is native, if there is one."""
 
     backends: Mapping[str, str]
     note: str | None
@@ -41,5 +41,6 @@ def check_same_kernels(spec: str, kernels: Kernels, parallel: ParallelState) -> 
             because = f" ({other.note or first.note})" if other.note or first.note else ""
             raise ConfigError(
                 f"--kernels {spec}: {op} would be {other.backends.get(op)} on rank {rank} and {first.backends[op]} on "
-                f"rank 0{because}; build the kernels on every machine, or give --kernels ref"
+                f"rank 0{because}, but ranks must use the same; build the kernels on every machine, or give "
+                "--kernels ref"
             )

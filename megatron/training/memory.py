@@ -1,4 +1,5 @@
-"""Predicts the memory of a training before any weight is drawn, and rejects one that cannot fit on a CPU."""
+"""Predicts the memory of a training run before any weight is initialised, and rejects a run that cannot fit on a
+CPU."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

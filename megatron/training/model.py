@@ -127,8 +127,8 @@ def _compile_layers(model: nn.Module) -> None:
     """Compiles layer by layer: all have the same shape, so they share one compilation, and names do not change."""
     if not isinstance(model, GPT):
         raise ConfigError(
-            f"--compile: supports only the package's GPT, and the model provider returned a {type(model).__name__}; "
-            "leave --compile out, and call its own .compile() in the provider"
+            f"--compile: supports only the package's GPT, but the model provider returned a {type(model).__name__}; "
+            "remove --compile, and call the model's .compile() in the provider"
         )
     for layer in model.layers.values():
         layer.compile(dynamic=False)

@@ -23,7 +23,7 @@ def check_output_places(config: RunConfig) -> None:
 
 
 def _places(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
-    """Yields (flag, its value, folder that must take files). Folders on each machine's own disk are not looked at."""
+    """Yields (flag, its value, folder that must be writable). Folders on each machine's own disk are not checked."""
     trains = not config.training.skip_train
     for flag, folder in (
         ("--save", config.checkpoint.save if trains else None),
@@ -52,5 +52,5 @@ def space_for(step_bytes: float, save: str) -> str:
     """Text that compares the size of one checkpoint with the free space."""
     folder = nearest_folder(Path(save))
     free = shutil.disk_usage(folder).free
-    few = "; too little space for one" if step_bytes > free else ""
+    few = "; too little space for one checkpoint" if step_bytes > free else ""
     return f"; {human_bytes(step_bytes)} each (estimate), {human_bytes(free)} free in {folder}{few}"

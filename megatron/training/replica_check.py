@@ -30,7 +30,7 @@ Key = tuple[str, int, Range]
 Fingerprints = dict[Key, int]
 
 _BLOCK = 1 << 20
-"""Number of elements hashed at a time: bounds the scratch memory."""
+"""Number of elements hashed at a time: limits the scratch memory."""
 _MASK = (1 << 64) - 1
 _FACTOR = 0x9E3779B97F4A7C15
 _LOW = (1 << 32) - 1
@@ -66,8 +66,8 @@ class ReplicaCheck(Hook):
         return found
 
     def _tensors(self) -> Iterator[tuple[str, int, Iterable[tuple[Range, Tensor]]]]:
-        """Yields (name, split dimension, parts) in the order of the model. Weights come first, because the rest differs
-        if they do. With ZeRO, a piece of the state has few replicas or none."""
+        """Yields (name, split dimension, parts) in the order of the model. Weights come first: if they differ, the rest
+        differs too. With ZeRO, a piece of the state has few replicas or none."""
         state, grads = self._engine.optimizer.state(), self._engine.store
         shapes: dict[str, torch.Size] = {}
         for name, tensor in chain(self._engine.whole_weights(), persistent_buffers(self._engine.model).items()):
@@ -85,7 +85,7 @@ class ReplicaCheck(Hook):
 
 def tensor_hash(tensor: Tensor) -> int:
     """64-bit hash of the tensor's bits, in order, computed on its device. Changing one element of at most four bytes
-    always changes it (its factor is odd). Any other change goes undetected with a probability of about 2**-60."""
+    always changes the hash (its factor is odd). Any other change goes undetected with a probability of about 2**-60."""
     bits = resolved(tensor).contiguous().view(-1).view(_INTEGER_OF.get(tensor.element_size(), torch.int32))
     whole = bits.numel()
     factors = _factors(min(_BLOCK, whole), bits.device)

@@ -1,7 +1,7 @@
-"""State of a run's progress, and the checkpoint that it resumes from, which requires the same samples in the same
+"""Progress of a run, and the checkpoint from which it resumes. A resumed run must read the same samples in the same
 order.
 
-The checkpoint is found before the datasets are built, because the number of samples asked for decides their order.
+The checkpoint is found before the datasets are built, because the requested number of samples decides their order.
 """
 
 from collections.abc import Mapping
@@ -85,8 +85,8 @@ class ResumePoint:
         if not self.resumed or before is None or before == train_samples or self._data.get("fingerprint") == "mock":
             return []
         return [
-            f"this run asks for {train_samples} training samples, the run before asked for {before}: if the number of "
-            "epochs changes, samples of this epoch may repeat or be skipped"
+            f"this run requests {train_samples} training samples, the previous run requested {before}: if the number "
+            "of epochs changes, samples of this epoch may repeat or be skipped"
         ]
 
     def check_architecture(self, config: RunConfig) -> None:
@@ -109,7 +109,7 @@ class ResumePoint:
             raise DataError(
                 f"the tokenizer ({tokenizer.name}, fingerprint {tokenizer.fingerprint[:12]}) is not the tokenizer of "
                 f"{self.found.directory} (fingerprint {str(before)[:12]}){token}; resume with the tokenizer of the "
-                "run before, or start another run from its weights with --finetune"
+                "previous run, or start another run from its weights with --finetune"
             )
 
     def check_settings(self, config: RunConfig) -> list[str]:
@@ -138,7 +138,7 @@ class ResumePoint:
         if self.found is None or not self.resumed or not before or not fingerprint or before == fingerprint:
             return []
         difference = (
-            f"the data differs from {self.found.directory}: its content has changed, or the weights of its sources"
+            f"the data differs from that of {self.found.directory}: its content or its sources' weights have changed"
         )
         if accept:
             return [f"--accept-changed-data: {difference}; the count of consumed samples is kept"]
@@ -158,8 +158,8 @@ def find_resume_point(run: Run, history: RunHistory, *, hash_later: bool) -> Res
 
 
 def _moved_to(run: Run, found: FoundStep | None) -> int | None:
-    """Iteration of --override-ckpt-iteration. A step that the same command saved into its own --load is a restart,
-    which does not move: it would begin at the same iteration forever."""
+    """Iteration of --override-ckpt-iteration, or None to keep the step's own. If the same command saved the step, this
+    is a restart, which keeps the step's own: otherwise every restart would begin at the same iteration."""
     config = run.config.checkpoint
     wanted = config.override_ckpt_iteration
     if wanted is None:
@@ -172,14 +172,14 @@ def _moved_to(run: Run, found: FoundStep | None) -> int | None:
     same_folder = config.save is not None and Path(config.save).resolve() == found.saved_by.resolve()
     if same_folder and before == wanted:
         run.log.info(
-            f"{given}: {found.directory} was saved by a run with it, so this run continues from there; give another "
-            "--save to begin at that iteration again"
+            f"{given}: {found.directory} was saved by a run with this flag, so this run continues from there; give "
+            "another --save to begin at that iteration again"
         )
         return None
     if wanted < found.manifest.step and _steps_between(run) is not None:
         raise ConfigError(
-            f"{given}: lies before the loaded step {found.manifest.step}, so a restart would skip the non-persistent "
-            "checkpoints between the two; leave out --non-persistent-save-interval, or give another --save"
+            f"{given}: is before the loaded step {found.manifest.step}, so a restart would skip the non-persistent "
+            "checkpoints between the two; remove --non-persistent-save-interval, or give another --save"
         )
     return wanted
 

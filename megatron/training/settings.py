@@ -62,8 +62,8 @@ def read_settings(
 
 
 def _check_load_is_there(config: RunConfig, refusals: Refusals) -> None:
-    """Rejects a --load without a checkpoint before its settings are missed: an absent path, a name on the Hub, or a
-    file without the model's shape. Any other file is checked when it is opened, together with the rest."""
+    """Rejects a --load without a checkpoint, before its settings are reported as missing: an absent path, a name on the
+    Hub, or a file without the model's shape. Any other file is checked when it is opened, together with the rest."""
     load, save = config.checkpoint.load, config.checkpoint.save
     if load is None or Path(load).is_dir() or (Path(load).exists() and config.model.num_layers):
         return
@@ -80,7 +80,7 @@ def _importable(package: str) -> bool:
 
 def wandb_missing(project: str) -> ConfigError:
     return ConfigError(
-        f"--wandb-project {project}: the package wandb is not installed; run `pip install wandb` or leave the flag out"
+        f"--wandb-project {project}: the package wandb is not installed; run `pip install wandb`, or remove the flag"
     )
 
 

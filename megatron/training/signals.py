@@ -7,7 +7,7 @@ from types import FrameType
 from megatron.config.sections.training import TrainingConfig
 
 _STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_ENDS_AT_ONCE = (signal.SIGTERM, signal.SIGINT)  # until the loop begins, minutes after the start
+_ENDS_AT_ONCE = (signal.SIGTERM, signal.SIGINT)  # they end the run at once until the loop begins
 
 
 def stopping_signals(config: TrainingConfig) -> tuple[signal.Signals, ...]:

@@ -29,7 +29,7 @@ class SkippedSteps:
         self._steps_told, self._skipped_told = self._steps, self._skipped
         many = self._steps > SEARCH and _many(skipped, steps)
         due, self._told = many and not self._told, many
-        return f"{self._line(skipped, steps)} since the last line" if due else ""
+        return f"since the last line, {self._line(skipped, steps)}" if due else ""
 
     def of_the_run(self) -> str:
         if not _many(self._skipped, self._steps):

@@ -25,6 +25,6 @@ class SpikyLoss:
             return ""
         return (
             f"iteration {iteration}: the loss rose to {loss:.6g}, more than {self._factor:g} times the largest of the "
-            f"{min(len(self._window) - 1, WINDOW)} before it ({largest:.6g}); its samples are {first_sample} to "
+            f"{min(len(self._window) - 1, WINDOW)} losses before it ({largest:.6g}); its samples are {first_sample} to "
             f"{last_sample} of the training order (--check-for-spiky-loss)"
         )

@@ -40,8 +40,9 @@ def state_bytes(
 
 
 def copy_bytes(config: RunConfig, elements: int, ranks: int) -> float:
-    """Bytes of --async-save's copy in host memory, on the rank with the largest. It writes the weights of `elements`
-    parameters, and a share of the optimizer's state (among `ranks` data-parallel ranks), with whole masters."""
+    """Bytes of --async-save's copy in host memory, on the rank with the largest copy. This rank writes the weights of
+    `elements` parameters, and a share of the optimizer's state (among `ranks` data-parallel ranks), with whole
+    masters."""
     half = config.precision.params_dtype != "float32"
     shared = (4 if half else 0) + moment_bytes(config.optimizer) if config.checkpoint.save_optim else 0
     return (2 if half else 4) * elements + shared * elements / ranks

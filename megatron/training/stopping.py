@@ -37,7 +37,7 @@ class StopConditions:
         return None
 
     def _of_any_rank(self) -> tuple[int, bool]:
-        """(a signal that some rank received, or 0; whether the time of any rank is up)."""
+        """Returns (a signal that some rank received, or 0; True if the time of any rank is up)."""
         minutes = self._config.exit_duration_in_mins
         if self._signals is None and minutes is None:
             return 0, False
@@ -45,7 +45,7 @@ class StopConditions:
             float(self._signals.received) if self._signals is not None else 0.0,
             float(minutes is not None and time.monotonic() - self._run.started > minutes * 60),
         ]
-        # Filled on the device: a copy from the host would wait for it.
+        # Filled on the device: a copy from the host would wait for the device.
         flags = torch.stack([torch.full((), number, device=self._run.device) for number in mine])
         before, self._exchanged = self._exchanged, ToHost(all_reduce(flags, self._run.parallel.world, op="max"))
         readable = before if self._later else self._exchanged

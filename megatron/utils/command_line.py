@@ -91,7 +91,7 @@ class _Once(argparse.Action):
 
 
 def fields_from(arguments: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
-    """The values of the flags that have the names of a dataclass's fields; lists as tuples."""
+    """Values of the flags that are named like a dataclass's fields; lists become tuples."""
     given = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(kind) if hasattr(arguments, f.name)}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
@@ -124,7 +124,9 @@ def number(text: str) -> float:
 
 def _path(text: str) -> Path:
     if not text.strip():
-        raise argparse.ArgumentTypeError("the path is empty (an unset shell variable?); give one, or leave it out")
+        raise argparse.ArgumentTypeError(
+            "the path is empty (an unset shell variable?); give a path, or remove the flag"
+        )
     return Path(text)
 
 

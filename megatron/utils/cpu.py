@@ -36,7 +36,7 @@ def set_allocator(choice: str) -> str:
     system has to clear and map one by one. Call this before any large tensor exists.
     """
     if choice == "system":
-        if platform.libc_ver()[0] == "glibc":  # its own threshold grows with what is freed, and leaves holes
+        if platform.libc_ver()[0] == "glibc":  # glibc would raise its threshold, which leaves holes in the heap
             ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
         return "CPU memory: large tensors are returned to the system when freed (--cpu-allocator system)"
     if platform.libc_ver()[0] != "glibc":
@@ -49,15 +49,17 @@ def set_allocator(choice: str) -> str:
     )
     assert kept, "glibc rejected a value that it documents"
     where = ", in large pages" if _ask_for_large_pages(libc) else ""
-    return f"CPU memory: kept for the next tensor when freed{where}; --cpu-allocator system returns it, and is slower"
+    return (
+        f"CPU memory: freed memory is kept for the next tensor{where}; --cpu-allocator system returns it, and is slower"
+    )
 
 
 def _ask_for_large_pages(libc: ctypes.CDLL, overcommit: Path = _OVERCOMMIT) -> bool:
     """Asks for 2 MiB pages in the heap and returns whether the system agreed. With small pages, a product that reads a
-    matrix down its columns touches one per element. The heap's next addresses are allocated, marked and freed,
-    untouched."""
+    matrix column by column needs another page for each element. The heap's next addresses are allocated, marked and
+    freed, but not written."""
     try:
-        if int(overcommit.read_text()) == _STRICT:  # there, reserved addresses count as memory
+        if int(overcommit.read_text()) == _STRICT:  # reserved addresses then count as memory
             return False
     except (OSError, ValueError):
         return False
@@ -76,7 +78,7 @@ def _ask_for_large_pages(libc: ctypes.CDLL, overcommit: Path = _OVERCOMMIT) -> b
 
 @cache
 def memory_is_kept() -> bool:
-    """True if `set_allocator` keeps freed memory in this process: then a large tensor lies in the heap."""
+    """True if `set_allocator` keeps freed memory in this process: then a large tensor is in the heap."""
     if platform.libc_ver()[0] != "glibc":
         return False
     large = torch.empty(_ALWAYS_MAPPED, dtype=torch.uint8).data_ptr()
@@ -88,7 +90,8 @@ def set_fp32_products(choice: str) -> str:
     """Chooses the library of fp32 matrix products: `mkl`, `onednn` or `auto`. Returns a line for the log.
 
     PyTorch uses oneDNN for fp32 products only if it may round the factors to bf16. On processors with AMX, oneDNN does
-    round. On others it computes in full precision, and on AMD's faster than MKL. So it is enabled, and then checked.
+    round. On other processors it computes in full precision, and on AMD's it is faster than MKL. Therefore small
+    products are checked before oneDNN is enabled.
     """
     if not torch.backends.mkldnn.is_available():
         if choice == "onednn":

@@ -18,8 +18,8 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
 
     def warm_up(self, work: Callable[[], object], times: int = 3) -> None:
-        """Runs the work uncaptured, because libraries choose algorithms and workspaces in their first calls. Restores
-        the random state, since a resumed run warms up again."""
+        """Runs the work without capturing it, because libraries choose algorithms and workspaces in their first calls.
+        Restores the random state, since a resumed run warms up again."""
         state = torch.cuda.get_rng_state(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):

@@ -10,7 +10,7 @@ from megatron.utils.device_kind import kind_of
 
 
 def device_name(device: torch.device) -> str:
-    """The maker's name of the accelerator; "cpu" for a CPU."""
+    """Product name of the accelerator; "cpu" for a CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
@@ -75,7 +75,7 @@ class ToHost:
 
 
 class HostLink:
-    """Asynchronous copies between a device and the host, on a stream of their own."""
+    """Asynchronous copies between a device and the host, on a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,7 +1,7 @@
 """Abilities of each kind of device. Code asks for an ability instead of comparing the kind's name.
 
 An accelerator that plugs into torch is one entry of `KINDS`. A kind that is not listed has none of these abilities, and
-runs do without them. Imports no torch.
+a run works without them. Imports no torch.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ class DeviceKind:
     pinned_batches: bool = False
     """Batches are loaded into pinned memory, so that copies to the device need no host sync."""
     copy_stream: bool = False
-    """Batches are copied on a stream of their own (`utils.cuda.CopyStream`)."""
+    """Batches are copied on a separate stream (`utils.cuda.CopyStream`)."""
     graphs: bool = False
     """A micro-batch's work can be recorded and replayed (`utils.cuda.CudaGraph`)."""
     tf32: bool = False
@@ -26,7 +26,7 @@ class DeviceKind:
     double: bool = False
     """Double precision is supported."""
     memory_history: bool = False
-    """The allocator counts its bytes, and records who allocated them."""
+    """The allocator counts its bytes, and records the code that allocated them."""
     native_kernels: bool = False
     """The library built from csrc/ may have kernels for it."""
     verified_kernels: bool = False

@@ -1,4 +1,4 @@
-"""Tensors that live in a file and pass through memory one at a time.
+"""Tensors that are stored in a file, and are in memory one at a time.
 
     tensors = DiskTensors(Path("/scratch"), [len_0, len_1, ...])
     for index, tensor in tensors.sweep():     # threads read the next one and write the previous one

@@ -16,7 +16,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Sets torch's default dtype in the block, which parameters made there get."""
+    """Sets torch's default dtype in the block: parameters that are made there get it."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -31,7 +31,8 @@ def widened(x: Tensor) -> Tensor:
 
 
 def resolved(x: Tensor) -> Tensor:
-    """Resolves what torch only marks as conjugate or negative (`x.conj()`, `x.conj().imag`), in memory."""
+    """Returns the tensor with its true values in memory: torch only marks some tensors as conjugate or negative
+    (`x.conj()`, `x.conj().imag`)."""
     return x.resolve_conj().resolve_neg()
 
 
@@ -57,6 +58,6 @@ def refuse_complex(model: nn.Module, where: str) -> None:
     complexes = [name for name, one in model.named_parameters() if one.is_complex() and one.requires_grad]
     if complexes:
         raise ConfigError(
-            f"{where}: {complexes[0]} is complex, and gradients here are real; make it a real "
+            f"{where}: {complexes[0]} is complex, but only real gradients are supported; make it a real "
             "parameter with a last dimension of 2, and torch.view_as_complex in the forward pass"
         )

@@ -71,7 +71,7 @@ def make_directory(path: Path) -> None:
 def rename(source: Path, target: Path) -> None:
     """Renames to a name that must be free, and syncs it."""
     if target.exists():
-        raise OSError(errno.EEXIST, "the target name is taken", str(target))
+        raise OSError(errno.EEXIST, "the target exists already", str(target))
     source.rename(target)
     fsync_directory(target.parent)
 

@@ -28,7 +28,9 @@ def is_not_a_directory(path: Path) -> str:
     if not path.exists():
         return "no such directory"
     if path.suffix == ".gguf":
-        return "is a file of llama.cpp, whose format is not read; give the Hugging Face folder that it was made from"
+        return (
+            "is a file of llama.cpp, whose format is not supported; give the Hugging Face folder that it was made from"
+        )
     return "is a file; give the folder of a model"
 
 
@@ -61,13 +63,13 @@ def hub_hint(path: Path) -> str:
         return ""
     return (
         f"; if {path} is a model on the Hugging Face Hub, `hf download {path} --local-dir DIR` fetches it, "
-        "pretrain_gpt.py --load DIR --finetune trains on from it and tools/convert_checkpoint.py --load DIR --from hf "
+        "pretrain_gpt.py --load DIR --finetune trains it further and tools/convert_checkpoint.py --load DIR --from hf "
         "imports it"
     )
 
 
 def read_finite_json(path: Path) -> dict[str, Any]:
-    """The object in a file of a Hugging Face model."""
+    """Reads the JSON object in a file of a Hugging Face model."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except FileNotFoundError as error:

@@ -19,8 +19,8 @@ from megatron.utils.cpu import has_bf16_products
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu_backward"
 """Backward of PyTorch's own attention, which has its own matrix products. (The forward is as fast as in fp32.)"""
 _SIDE = 2048
-"""Rows and columns widened at a time. Widened tiles take three squares of this side, whatever the size of a weight.
-Each number of a tile is used some thousand times, which hides the cost of widening."""
+"""Number of rows and columns converted to fp32 at a time. The converted tiles take three squares of this side, for a
+weight of any size. Each number of a tile is used some thousand times, so the conversion is cheap."""
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -33,7 +33,7 @@ def has_fp16_products() -> bool:
 
 
 def set_half_products(dtype: torch.dtype, has: Callable[[], bool] | None = None) -> str:
-    """Multiplies matrices of this dtype the fast way in this process, from now on. Returns a line for the log.
+    """Selects the fastest products of matrices of this dtype, for the whole process. Returns a line for the log.
 
     By default torch or the system reports whether the processor has instructions for them; `has` replaces this test."""
     name = _NAMES[dtype]
@@ -42,7 +42,7 @@ def set_half_products(dtype: torch.dtype, has: Callable[[], bool] | None = None)
     if has():
         return f"{name} products: by this processor's own instructions"
     if not hasattr(torch.library, "get_kernel"):
-        return f"{name} products: torch's own, slow on this processor; leave --{name} out, or update torch"
+        return f"{name} products: torch's own, slow on this processor; remove --{name}, or update torch"
     multiply_in_fp32(dtype)
     return (
         f"{name} products: computed in fp32 and rounded, because this processor has no instructions for them (about as "
@@ -71,7 +71,7 @@ def multiply_in_fp32(dtype: torch.dtype) -> None:
     kernels += [(f"{name}_", _into_first(products[name])) for name in ("addmm", "baddbmm")]
     table = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "overriding a previously registered kernel": that is meant
+        warnings.simplefilter("ignore")  # "overriding a previously registered kernel": this is intended
         for name, kernel in kernels:
             table.impl(name, _for_type(dtype, name, kernel), "CPU", with_keyset=True, allow_override=True)
     _tables()[dtype] = table

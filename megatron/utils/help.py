@@ -27,10 +27,10 @@ class Help:
     first_screen: str
     entries: tuple[HelpEntry, ...]
     last_line: str = ""
-    """Printed after flags."""
+    """Line that is printed after a list of flags."""
 
     def answer(self, argv: Sequence[str]) -> str | None:
-        """Returns the text that `argv` asks for; None if it asks for no help, whatever else it has."""
+        """Returns the text that `argv` asks for; None if `argv` has no help flag."""
         for place, word in enumerate(argv):
             name, _, topic = word.partition("=")
             if name == "--help-all":

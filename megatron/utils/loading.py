@@ -12,8 +12,8 @@ from megatron.utils.waiting import wait_passively
 def before_torch(*, trains: bool = False) -> None:
     """Sets environment variables that libraries read when torch is loaded, unless the user has. Results stay the same.
 
-    For each lost connection torch's C++ prints two dozen stack frames, around our line that names the lost rank. They
-    are turned off; TORCH_CPP_LOG_LEVEL=WARNING restores them.
+    For each lost connection, torch's C++ code would print two dozen stack frames around the message that names the lost
+    rank. TORCH_CPP_LOG_LEVEL=ERROR turns them off; a user's WARNING keeps them.
     """
     wait_passively(spin=trains)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

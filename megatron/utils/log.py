@@ -12,8 +12,8 @@ from megatron.errors import printable
 
 
 def escape_unprintable(stream: TextIO) -> None:
-    """Makes the stream escape what its encoding lacks, such as the bytes of a path that is not UTF-8: printing a line
-    never ends a run."""
+    """Makes the stream escape what its encoding lacks, such as the bytes of a path that is not UTF-8, so that printing
+    a line never ends a run."""
     if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
         stream.reconfigure(errors="backslashreplace")
 

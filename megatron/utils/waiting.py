@@ -3,7 +3,8 @@
 Results do not depend on it. Sleeping costs some 20 microseconds per wake-up, and a small step has hundreds. Spinning
 beside other work takes the core from the thread that is waited for, and a step takes ten times as long. The library
 libgomp reads its spin count once, when it is loaded. But it does not spin while the process has more OpenMP threads
-than CPUs (documented at GOMP_SPINCOUNT), so starting one more team of sleeping threads is the switch.
+than CPUs (documented at GOMP_SPINCOUNT), so this module stops the spinning by starting one more team of sleeping
+threads.
 """
 
 import ctypes
@@ -29,11 +30,12 @@ _SPINS = 30_000
 
 
 def wait_passively(*, spin: bool = False) -> None:
-    """Makes the threads of this process sleep while they wait for each other, instead of spinning. On a busy machine a
-    spinning thread takes the core from the one it waits for. With `spin` they spin first, for a run that watches the
-    machine (`spinning_while_idle`). Results do not change.
+    """Sets environment variables that make OpenMP threads sleep while they wait, instead of spinning. On a busy
+    machine, a spinning thread takes the core from the thread that it waits for. With `spin`, threads spin for one or
+    two milliseconds before they sleep; for programs that use `spinning_while_idle`. Results do not change.
 
-    OpenMP reads the variables when torch loads it, so call this before. Settings of the user stay.
+    Call this before torch is loaded, because OpenMP reads the variables then. A no-op if the user has set
+    OMP_WAIT_POLICY.
     """
     if "torch" in sys.modules or "OMP_WAIT_POLICY" in os.environ:
         return

@@ -135,7 +135,9 @@ def test_two_machines_with_other_settings_are_told_before_a_group_exists(tmp_pat
     assert [rank.returncode for rank in ranks] == [2, 2], outputs
     for _, said in outputs:
         (line,) = [line for line in said.splitlines() if line.startswith("error")]
-        assert re.search(r"--seed is [12] there and [12] here; start all ranks with one command", line), line
+        assert re.search(
+            r"--seed is [12] on rank [01] and [12] on rank [01]; start all ranks with one command", line
+        ), line
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux only")

@@ -156,7 +156,7 @@ def test_retention_counts_persistent_steps_alone(retention: dict[str, Any], kept
 def test_a_step_put_back_among_them_is_refused(tmp_path: Path) -> None:
     """A restart uses only steps after the loaded one; work before it would be lost each time."""
     train_here(flags(**{**SETTINGS, "save": tmp_path, "exit_interval": 3}))
-    with pytest.raises(ConfigError, match="--override-ckpt-iteration 2: lies before the loaded step 3"):
+    with pytest.raises(ConfigError, match="--override-ckpt-iteration 2: is before the loaded step 3"):
         train_here(flags(**settings(tmp_path, override_ckpt_iteration=2)))
     train_here(flags(**settings(tmp_path, save=tmp_path / "other", override_ckpt_iteration=2, exit_interval=4)))
     moved = settings(tmp_path, override_ckpt_iteration=4, save_interval=100)

@@ -184,8 +184,9 @@ def _compare(name: str, ours: Tensor, again: Tensor, exact: Tensor, plain: Tenso
     if not right.all():
         place = int(right.logical_not().flatten().nonzero()[0])
         values = [float(tensor.flatten()[place]) for tensor in (ours, exact, low, high, plain)]
-        said = "error at {}: {:.9g} where fp64 gives {:.9g}, {:.9g} to {:.9g} are allowed, and the formula gives {:.9g}"
-        return Finding(name, math.inf, said.format(place, *values))
+        got, right_value, least, most, formula = (f"{value:.9g}" for value in values)
+        given = f"the kernel gives {got}, fp64 gives {right_value}, and the formula gives {formula}"
+        return Finding(name, math.inf, f"error at {place}: {given}; allowed are {least} to {most}")
     used = (ours.double() - exact).abs() - (half_ulp(near(ours), ours.dtype) if ours.dtype in DTYPES else 0.0)
     share = (used / error)[ours.isfinite() & (error > 0)]
     return Finding(name, max(0.0, float(share.max())) if share.numel() else 0.0)

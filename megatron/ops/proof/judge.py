@@ -15,7 +15,8 @@ SMALL = 20_000  # elements of a call that compute-sanitizer, or a starting run, 
 
 @dataclass(frozen=True)
 class OperationReport:
-    """The result for one operation in one dtype: its largest error, its CPU twin's, and all failures."""
+    """Result for one operation in one dtype: its largest error, the largest error of the CPU's kernel, and all
+    failures."""
 
     op: str
     folder: str
@@ -36,7 +37,7 @@ def doubts(folder: str, proofs: Iterable[Proof], verdicts: Iterable[OperationRep
     """Returns the kernels of a folder (`kernel_name`) that are wrong or were not judged, with the reason. An operation
     with several proofs needs all of them. A verdict without a dtype holds the reason why its process failed."""
     found = {(verdict.op, verdict.dtype): verdict for verdict in verdicts if verdict.folder == folder}
-    missing = next((verdict.wrong[0] for verdict in found.values() if not verdict.dtype), "nothing judges it")
+    missing = next((verdict.wrong[0] for verdict in found.values() if not verdict.dtype), "it has no proof")
     of_kernel: dict[str, list[OperationReport | None]] = {name: [] for name in kernels_in(folder)}
     for proof in proofs:
         for dtype in proof.dtypes if proof.folder == folder else ():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 U = 2.0**-24  # the largest relative error of a rounding to fp32
-SUBNORMAL = 2.0**-149  # and its absolute error far below 1
+SUBNORMAL = 2.0**-149  # the largest absolute error of a rounding to a subnormal number
 LOWEST = -87.0  # exp may be flushed to 0 below this
 # The largest relative error of exp; see csrc/common/math.h. Short forms serve 16-bit results, and on a GPU round their
 # argument once more.

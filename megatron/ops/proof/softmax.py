@@ -44,7 +44,9 @@ def calls(draw: Draw) -> Iterator[Call]:
     yield Call("two dimensions", (draw(9, 9), None, 1.0, True))
     yield Call("five dimensions", (draw(2, 1, 2, 3, 8), draw.integers(2, 2, 1, 1, 3, 8) == 0, 1.0))
     yield Call("not contiguous", (draw(2, 3, 20, 6).transpose(2, 3), None, 2.0))
-    yield Call("wide range", (draw(1, 1, 6, 300, spread=90.0), None, 1.0), grads=())  # a probability of 1 has none
+    yield Call(
+        "wide range", (draw(1, 1, 6, 300, spread=90.0), None, 1.0), grads=()
+    )  # a probability of 1 has no gradient
     yield Call("inf and nan", (draw.with_specials(1, 2, 9, 65), None, 0.5))
     nothing = torch.ones(4, 10, dtype=torch.bool)
     nothing[1] = False

@@ -1,4 +1,4 @@
-"""Traces a window of iterations with PyTorch's profiler and prints where their time went (`--profile`)."""
+"""Traces a window of iterations with PyTorch's profiler and prints how their time is divided (`--profile`)."""
 
 import sys
 from contextlib import ExitStack
@@ -22,11 +22,14 @@ def build_profiler(
     """Builds at most one profiler. `done`: number of iterations completed by earlier runs."""
     past = config.profile and done >= config.profile_step_end
     if past:
-        log.warn(f"--profile: iterations up to {config.profile_step_end} are past ({done} are done); nothing is traced")
+        log.warn(
+            f"--profile: nothing is traced, because {done} iterations are done already, past --profile-step-end "
+            f"{config.profile_step_end}"
+        )
     elif config.profile and config.memory_snapshot_path is not None and not kind_of(device.type).memory_history:
         log.warn(
-            f"--memory-snapshot-path {config.memory_snapshot_path}: requires a GPU, and there is none here; see the "
-            "allocations in the trace instead"
+            f"--memory-snapshot-path {config.memory_snapshot_path}: requires a GPU, but there is none here; the trace "
+            "shows the allocations instead"
         )
     wanted = config.profile and not past and rank in config.profile_ranks
     return [StepProfiler(config, rank, device)] if wanted else []
@@ -62,7 +65,9 @@ class StepProfiler(Hook):
             self._end()
         elif not self._last and self.rank == min(self.config.profile_ranks):
             start = self.config.profile_step_start
-            print_line(f"warning: --profile-step-start {start}: the run ended before; nothing was traced", sys.stdout)
+            print_line(
+                f"warning: --profile-step-start {start}: nothing was traced, because the run ended earlier", sys.stdout
+            )
 
     def _begin(self) -> profile:
         config = self.config

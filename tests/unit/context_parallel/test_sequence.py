@@ -77,8 +77,11 @@ def test_a_sequence_that_does_not_divide_is_our_mistake() -> None:
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        ({"tokens": torch.zeros(1, 10)}, "10 tokens are not divisible into 4 equal chunks; make them 8 or 12 long"),
-        ({"x": torch.zeros(1, 8), "y": 3}, "must have 'tokens' .* has only x, y; use --context-parallel-size 1"),
+        (
+            {"tokens": torch.zeros(1, 10)},
+            "10 tokens are not divisible into 4 equal chunks; use samples of 8 or 12 tokens",
+        ),
+        ({"x": torch.zeros(1, 8), "y": 3}, "a batch with 'tokens' .* has x, y; use --context-parallel-size 1"),
     ],
 )
 def test_data_that_cannot_be_cut_is_refused(batch: dict[str, object], words: str) -> None:

@@ -73,7 +73,7 @@ def test_ranks_are_pinned_to_cores_of_their_own(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_more_ranks_than_cores_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="--cpu-pinning: 3 ranks need a core each, and 2 are usable"):
+    with pytest.raises(ConfigError, match="--cpu-pinning: 3 ranks need a core each, but 2 are usable"):
         cores.pin(info_of(3), [frozenset({0}), frozenset({1})])
     monkeypatch.delattr(os, "sched_setaffinity")
     with pytest.raises(ConfigError, match="--cpu-pinning: this system does not let"):
@@ -148,7 +148,7 @@ def test_ranks_that_talk_on_one_machine_do_not_interrupt_themselves(choice: str,
 @pytest.mark.parametrize("choice", ["auto", "batch", "ordinary"])
 def test_a_policy_that_the_user_chose_stays(choice: str) -> None:
     said, found = policies(choice, 2, before="os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))")
-    assert found == {"idle"} and said.startswith("CPU scheduling: as this process was started")
+    assert found == {"idle"} and said.startswith("CPU scheduling: as set when this process was started")
 
 
 def test_a_system_without_batch_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,11 @@ def test_ranks_that_were_started_with_other_settings_are_told_what_differs(odd: 
     assert all(type(error) is ConfigError for error in became.values()), became
     (text,) = {str(error) for error in became.values()}
     assert "was started with other settings or code than rank" in text and "--lr" not in text
-    assert re.search(r"--seed is [12] there and [12] here", text) and "--bf16 is " in text and "torch is " in text
+    assert (
+        re.search(r"--seed is [12] on rank \d and [12] on rank \d", text)
+        and "--bf16 is " in text
+        and "torch is " in text
+    )
 
 
 def test_ranks_with_the_same_settings_meet() -> None:
@@ -100,9 +104,9 @@ def test_many_differences_are_counted() -> None:
     first, other = {f"--flag-{i}": "1" for i in range(9)}, {f"--flag-{i}": "2" for i in range(9)}
     text = Identity(7, other).difference(Identity(0, first), theirs="rank 0 (a)", ours="rank 7 (b)")
     assert text.startswith(
-        "rank 7 (b) was started with other settings or code than rank 0 (a): --flag-0 is 1 there and 2 "
+        "rank 7 (b) was started with other settings or code than rank 0 (a): --flag-0 is 1 on rank 0 "
     )
-    assert text.count("there and") == 5 and ", and 4 more; start all ranks with one command" in text
+    assert text.count("on rank 0 and") == 5 and "; and 4 more; start all ranks with one command" in text
 
 
 def test_ranks_that_come_late_are_named_until_they_come(capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +114,7 @@ def test_ranks_that_come_late_are_named_until_they_come(capsys: pytest.CaptureFi
     meeting.come(ranks[0], ranks[2])
     for _ in range(2):  # it is repeated
         for line in until("ranks 1, 3-4 have not come (2 of 5 have)", capsys):
-            assert "waits for the others for" in line and "s of at most 60: rank" in line
+            assert "has waited for the others for" in line and "s (limit 60 s): rank" in line
     meeting.come(*ranks[3:])
     until("rank 1 has not come (4 of 5 have)", capsys)
     meeting.come(ranks[1])

@@ -218,9 +218,9 @@ def test_samples_that_cannot_be_are_refused(changes: dict[str, Any], message: st
     [
         (
             {"validation_samples": ["wiki=70", "code=78"]},
-            "set validation-code has 77 samples, and --validation-samples",
+            "set validation-code has 77 samples, but --validation-samples",
         ),
-        ({"eval_iters": 10}, "set validation-wiki has 77 samples, and --eval-iters 10 asks for 80; ask for fewer, or"),
+        ({"eval_iters": 10}, "set validation-wiki has 77 samples, but --eval-iters 10 needs 80; lower it, or"),
         (
             {"valid_data_path": ["wiki", "empty"]},
             r"--valid-data-path empty: the validation set code is empty \(0 tokens",

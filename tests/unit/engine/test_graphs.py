@@ -153,7 +153,7 @@ def test_what_cannot_be_recorded_is_refused_by_name(settings: dict[str, Any], wo
 
 
 def test_it_needs_a_cuda_device() -> None:
-    with pytest.raises(ConfigError, match="--cuda-graphs: needs a CUDA device, and this run is on cpu; leave it out"):
+    with pytest.raises(ConfigError, match="--cuda-graphs: needs a CUDA device, but this run is on cpu; remove it"):
         make_parts(flags(cuda_graphs=True))
 
 

@@ -70,10 +70,10 @@ def test_a_part_of_a_model_is_one_that_lacks_something(folder: Path, tmp_path: P
     assert not is_hugging_face(folder), "of ours"
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(
-        ConfigError, match=r"model\.gguf: is a file of llama\.cpp, whose format is not read; give the Hu"
+        ConfigError, match=r"model\.gguf: is a file of llama\.cpp, whose format is not supported; give the Hu"
     ):
         find_candidates(tmp_path / "model.gguf")
-    with pytest.raises(ConfigError, match=r"model\.gguf: is a file of llama\.cpp, whose format is not read"):
+    with pytest.raises(ConfigError, match=r"model\.gguf: is a file of llama\.cpp, whose format is not supported"):
         open_folder(tmp_path / "model.gguf")
     with pytest.raises(ConfigError, match="nothing: no such directory"):
         open_folder(tmp_path / "nothing")

@@ -213,7 +213,7 @@ def test_a_factory_of_other_settings_is_an_error() -> None:
         {"recompute": RecomputeConfig()},
     ):
         given: dict[str, Any] = {"config": settings, "kernels": kernels, "vocab_size": VOCAB, "make": make, **other}
-        with pytest.raises(AssertionError, match="the factory was made with other settings"):
+        with pytest.raises(AssertionError, match="make: its settings differ"):
             GPT(**given)
     GPT(settings, kernels=kernels, vocab_size=VOCAB, make=make)
 

@@ -12,14 +12,16 @@ from tests.helpers.declared import Refused
 from tests.helpers.kernels import backend, kernel
 
 REFUSED: Refused = {
-    "gelu": [((ones(2, 4, dtype=torch.int64), True), "int64 (2, 4): needs float32, bfloat16 or float16")],
+    "gelu": [((ones(2, 4, dtype=torch.int64), True), "int64 (2, 4): the kernel needs float32, bfloat16 or float16")],
     "swiglu": [
-        ((ones(2, 4, dtype=torch.float64),), "float64 (2, 4): needs float32, bfloat16 or float16"),
-        ((ones(2, 5),), "float32 (2, 5): needs an even last dimension"),
-        ((ones(()),), "float32 (): needs an even last dimension"),
+        ((ones(2, 4, dtype=torch.float64),), "float64 (2, 4): the kernel needs float32, bfloat16 or float16"),
+        ((ones(2, 5),), "float32 (2, 5): the kernel needs an even last dimension"),
+        ((ones(()),), "float32 (): the kernel needs an even last dimension"),
     ],
-    "geglu": [((ones(2, 5), True), "float32 (2, 5): needs an even last dimension")],
-    "squared_relu": [((ones(2, 4, dtype=torch.complex64),), "complex64 (2, 4): needs float32, bfloat16 or float16")],
+    "geglu": [((ones(2, 5), True), "float32 (2, 5): the kernel needs an even last dimension")],
+    "squared_relu": [
+        ((ones(2, 4, dtype=torch.complex64),), "complex64 (2, 4): the kernel needs float32, bfloat16 or float16")
+    ],
 }
 
 

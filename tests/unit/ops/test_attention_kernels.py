@@ -34,12 +34,21 @@ REFUSED: Refused = {
     "attention": [
         (
             (ones(2, 3, 5), *[ones(1, 2, 3, 5)] * 2, PLAIN),
-            "queries float32 (2, 3, 5), keys float32 (1, 2, 3, 5): needs [b",
+            "queries float32 (2, 3, 5), keys float32 (1, 2, 3, 5): the kernel needs [b",
         ),
-        ((*[ones(1, 2, 3, 5)] * 2, ones(1, 2, 3, 6), PLAIN), "values float32 (1, 2, 3, 6) for keys float32 (1, 2, 3, "),
-        ((ones(1, 4, 3, 5), *[ones(1, 3, 3, 5)] * 2, PLAIN), "needs key heads that divide the query heads"),
+        (
+            (*[ones(1, 2, 3, 5)] * 2, ones(1, 2, 3, 6), PLAIN),
+            "values float32 (1, 2, 3, 6): the kernel needs values in ",
+        ),
+        (
+            (ones(1, 4, 3, 5), *[ones(1, 3, 3, 5)] * 2, PLAIN),
+            "the kernel needs keys [batch, a divisor of heads, keys, width]",
+        ),
         ((*[ones(1, 2, 3, 5)] * 3, PLAIN | {"mask": ones(3, 3)}), "a mask float32 (3, 3) for scores (1, 2, 3, 3): "),
-        ((*[ones(1, 2, 3, 5, dtype=torch.float64)] * 3, PLAIN), "float64 (1, 2, 3, 5): needs float32, bfloat16"),
+        (
+            (*[ones(1, 2, 3, 5, dtype=torch.float64)] * 3, PLAIN),
+            "float64 (1, 2, 3, 5): the kernel needs float32, bfloat16",
+        ),
     ],
 }
 
@@ -191,8 +200,8 @@ def test_values_of_another_width_are_left_to_others() -> None:
     query, key, value = torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 6)
     out = resolve("auto", "cpu", warn=said.append).attention(query, key, value, **CAUSAL)
     torch.testing.assert_close(out, attention.attention(query, key, value, **CAUSAL))
-    assert len(said) == 1 and "needs the same shape and type" in said[0]
-    with pytest.raises(ConfigError, match="--kernels native: attention cannot take values"):
+    assert len(said) == 1 and "the kernel needs values in the shape of the keys" in said[0]
+    with pytest.raises(ConfigError, match="--kernels native: attention cannot take queries"):
         resolve("native", "cpu").attention(query, key, value, **CAUSAL)
 
 
@@ -338,7 +347,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ((x, x, x[:, :4], None, 0, 1.0, 0.0, None), "not of one type and"),
         ((x, x, x.bfloat16(), None, 0, 1.0, 0.0, None), "not of one type and"),
         ((x.double(), x.double(), x.double(), None, 0, 1.0, 0.0, None), "only float32, bfloat16 and float16"),
-        ((x.transpose(1, 3), x, x, None, 0, 1.0, 0.0, None), "multiple of the key's heads|side by side"),
+        ((x.transpose(1, 3), x, x, None, 0, 1.0, 0.0, None), "multiple of the key's heads|must be contiguous"),
         ((x, x, x, mask.float(), 0, 1.0, 0.0, None), "4 dimensions of bool"),
         ((x, x, x, mask[..., :4], 0, 1.0, 0.0, None), "4 dimensions of bool"),
         ((x, x, x, mask.expand(1, 3, 5, 5), 0, 1.0, 0.0, None), "does not fit dimension 1"),

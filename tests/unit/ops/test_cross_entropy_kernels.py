@@ -16,8 +16,11 @@ from tests.helpers.planted import Mistake
 LABELS = torch.zeros(3, dtype=torch.int64)
 REFUSED: Refused = {
     "cross_entropy": [
-        ((ones(3, 8), LABELS.int()), "logits float32 (3, 8) with labels int32 (3,): needs [tokens, vocabulary]"),
-        ((ones(3, 8), LABELS.to("meta")), "tensors of cpu and meta: needs one device"),
+        (
+            (ones(3, 8), LABELS.int()),
+            "logits float32 (3, 8) with labels int32 (3,): the kernel needs [tokens, vocabulary]",
+        ),
+        ((ones(3, 8), LABELS.to("meta")), "tensors of cpu and meta: the kernel needs one device"),
     ],
 }
 
@@ -32,7 +35,7 @@ def test_a_label_that_does_not_exist_is_named(label: int) -> None:
     ):
         with pytest.raises(RuntimeError, match=f"label {label} is not in the vocabulary of 7"):
             call()
-    with pytest.raises(IndexError, match="the vocabulary has 7 entries"):
+    with pytest.raises(IndexError, match="for a vocabulary of 7 entries"):
         TORCH_LOGITS.statistics(logits, labels, 0, 7, 7)
 
 

@@ -209,7 +209,7 @@ def test_what_a_gpu_leaves_undefined_is_a_fault_in_every_order(tmp_path: Path) -
 
 def test_a_grid_that_a_gpu_refuses(tmp_path: Path) -> None:
     _, said = launch(program(tmp_path, SUM, "1, 70000", "128"), torch.ones(4), 1)
-    assert said == "planted: a GPU refuses this grid or block"
+    assert said == "planted: a GPU rejects this grid or block"
 
 
 INSTRUCTIONS = """
@@ -267,7 +267,7 @@ MISTAKES = {
     "a pack that is not aligned": Mistake("common/steps.h", "width % Pack<T>::size == 0", "width >= Pack<T>::size",
                                           "swiglu", "misaligned address"),
     "a grid that is too large": Mistake("activation/cuda.cu", "unsigned(rows < 65535 ? rows : 65535)", "unsigned(rows)",
-                                        "swiglu", "a GPU refuses this grid"),
+                                        "swiglu", "a GPU rejects this grid"),
     "a bias that remembers one row": Mistake("norm/cuda.cu", "of_bias[s][i] += step.grad[i]",
                                              "of_bias[s][i] = step.grad[i]", "layer_norm",
                                              "gradient of argument 2: error"),

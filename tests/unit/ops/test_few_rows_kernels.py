@@ -21,13 +21,22 @@ from tests.helpers.planted import Mistake
 
 REFUSED: Refused = {
     "few_rows": [
-        ((ones(2, 3), ones(4, 5), None), "x float32 (2, 3) and a weight float32 (4, 5): needs [..., in] and [out, in]"),
+        (
+            (ones(2, 3), ones(4, 5), None),
+            "x float32 (2, 3) and a weight float32 (4, 5): the kernel needs [..., in] and [out, in]",
+        ),
         (
             (ones(2, 3), ones(4, 3), ones(3)),
-            "a bias float32 (3,) for a weight float32 (4, 3): needs one number per row",
+            "a bias float32 (3,) for a weight float32 (4, 3): the kernel needs one number per row",
         ),
-        ((ones(2, 3), ones(4, 3).bfloat16(), None), "x float32 (2, 3) and a weight bfloat16 (4, 3): needs one dtype"),
-        ((*[ones(3, 3, dtype=torch.float64)] * 2, None), "float64 (3, 3): needs float32, bfloat16 or float16"),
+        (
+            (ones(2, 3), ones(4, 3).bfloat16(), None),
+            "x float32 (2, 3) and a weight bfloat16 (4, 3): the kernel needs one dtype",
+        ),
+        (
+            (*[ones(3, 3, dtype=torch.float64)] * 2, None),
+            "float64 (3, 3): the kernel needs float32, bfloat16 or float16",
+        ),
     ]
 }
 SHAPES = ((1, 1, 1), (1, 64, 3), (2, 65, 5), (3, 33, 70), (4, 128, 9), (5, 768, 130), (9, 100, 33), (1, 3072, 40))

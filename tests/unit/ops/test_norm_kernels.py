@@ -16,18 +16,21 @@ from tests.helpers.kernels import backend, strict
 
 REFUSED: Refused = {
     "layer_norm": [
-        ((ones(2, 4), ones(4), ones(5), 1e-5), "x float32 (2, 4) and a bias float32 (5,): needs one number")
+        ((ones(2, 4), ones(4), ones(5), 1e-5), "x float32 (2, 4) and a bias float32 (5,): the kernel needs one number")
     ],
     "rms_norm": [
-        ((ones(2, 4), ones(5), 1e-5), "x float32 (2, 4) and a weight float32 (5,): needs one number per column of x"),
-        ((ones(2, 4), ones(1, 4), 1e-5), "a weight float32 (1, 4): needs one number per column of x"),
-        ((ones(2, 4), ones(4, device="meta"), 1e-5), "tensors of cpu and meta: needs one device"),
+        (
+            (ones(2, 4), ones(5), 1e-5),
+            "x float32 (2, 4) and a weight float32 (5,): the kernel needs one number per column of x",
+        ),
+        ((ones(2, 4), ones(1, 4), 1e-5), "a weight float32 (1, 4): the kernel needs one number per column of x"),
+        ((ones(2, 4), ones(4, device="meta"), 1e-5), "tensors of cpu and meta: the kernel needs one device"),
     ],
     "add_layer_norm": [
-        ((ones(2, 4), ones(1, 4), ones(4), None, 1e-5), "a residual float32 (1, 4): needs the same dtype")
+        ((ones(2, 4), ones(1, 4), ones(4), None, 1e-5), "a residual float32 (1, 4): the kernel needs the same dtype")
     ],
     "add_rms_norm": [
-        ((ones(2, 4), ones(2, 4), ones(3), 1e-5), "a weight float32 (3,): needs one number per column of x")
+        ((ones(2, 4), ones(2, 4), ones(3), 1e-5), "a weight float32 (3,): the kernel needs one number per column of x")
     ],
 }
 
@@ -85,15 +88,15 @@ def test_a_sum_that_alone_is_used_still_has_its_gradient() -> None:
 
 def test_a_sum_of_two_dtypes_is_refused_by_name() -> None:
     call = strict("add_rms_norm", backend("cpu").ops)
-    with pytest.raises(ConfigError, match=r"add_rms_norm cannot take x bfloat16 .*; or use --kernels auto"):
+    with pytest.raises(ConfigError, match=r"add_rms_norm cannot take x bfloat16 .*; use --kernels auto"):
         call(torch.ones(2, 4).bfloat16(), torch.ones(2, 4), torch.ones(4), 1e-5)
 
 
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
-        (torch.ones(5), "the weight has not the width of x"),
-        (torch.ones(4).half(), "neither the type of x nor float32"),
+        (torch.ones(5), "the weight must have the width of x"),
+        (torch.ones(4).half(), "must have the type of x or float32"),
         (torch.ones(8)[::2], "the weight is not contiguous"),
     ],
 )

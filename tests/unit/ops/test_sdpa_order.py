@@ -59,7 +59,7 @@ def test_a_cudnn_that_is_known_to_be_wrong_is_left_out(
         with module.preferred(module.order(flash_first=flash_first)):
             assert order()[0] == SDPBackend.FLASH_ATTENTION and SDPBackend.CUDNN_ATTENTION not in order()
     reason = {choice.op: choice.reason for choice in resolve("auto", "cuda").choices}["attention"]
-    assert "flash before efficient (this cuDNN is not trusted on this GPU)" in reason
+    assert "flash before efficient (this cuDNN's attention is not known to be correct on this GPU)" in reason
 
 
 def test_flash_that_was_asked_for_comes_first(machine: Any) -> None:

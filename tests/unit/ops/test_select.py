@@ -58,7 +58,7 @@ def test_ref_and_exclusions() -> None:
     kernels = resolve("auto,-rms_norm, -gelu", "cpu", native=NOT_BUILT)
     assert kernels.rms_norm is norm.rms_norm and kernels.gelu is activation.gelu
     assert kernels.layer_norm is norm.torch_layer_norm
-    assert "left out by --kernels" in kernels.table()
+    assert "excluded by --kernels" in kernels.table()
 
 
 @pytest.mark.parametrize("backend", ["unfused", "local"])
@@ -73,7 +73,7 @@ def test_attention_backend_that_is_explicit(backend: str) -> None:
         ("fast", "'fast' is not one of auto, native, ref"),
         ("auto,rope", "only exclusions such as -rope"),
         ("auto,-ropes", "did you mean -rope"),
-        ("auto,-xyz", "there are layer_norm, rms_norm, add_layer_norm"),
+        ("auto,-xyz", "the operations are layer_norm, rms_norm, add_layer_norm"),
     ],
 )
 def test_refusals_are_one_line_with_the_way_out(spec: str, message: str) -> None:

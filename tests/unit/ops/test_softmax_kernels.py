@@ -15,12 +15,12 @@ from tests.helpers.planted import Mistake
 
 REFUSED: Refused = {
     "softmax": [
-        ((ones(2, 4), ones(2, 4), 1.0), "a mask float32 (2, 4): needs a bool mask that broadcasts to them"),
+        ((ones(2, 4), ones(2, 4), 1.0), "a mask float32 (2, 4): the kernel needs a bool mask that broadcasts to them"),
         (
             (ones(2, 4), ones(3, 4, dtype=torch.bool), 1.0),
-            "scores float32 (2, 4) with a mask bool (3, 4): needs a bool",
+            "scores float32 (2, 4) with a mask bool (3, 4): the kernel needs a bool",
         ),
-        ((ones(4), None, 1.0), "scores float32 (4,): needs [..., queries, keys]"),
+        ((ones(4), None, 1.0), "scores float32 (4,): the kernel needs [..., queries, keys]"),
     ],
 }
 

@@ -102,7 +102,7 @@ def test_longer_training_says_that_the_order_may_change(
     tokens_seen(0, 1, flags(**settings, save=tmp_path, save_interval=100))
     assert "shuffled anew" not in capsys.readouterr().out
     make_parts(flags(**settings, load=tmp_path, train_iters=9))
-    assert "warning: this run asks for 72 training samples, the run before asked for 48" in capsys.readouterr().out
+    assert "warning: this run requests 72 training samples, the previous run requested 48" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_data_whose_content_changed_is_refused(tmp_path: Path, corpus: dict[str,
     other = make_corpus(tmp_path / "elsewhere" / "same") if (tmp_path / "elsewhere").mkdir() is None else ""
     make_parts(flags(**{**corpus, "data_path": other}, load=saved))  # the same content, moved
     changed = make_corpus(tmp_path / "changed", seed=8)
-    with pytest.raises(DataError, match="its content has changed"):
+    with pytest.raises(DataError, match="its content or its sources' weights have changed"):
         make_parts(flags(**{**corpus, "data_path": changed}, load=saved))
     make_parts(flags(**{**corpus, "data_path": changed}, load=saved, finetune=True))
 

@@ -43,7 +43,7 @@ def test_changed_data_may_be_accepted_and_it_is_said(
     saved = tmp_path / "ckpt"
     tokens_seen(0, 1, flags(**corpus, save=saved, save_interval=3, exit_interval=3))
     changed = {**corpus, "data_path": make_corpus(tmp_path / "changed", seed=8)}
-    with pytest.raises(DataError, match=r"its content has changed.* --accept-changed-data"):
+    with pytest.raises(DataError, match=r"its content or its sources' weights have changed.* --accept-changed-data"):
         make_parts(flags(**changed, load=saved))
     capsys.readouterr()
     _, parts = make_parts(flags(**changed, load=saved, accept_changed_data=True))
@@ -89,7 +89,7 @@ def test_changed_weights_are_changed_data(tmp_path: Path) -> None:
     one, two, saved = make_corpus(tmp_path / "a"), make_corpus(tmp_path / "b", seed=9), tmp_path / "ckpt"
     mixture: dict[str, Any] = {**NULL, "data_path": ["0.7", one, "0.3", two]}
     tokens_seen(0, 1, flags(**mixture, save=saved, save_interval=3, exit_interval=3))
-    with pytest.raises(DataError, match="or the weights of its sources"):
+    with pytest.raises(DataError, match="or its sources' weights have changed"):
         make_parts(flags(**{**mixture, "data_path": ["0.3", one, "0.7", two]}, load=saved))
     file = tmp_path / "mixture"
     file.write_text(f"0.7 {one}\n0.3 {two}\n")

@@ -66,7 +66,8 @@ def test_machines_with_different_numbers_of_ranks_copy_to_the_same_ones(tmp_path
     launches = [LaunchInfo(rank=rank, world_size=8, local_world_size=size) for rank, size in ((0, 4), (4, 2))]
     first, other = (of(launch, replication=True, **local) for launch in launches)
     told = Identity(4, other).difference(Identity(0, first), "rank 0", "rank 4")
-    assert ": --replication-jump (not given: the ranks of the machine; give one number) is 4 there and 2 here; " in told
+    name = "--replication-jump (default: the ranks per machine; give the same number everywhere)"
+    assert f": {name} is 4 on rank 0 and 2 on rank 4; " in told
     first, other = (of(launch, replication=True, replication_jump=4, **local) for launch in launches)
     assert first == other
     assert of(launches[0], **local) == of(launches[1], **local)
@@ -137,15 +138,21 @@ def test_ranks_wait_at_the_store_for_one_that_builds_and_name_it(capsys: pytest.
     ranks = Ranks(data(), data(folder="/b"), data(), late=0.5)
     assert ranks.became == [None, None, None] and ranks.waited
     line = capsys.readouterr().err.splitlines()[0]
-    assert line.endswith("waits for the others for 0 s: rank 2 has not opened the data (2 of 3 have)"), line
+    assert line.endswith("has waited for the others for 0 s: rank 2 has not opened the data (2 of 3 have)"), line
 
 
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        ({"content": "2" * 64, "folder": "/b"}, "source 1 is /[ab]/corpus .[12]{12}. there and /[ab]/corpus .[12]{12}"),
-        ({"record": "3" * 64}, "the record of source 1 is (not there|3{12}) there and (not there|3{12}) here"),
-        ({"fingerprint": "e" * 64}, "the order and the weights of all sources is [ef]{12} there and [ef]{12} here"),
+        (
+            {"content": "2" * 64, "folder": "/b"},
+            "source 1 is /[ab]/corpus .[12]{12}. on rank . and /[ab]/corpus .[12]{12}",
+        ),
+        ({"record": "3" * 64}, "the record of source 1 is (not there|3{12}) on rank . and (not there|3{12}) on rank ."),
+        (
+            {"fingerprint": "e" * 64},
+            "the order and the weights of all sources is [ef]{12} on rank . and [ef]{12} on rank .",
+        ),
     ],
     ids=["tokens", "record", "weights"],
 )

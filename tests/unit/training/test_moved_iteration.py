@@ -130,7 +130,7 @@ def test_a_restart_with_the_same_command_goes_on(tmp_path: Path, capsys: pytest.
     said = capsys.readouterr().out
     assert [r["iteration"] for r in first["records"]] == [5]
     assert [r["iteration"] for r in second["records"]] == [6, 7, 8]
-    assert "iter_0000005 was saved by a run with it, so this run continues from there" in said
+    assert "iter_0000005 was saved by a run with this flag, so this run continues from there" in said
     elsewhere = train_here(flags(**{**command, "save": tmp_path / "other", "exit_interval": 5}))
     assert [r["iteration"] for r in elsewhere["records"]] == [5]  # 8 is put at 4 again
 

@@ -201,7 +201,7 @@ def test_ranks_that_are_not_named_and_windows_that_are_past(capsys: pytest.Captu
 def test_a_snapshot_that_there_will_not_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = ProfileConfig(profile=True, record_memory_history=True, memory_snapshot_path="m.pickle")
     build_profiler(config, 0, CPU, 0, RankLog(0))
-    said = "--memory-snapshot-path m.pickle: requires a GPU, and there is none"
+    said = "--memory-snapshot-path m.pickle: requires a GPU, but there is none"
     assert said in "".join(capsys.readouterr())
     build_profiler(replace(config, memory_snapshot_path=None), 0, CPU, 0, RankLog(0))
     build_profiler(config, 0, torch.device("cuda"), 0, RankLog(0))
@@ -229,7 +229,7 @@ def test_a_window_that_the_run_never_reached_is_said_by_one_rank(
         run(profiler, range(1, 4))
         profiler.on_end()
     said = capsys.readouterr().out
-    assert said == "warning: --profile-step-start 10: the run ended before; nothing was traced\n"
+    assert said == "warning: --profile-step-start 10: nothing was traced, because the run ended earlier\n"
     assert not list(tmp_path.iterdir())
 
 
@@ -239,7 +239,7 @@ def test_a_run_that_stops_early(start: int, traced: list[str], tmp_path: Path, c
     window = {"profile": True, "profile_step_start": start, "profile_step_end": 5, "profile_dir": tmp_path / "p"}
     assert pretrain_here(flags(exit_interval=3, **window)) == 0
     assert [path.name for path in (tmp_path / "p").glob("*")] == traced
-    assert ("the run ended before; nothing was traced" in capfd.readouterr().out) == (not traced)
+    assert ("nothing was traced, because the run ended earlier" in capfd.readouterr().out) == (not traced)
 
 
 def test_a_folder_without_traces_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,6 +33,6 @@ def test_the_warning_names_step_samples_and_what_it_was_compared_with() -> None:
     spiky = SpikyLoss(2.0)
     assert spiky.check(1.5, 1, 0, 7) == ""
     assert spiky.check(4.0, 2, 8, 15) == (
-        "iteration 2: the loss rose to 4, more than 2 times the largest of the 1 before it (1.5); its samples are 8 to "
-        "15 of the training order (--check-for-spiky-loss)"
+        "iteration 2: the loss rose to 4, more than 2 times the largest of the 1 losses before it (1.5); its samples "
+        "are 8 to 15 of the training order (--check-for-spiky-loss)"
     )

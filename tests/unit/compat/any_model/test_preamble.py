@@ -59,7 +59,7 @@ def test_the_first_lines_of_a_program_for_deepspeed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"dist_backend": "nccl"}, r"dist_backend nccl: needs an accelerator, .* use gloo, or leave it out"),
+        ({"dist_backend": "nccl"}, r"dist_backend nccl: needs an accelerator, .* use gloo, or remove it"),
         (
             {"init_method": "env://"},
             "the launcher sets init_method, rank and world_size; remove them and start the program with",
