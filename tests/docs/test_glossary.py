@@ -25,6 +25,14 @@ LINKED = (
     "docs/generation.md",
     "docs/evaluation.md",
     "docs/from_megatron_lm.md",
+    "docs/first_run.md",
+    "docs/training.md",
+    "docs/parallelism.md",
+    "docs/troubleshooting.md",
+    "docs/scale.md",
+    "docs/kernels.md",
+    "docs/launchers.md",
+    "docs/any_model.md",
 )
 LINK = re.compile(r"\[([^\]]*)\]\(([^)]*)\)")
 
