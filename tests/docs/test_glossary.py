@@ -32,6 +32,14 @@ LINKED = (
     "docs/api.md",
     "docs/proofs.md",
     "docs/numerics.md",
+    "docs/first_run.md",
+    "docs/training.md",
+    "docs/parallelism.md",
+    "docs/troubleshooting.md",
+    "docs/scale.md",
+    "docs/kernels.md",
+    "docs/launchers.md",
+    "docs/any_model.md",
 )
 LINK = re.compile(r"\[([^\]]*)\]\(([^)]*)\)")
 
