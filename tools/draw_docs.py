@@ -374,24 +374,16 @@ def draw_gpu_steps() -> str:
     return svg.whole()
 
 
-PICTURES: dict[str, Callable[[], str]] = {
-    "rank_grid": draw_rank_grid,
-    "pipeline_schedules": draw_pipeline_schedules,
-    "zero_memory": draw_zero_memory,
-    "losses": draw_losses,
-    "first_run": draw_first_run,
-    "dataset_files": draw_dataset_files,
-    "checkpoint_files": draw_checkpoint_files,
-    "throughput": draw_throughput,
-    "gpu_steps": draw_gpu_steps,
-}
+_DRAWN: tuple[Callable[[], str], ...] = (
+    *(draw_rank_grid, draw_pipeline_schedules, draw_zero_memory, draw_losses, draw_first_run),
+    *(draw_dataset_files, draw_checkpoint_files, draw_throughput, draw_gpu_steps),
+)
+PICTURES = {draw.__name__.removeprefix("draw_"): draw for draw in _DRAWN}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--output", type=Path, default=PICTURES_FOLDER, metavar="DIR", help="the folder of the pictures"
-    )
+    parser.add_argument("--output", type=Path, default=PICTURES_FOLDER, metavar="DIR", help="folder of the pictures")
     output = parser.parse_args().output
     output.mkdir(parents=True, exist_ok=True)
     for name, draw in PICTURES.items():

@@ -213,5 +213,5 @@ def storage_message(doing: str, path: Path, error: OSError) -> str:
     place = error.filename or path
     return (
         f"{doing} failed at {place}: {reason}; earlier checkpoints are untouched. Make sure that this path has free "
-        "space and is writable, or give another"
+        "space and is writable, or give another directory"
     )

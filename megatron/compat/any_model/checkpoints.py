@@ -38,7 +38,6 @@ _IN_A_RUN_OF_FLAGS = {
     "--finetune": "load_module_only=True",
     "--load ": "load_checkpoint: ",
     "--save ": "save_checkpoint: ",
-    "change --save": "give another save_dir",
 }
 """Flags in checkpoint messages, and their names in calls of the engine."""
 

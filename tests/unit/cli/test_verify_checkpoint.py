@@ -84,7 +84,12 @@ def reshaped(name: str, shape: tuple[int, ...], kind: str = "") -> Callable[[dic
             r"has shape (96, 12), but its settings give (96, 24)",
         ),
         ("layers.0.input_layernorm.weight", (12,), "", "has shape (12,), but its settings give (24,)"),
-        ("layers.0.self_attention.dense.weight", (24, 12), "exp_avg", "(exp_avg) has shape (24, 12), its parameter"),
+        (
+            "layers.0.self_attention.dense.weight",
+            (24, 12),
+            "exp_avg",
+            "(exp_avg) has shape (24, 12), but its parameter",
+        ),
     ],
 )
 def test_a_consistent_manifest_of_other_shapes_is_found(

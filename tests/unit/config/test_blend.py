@@ -46,8 +46,8 @@ def test_words(words: list[str], prefixes: tuple[str, ...], weights: Weights) ->
             "'a', before '0.5', is not a number; give one PREFIX, several PREFIX, or WEIGHT PREFIX",
         ),
         (["0.5", "a", "b"], "3 values, an odd number, cannot be pairs"),
-        (["", "a"], "an empty path"),
-        ([], "an empty path"),
+        (["", "a"], "a path is empty"),
+        ([], "a path is empty"),
         (
             [f"p{i}" for i in range(32768)],
             "--valid-data-path p0 p1 p2 p3 p4 p5 p6 p7 ...: 32768 sources, above the limit of 32767",

@@ -72,7 +72,7 @@ def test_refused_in_one_line(settings: dict[str, Any], words: list[str]) -> None
 
 
 def test_more_expert_ranks_than_replicas_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--expert-model-parallel-size 8 .* --expert-model-parallel-size 2$"):
+    with pytest.raises(ConfigError, match=r"--expert-model-parallel-size 8: .* --expert-model-parallel-size 2$"):
         make_run(parse_args(flags(**MOE, **{EP: 8, TP: 2})), world_size=4)
 
 

@@ -92,11 +92,11 @@ FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_la
                 "such as 6 or 12",
             ],
         ),
-        ({TP: 2}, 3, ["--tensor-model-parallel-size 2", "3 processes", "start 2 or 4", "1 or 3"]),
+        ({TP: 2}, 3, ["--tensor-model-parallel-size 2", "processes, 3, is not", "start 2 or 4", "1 or 3"]),
         (
             {TP: 4},
             2,
-            ["--tensor-model-parallel-size 4", "2 processes", "start 4", "use --tensor-model-parallel-size 2"],
+            ["--tensor-model-parallel-size 4", "processes, 2, is not", "start 4", "use --tensor-model-parallel-size 2"],
         ),
         ({TP: 2, PP: 2}, 2, ["--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2 = 4", "start 4"]),
         (

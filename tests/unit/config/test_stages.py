@@ -58,8 +58,18 @@ def test_each_rank_holds(layers: int, ranks: int, how: dict[str, Any], held: lis
     [
         (8, 1, {"stages": 2}, r"--num-virtual-stages-per-pipeline-rank 2: there is one pipeline stage"),
         (8, 1, {"loss": True}, r"--account-for-loss-in-pipeline-split: there is one pipeline stage"),
-        (8, 2, {"stages": 2, "virtual": 2}, r"stage 2 and --num-virtual-stages-per-pipeline-rank are both given"),
-        (8, 2, {"embedding": True, "first": 2}, r"split and --decoder-first-pipeline-num-layers are both given"),
+        (
+            8,
+            2,
+            {"stages": 2, "virtual": 2},
+            r"stage 2 and --num-virtual-stages-per-pipeline-rank both divide the layers",
+        ),
+        (
+            8,
+            2,
+            {"embedding": True, "first": 2},
+            r"split and --decoder-first-pipeline-num-layers both divide the layers",
+        ),
         (8, 2, {"stages": 3}, r"8 is not divisible by .*size 2 x .*rank 3; use --num-virtual-.*rank 1 or 2 or 4"),
         (
             8,

@@ -247,7 +247,7 @@ def test_an_id_outside_of_the_vocabulary_is_refused_by_its_place(
     [
         ({"fim_prefix_token": "<PRE>"}, "--fim-prefix-token <PRE>: the tokenizer's vocabulary"),
         ({"fim_eod_token": "</s>"}, "--fim-eod-token </s>: the tokenizer's vocabulary"),
-        ({"fim_split_sample": "<repo>", "fim_fragment_rate": 0.5}, "--fim-split-sample <repo>: not in"),
+        ({"fim_split_sample": "<repo>", "fim_fragment_rate": 0.5}, "--fim-split-sample <repo>: the tokenizer"),
         ({"fim_middle_token": "<fim_suffix>"}, "name the same token"),
     ],
 )

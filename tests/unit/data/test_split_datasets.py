@@ -216,7 +216,7 @@ def test_pread_gives_the_same(prefixes: dict[str, str]) -> None:
         ({}, "--data-path: not given"),
         ({"data_path": "a", "valid_data_path": "b"}, "--data-path and --train/valid/test-data-path exclude each other"),
         ({"data_path": "a", "mock_data": True}, "--mock-data and a data path exclude each other"),
-        ({"mock_data": True, "vocab_size": None}, "--mock-data: vocabulary size None"),
+        ({"mock_data": True, "vocab_size": None}, "--mock-data: the vocabulary size is None"),
         ({"train_data_path": "a", "split": "x"}, "--split x"),
         ({"data_path": "missing/prefix"}, "missing/prefix.idx does not exist"),
         ({"data_path": ("0", "a")}, "--data-path 0 a: the weight 0 of a"),

@@ -153,7 +153,7 @@ def test_missing_eod(tmp_path: Path, read_bytes: int, document: int) -> None:
     documents[document][last][-1] = 8
     prefix, record = write(tmp_path, documents)
     stop = int(IndexedDataset(prefix).document_bounds(document, document + 1)[1])
-    message = rf"bytes {stop - 2} to {stop} \(document {document}\): .*end-of-document token 9 .*but with 8"
+    message = rf"bytes {stop - 2} to {stop} \(document {document}\): .*end-of-document token 9, but with 8"
     with pytest.raises(DataError, match=message):
         verify_dataset(prefix, record)
 

@@ -138,7 +138,9 @@ def test_a_store_that_is_not_opened_is_named(capsys: pytest.CaptureFixture[str])
     meeting.come(ranks_of(3, port)[1], ranks_of(3, port)[2])
     assert all(isinstance(error, HangError) for error in meeting.end().values()), meeting.became
     said = lines(capsys)
-    assert said and all(line.startswith("rank 1 waits") for line in said), "one rank speaks for the machine"
+    assert said and all(line.startswith("rank 1 has waited for the others") for line in said), (
+        "one rank speaks for the machine"
+    )
     assert said[0].endswith(f"rank 0, which keeps the store, does not answer at 127.0.0.1:{port}")
 
 

@@ -392,7 +392,7 @@ def test_a_mistake_in_a_file_names_it(text: str, said: str, tmp_path: Path) -> N
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"at .*file/global_step0: .*give another save_dir"):
+    with pytest.raises(StorageError, match=r"at .*file/global_step0: .*writable, or give another"):
         make().save_checkpoint(tmp_path / "file")
 
 
