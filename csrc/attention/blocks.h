@@ -61,30 +61,49 @@ inline int64_t keys_seen_up_to(const AttentionShape& shape, int64_t query) {
   return std::clamp<int64_t>(query + shape.diagonal + 1, 0, shape.keys);
 }
 
+// The first key that any of these queries sees, rounded down to a block.
+inline int64_t first_key_block(const AttentionShape& shape, int64_t batch, int64_t query, int64_t queries) {
+  if (shape.from == nullptr) return 0;
+  const int32_t* from = shape.from + batch * shape.from_batch + query;
+  const int64_t first = *std::min_element(from, from + queries);
+  return std::clamp<int64_t>(first, 0, shape.keys) / kBlock * kBlock;
+}
+
+// How many keys of the block lie before the first that the row sees.
+inline int64_t hidden_before(const AttentionShape& shape, const Pair& pair, int64_t batch, int64_t row) {
+  if (shape.from == nullptr) return 0;
+  return std::clamp<int64_t>(shape.from[batch * shape.from_batch + pair.first_query + row] - pair.first_key, 0, kBlock);
+}
+
 inline const bool* mask_row(const AttentionShape& shape, int64_t batch, int64_t head, int64_t query) {
   return shape.mask + batch * shape.mask_batch + head * shape.mask_head + query * shape.mask_query;
 }
 
-// False where the mask hides all keys of the block from all its queries.
+// False where all keys of the block are hidden from all its queries.
 inline bool any_visible(const AttentionShape& shape, const Pair& pair, int64_t batch, int64_t head) {
-  if (shape.mask == nullptr) return true;
+  if (shape.mask == nullptr && shape.from == nullptr) return true;
   for (int64_t row = 0; row < pair.queries; ++row) {
+    const int64_t hidden = hidden_before(shape, pair, batch, row), seen = pair.seen_by(row);
+    if (hidden >= seen) continue;
+    if (shape.mask == nullptr) return true;
     const bool* allowed = mask_row(shape, batch, head, pair.first_query + row) + pair.first_key;
-    if (std::any_of(allowed, allowed + pair.seen_by(row), [](bool x) { return x; })) return true;
+    if (std::any_of(allowed + hidden, allowed + seen, [](bool x) { return x; })) return true;
   }
   return false;
 }
 
 constexpr int64_t kParts = kBlock / kLanes;  // of a row of scores
 
-// Which keys of a block a query sees: of the first `seen` those that the mask allows.
+// Which keys of a block a query sees: from `hidden` up to `seen` those that the mask allows.
 class Visible {
  public:
-  Visible(int64_t seen, const bool* allowed) : all_(seen == kBlock && allowed == nullptr) {
+  Visible(int64_t hidden, int64_t seen, const bool* allowed)
+      : all_(hidden == 0 && seen == kBlock && allowed == nullptr) {
     if (all_) return;
+    const int32_t first = int32_t(hidden), last = int32_t(seen);
 #pragma omp simd
-    for (int32_t i = 0; i < int32_t(kBlock); ++i) seen_[i] = i < int32_t(seen) ? 1.0f : 0.0f;
-    for (int64_t i = 0; i < seen && allowed != nullptr; ++i) seen_[i] = float(allowed[i]);
+    for (int32_t i = 0; i < int32_t(kBlock); ++i) seen_[i] = i >= first && i < last ? 1.0f : 0.0f;
+    for (int64_t i = hidden; i < seen && allowed != nullptr; ++i) seen_[i] = float(allowed[i]);
   }
   // `x` where the query sees the key, else `otherwise`, for part i of the block.
   Floats or_else(int64_t i, Floats x, float otherwise) const {
@@ -99,7 +118,7 @@ class Visible {
 inline Visible visible(const AttentionShape& shape, const Pair& pair, int64_t batch, int64_t head, int64_t row) {
   const bool* allowed = nullptr;
   if (shape.mask != nullptr) allowed = mask_row(shape, batch, head, pair.first_query + row) + pair.first_key;
-  return Visible(pair.seen_by(row), allowed);
+  return Visible(hidden_before(shape, pair, batch, row), pair.seen_by(row), allowed);
 }
 
 // 1 / (1 - probability) for what is kept, 0 for what is dropped: a hash of seed, head, query and key.

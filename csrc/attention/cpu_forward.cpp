@@ -47,7 +47,7 @@ class Forward {
     std::fill(peak_, peak_ + kBlock, -INFINITY);
     std::fill(sum_, sum_ + kBlock, Floats(0.0f));
     const int64_t seen = keys_seen_up_to(shape_, first + rows - 1);
-    for (int64_t key = 0; key < seen; key += kBlock) {
+    for (int64_t key = first_key_block(shape_, batch, first, rows); key < seen; key += kBlock) {
       const Pair pair{first, rows, key, std::min(kBlock, shape_.keys - key), shape_.diagonal};
       if (any_visible(shape_, pair, batch, head)) run_pair(pair, batch, head);
     }

@@ -39,8 +39,16 @@ void take_mask(const Tensor& mask, AttentionShape& shape) {
   shape.mask_query = mask.size(2) == 1 ? 0 : mask.stride(2);
 }
 
+void take_first_keys(const Tensor& from, AttentionShape& shape) {
+  STD_TORCH_CHECK(from.scalar_type() == ScalarType::Int && from.dim() == 2 && from.size(1) == shape.queries &&
+                      (shape.queries < 2 || from.stride(1) == 1) && (from.size(0) == 1 || from.size(0) == shape.batch),
+                  kName, ": the first keys are not int32 [batch or 1, queries]");
+  shape.from = static_cast<const int32_t*>(from.const_data_ptr());
+  shape.from_batch = from.size(0) == 1 ? 0 : from.stride(0);
+}
+
 struct Options {
-  const std::optional<Tensor>& mask;
+  const std::optional<Tensor>&mask, &from;
   int64_t diagonal;
   double scale, dropout;
   const std::optional<Tensor>& seed;
@@ -54,6 +62,7 @@ AttentionShape shape_of(const Tensor& query, const Tensor& key, const Options& o
   shape.keys = key.size(1), shape.groups = key.size(2);
   shape.diagonal = options.diagonal, shape.scale = float(options.scale), shape.dtype = dtype_of(query, kName);
   if (options.mask.has_value()) take_mask(*options.mask, shape);
+  if (options.from.has_value()) take_first_keys(*options.from, shape);
   shape.dropout.probability = float(options.dropout);
   if (options.dropout > 0.0) {
     STD_TORCH_CHECK(options.seed.has_value() && options.seed->scalar_type() == ScalarType::Long &&
@@ -65,9 +74,10 @@ AttentionShape shape_of(const Tensor& query, const Tensor& key, const Options& o
 }
 
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
-                                             const std::optional<Tensor>& mask, int64_t diagonal, double scale,
-                                             double dropout, const std::optional<Tensor>& seed) {
-  AttentionForward args{.shape = shape_of(query, key, Options{mask, diagonal, scale, dropout, seed})};
+                                             const std::optional<Tensor>& mask, const std::optional<Tensor>& from,
+                                             int64_t diagonal, double scale, double dropout,
+                                             const std::optional<Tensor>& seed) {
+  AttentionForward args{.shape = shape_of(query, key, Options{mask, from, diagonal, scale, dropout, seed})};
   const AttentionShape& shape = args.shape;
   Tensor out = new_empty(query, {shape.batch, shape.queries, shape.heads, shape.width});
   Tensor log_sum_exp = new_empty(query, {shape.batch, shape.heads, shape.queries}, ScalarType::Float);
@@ -100,9 +110,9 @@ void place_gradients(Tensor& grads, bool thirds, AttentionBackward& args) {
 
 Tensor attention_backward(const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value,
                           const Tensor& out, const Tensor& log_sum_exp, const std::optional<Tensor>& mask,
-                          int64_t diagonal, double scale, double dropout, const std::optional<Tensor>& seed,
-                          bool thirds) {
-  AttentionBackward args{.shape = shape_of(query, key, Options{mask, diagonal, scale, dropout, seed})};
+                          const std::optional<Tensor>& from, int64_t diagonal, double scale, double dropout,
+                          const std::optional<Tensor>& seed, bool thirds) {
+  AttentionBackward args{.shape = shape_of(query, key, Options{mask, from, diagonal, scale, dropout, seed})};
   const AttentionShape& shape = args.shape;
   check_contiguous(log_sum_exp, kName, "the log-sum-exp");
   STD_TORCH_CHECK(log_sum_exp.scalar_type() == ScalarType::Float &&
@@ -124,11 +134,12 @@ Tensor attention_backward(const Tensor& grad, const Tensor& query, const Tensor&
 
 STABLE_TORCH_LIBRARY_FRAGMENT(MK_LIBRARY, library) {
   library.def(
-      "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, int diagonal, float scale,"
-      " float dropout, Tensor? seed) -> (Tensor, Tensor)");
+      "attention_forward(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? first_keys,"
+      " int diagonal, float scale, float dropout, Tensor? seed) -> (Tensor, Tensor)");
   library.def(
       "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor log_sum_exp,"
-      " Tensor? mask, int diagonal, float scale, float dropout, Tensor? seed, bool thirds) -> Tensor");
+      " Tensor? mask, Tensor? first_keys, int diagonal, float scale, float dropout, Tensor? seed, bool thirds)"
+      " -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(MK_LIBRARY, CPU, library) {

@@ -8,8 +8,8 @@ from megatron.context_parallel.sequence import by_rank, chunks_of, in_sequence
 from megatron.distributed import collectives
 from megatron.distributed.parallel_state import Axis
 from megatron.model.attention import CoreAttention
-from megatron.model.attention_mask import Window, attention_mask
-from megatron.ops.softmax import causal_mask
+from megatron.model.attention_mask import Visible, Window, look_back
+from megatron.ops.documents import Documents
 
 _SEQUENCE = 2  # the dimension of the sequence in [batch, heads, seq, d]
 
@@ -23,33 +23,22 @@ class GatheredAttention(nn.Module):
         self.core, self.cp, self.window = core, cp, window
 
     @staticmethod
-    def visible(
-        cp: Axis, tokens: int, window: Window, document_ids: Tensor | None, device: torch.device
-    ) -> tuple[Tensor | None, bool]:
-        """Mask [batch or 1, 1, this rank's tokens, all tokens], or None if attention is only causal."""
-        size = tokens // 2
-        masks = []
-        for chunk in chunks_of(cp.rank, cp.size):
-            end = (chunk + 1) * size
-            documents = None if document_ids is None else document_ids[:, :end]
-            mask, _ = attention_mask(size, end, window=window, document_ids=documents, device=device)
-            masks.append(mask)
-        if all(mask is None for mask in masks):
-            return None, True
-        whole = [
-            causal_mask(size, (chunk + 1) * size, device)[None, None] if mask is None else mask
-            for mask, chunk in zip(masks, chunks_of(cp.rank, cp.size))
+    def visible(cp: Axis, shape: torch.Size, window: Window, documents: Documents | None) -> tuple[Visible, Visible]:
+        """Returns the visible keys of each of this rank's chunks."""
+        size, left = shape[1] // 2, look_back(window)
+        parts = [
+            None if documents is None else documents.part(chunk * size, (chunk + 1) * size)
+            for chunk in chunks_of(cp.rank, cp.size)
         ]
-        return torch.cat([nn.functional.pad(mask, (0, tokens * cp.size - mask.shape[-1])) for mask in whole], 2), False
+        return Visible(parts[0], left), Visible(parts[1], left)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, visible: tuple[Visible, Visible]) -> Tensor:
         """query [batch, heads, seq / ranks, d]; key, value [batch, groups, seq / ranks, d]."""
         key, value = self._all(torch.stack((key, value))).unbind()
         size, results = query.shape[2] // 2, []
         for index, chunk in enumerate(chunks_of(self.cp.rank, self.cp.size)):
             rows, end = slice(index * size, (index + 1) * size), (chunk + 1) * size
-            seen = None if mask is None else mask[:, :, rows, :end]
-            results.append(self.core(query[:, :, rows], key[:, :, :end], value[:, :, :end], seen, causal))
+            results.append(self.core(query[:, :, rows], key[:, :, :end], value[:, :, :end], visible[index]))
         return torch.cat(results, _SEQUENCE)
 
     def _all(self, own: Tensor) -> Tensor:

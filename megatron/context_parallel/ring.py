@@ -20,7 +20,8 @@ from megatron.distributed import collectives
 from megatron.distributed.parallel_state import Axis
 from megatron.distributed.rng import default_generator, next_seed
 from megatron.model.attention import CoreAttention
-from megatron.model.attention_mask import Window
+from megatron.model.attention_mask import Window, look_back
+from megatron.ops.documents import Documents
 
 
 class RingAttention(nn.Module):
@@ -29,22 +30,19 @@ class RingAttention(nn.Module):
     def __init__(self, core: CoreAttention, cp: Axis, window: Window) -> None:
         super().__init__()
         self.core, self.cp = core, cp
-        # Only the left side of the window matters under a causal mask; -1 is unlimited.
-        self.look_back = None if window is None or window[0] < 0 else window[0]
+        self.look_back = look_back(window)
 
     @staticmethod
-    def visible(
-        cp: Axis, tokens: int, window: Window, document_ids: Tensor | None, device: torch.device
-    ) -> tuple[Tensor | None, bool]:
-        """Returns the document ids of all tokens instead of a mask; `forward` derives the mask block by block."""
-        return document_ids, True
+    def visible(cp: Axis, shape: torch.Size, window: Window, documents: Documents | None) -> Tensor | None:
+        """Returns the number of each token's document, [batch, seq]; `forward` derives the mask block by block."""
+        return None if documents is None else documents.numbers()
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        """query [batch, heads, seq / ranks, d]; key, value [batch, groups, seq / ranks, d]; mask: document ids."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None) -> Tensor:
+        """query [batch, heads, seq / ranks, d]; key, value [batch, groups, seq / ranks, d]."""
         dropout_p = self.core.dropout_p if self.training else 0.0
         seed = next_seed(default_generator(query.device)) if dropout_p else 0
         softmax = Softmax(self.core.scale, dropout_p, seed)
-        return _Ring.apply(query, key, value, mask, _Ringed(self.cp, softmax, self.look_back))
+        return _Ring.apply(query, key, value, document_ids, _Ringed(self.cp, softmax, self.look_back))
 
 
 @dataclass(frozen=True)

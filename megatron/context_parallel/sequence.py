@@ -17,6 +17,7 @@ from megatron.model.attention import SequenceView
 from megatron.model.attention_mask import Window
 from megatron.model.kv_cache import KVCache
 from megatron.model.passes import Batch, shape_of
+from megatron.ops.documents import Documents
 
 
 def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
@@ -96,9 +97,7 @@ class ContextAttention(Protocol):
     the arguments `mask` and `causal` for the calls in all layers. Each implementation gives them its own meaning."""
 
     @staticmethod
-    def visible(
-        cp: Axis, tokens: int, window: Window, document_ids: Tensor | None, device: torch.device
-    ) -> tuple[Tensor | None, bool]: ...
+    def visible(cp: Axis, shape: torch.Size, window: Window, documents: Documents | None) -> Any: ...
 
 
 class SharedSequence(SequenceView):
@@ -118,10 +117,5 @@ class SharedSequence(SequenceView):
     def positions(self, tokens: int, past: int, device: torch.device) -> Tensor:
         return own_positions(tokens, self.cp, device)
 
-    def visible(
-        self, tokens: int, *, window: Window, document_ids: Tensor | None, device: torch.device
-    ) -> tuple[Tensor | None, bool]:
-        if document_ids is not None:
-            whole = tokens * self.cp.size
-            assert document_ids.shape[1] == whole, f"{document_ids.shape[1]} document ids for {whole} tokens"
-        return self.attention.visible(self.cp, tokens, window, document_ids, device)
+    def visible(self, shape: torch.Size, *, window: Window, documents: Documents | None) -> Any:
+        return self.attention.visible(self.cp, shape, window, documents)

@@ -10,7 +10,8 @@ from megatron.context_parallel.sequence import by_rank, in_sequence
 from megatron.distributed import collectives
 from megatron.distributed.parallel_state import Axis
 from megatron.model.attention import CoreAttention
-from megatron.model.attention_mask import Window, attention_mask
+from megatron.model.attention_mask import Visible, Window, look_back
+from megatron.ops.documents import Documents
 
 
 class UlyssesAttention(nn.Module):
@@ -22,13 +23,10 @@ class UlyssesAttention(nn.Module):
         self.core, self.cp = core, cp
 
     @staticmethod
-    def visible(
-        cp: Axis, tokens: int, window: Window, document_ids: Tensor | None, device: torch.device
-    ) -> tuple[Tensor | None, bool]:
-        whole = tokens * cp.size
-        return attention_mask(whole, whole, window=window, document_ids=document_ids, device=device)
+    def visible(cp: Axis, shape: torch.Size, window: Window, documents: Documents | None) -> Visible:
+        return Visible(documents, look_back(window))
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> Tensor:
         """query [batch, heads, seq / ranks, d]; key, value [batch, groups, seq / ranks, d]."""
         ranks, groups = self.cp.size, key.shape[1]
         copies = lcm(groups, ranks) // groups
@@ -38,7 +36,7 @@ class UlyssesAttention(nn.Module):
         sizes = [part.shape[2] for part in parts]
         to_heads, back = partial(_heads_for_sequence, cp=self.cp), partial(_sequence_for_heads, cp=self.cp)
         mine = collectives.differentiable(torch.cat(parts, 2), to_heads, back)  # [batch, all heads / ranks, seq, d]
-        result = self.core(*mine.split(sizes, 1), mask, causal)
+        result = self.core(*mine.split(sizes, 1), visible)
         return collectives.differentiable(result, back, to_heads).flatten(1, 2)
 
 

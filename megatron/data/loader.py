@@ -21,13 +21,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from megatron.data.blended import TokenDataset
-from megatron.data.masks import ALL_FIELDS, MaskConfig, document_ids, loss_mask, position_ids, without_marks
+from megatron.data.masks import ALL_FIELDS, MaskConfig, document_starts, loss_mask, position_ids, without_marks
 from megatron.errors import DataError, MegatronError
+from megatron.ops.documents import Documents
 from megatron.utils.log import print_line
 from megatron.utils.process import die_with, how_to_continue, signals_held
 from megatron.utils.read_ahead import ReadAhead
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]
 _ALIGNMENT = 64  # bytes
 _UNREAD = -1  # invalid as a token: an embedding lookup fails
 _STOPPED_AFTER, _STOPPED_EVERY = 5.0, 30.0  # seconds without a batch, after which stopped workers are reported
@@ -51,16 +52,18 @@ class BatchDataset(Dataset[Batch | MegatronError]):
     def batch(self, sample_ids: list[int]) -> Batch:
         marked, text = self._read(sample_ids)
         tokens = marked[:, :-1]
-        make: dict[str, Callable[[], np.ndarray | None]] = {
+        make: dict[str, Callable[[], np.ndarray]] = {
             "tokens": lambda: text[:, :-1],
             "labels": lambda: text[:, 1:],
             "loss_mask": lambda: loss_mask(tokens, self.masks),
             "position_ids": lambda: position_ids(tokens, self.masks),
-            "document_ids": lambda: document_ids(tokens, self.masks),
         }
-        made = {name: array for name in make if name in self.fields and (array := make[name]()) is not None}
+        made = {name: array() for name, array in make.items() if name in self.fields}
         made["sample_ids"] = np.array(sample_ids, dtype=np.int64)
-        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in made.items()}
+        batch: Batch = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in made.items()}
+        if "document_ids" in self.fields and (starts := document_starts(tokens, self.masks)) is not None:
+            batch["document_ids"] = Documents.of_starts(torch.from_numpy(starts))
+        return batch
 
     def _read(self, sample_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the samples, and their ids without marks, both [b, s + 1]. The values are placeholders if no field
@@ -94,32 +97,40 @@ class PackedBatch:
 
     memory: torch.Tensor
     layout: dict[str, tuple[int, torch.dtype, torch.Size]]  # offset, dtype and shape of each tensor
+    documents: dict[str, tuple[int, int, bool]]  # which of the tensors are boundaries: rows, seq and divide_rows
 
     @classmethod
     def of(cls, batch: Batch) -> "PackedBatch":
         layout, size = {}, 0
-        for name, tensor in batch.items():
+        documents = {name: value for name, value in batch.items() if isinstance(value, Documents)}
+        tensors = {**batch, **{name: value.keys for name, value in documents.items()}}
+        for name, tensor in tensors.items():
             layout[name] = size, tensor.dtype, tensor.shape
             size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         memory = torch.empty(size, dtype=torch.uint8)
-        packed = cls(memory, layout)
-        for name, place in packed.unpacked().items():
-            place.copy_(batch[name])
+        sizes = {name: (value.rows, value.seq, value.divide_rows) for name, value in documents.items()}
+        packed = cls(memory, layout, sizes)
+        for name, place in packed._tensors().items():
+            place.copy_(tensors[name])
         return packed
 
     def unpacked(self) -> Batch:
-        batch = {}
+        batch: Batch = dict(self._tensors())
+        return batch | {name: Documents.of_boundaries(batch[name], *size) for name, size in self.documents.items()}
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        tensors = {}
         for name, (start, dtype, shape) in self.layout.items():
             part = self.memory[start : start + shape.numel() * dtype.itemsize]
-            batch[name] = part.view(dtype).view(shape)
-        return batch
+            tensors[name] = part.view(dtype).view(shape)
+        return tensors
 
-    def __reduce__(self) -> "tuple[Callable[..., PackedBatch], tuple[np.ndarray, dict[str, Any]]]":
-        return _received, (self.memory.numpy(), self.layout)
+    def __reduce__(self) -> "tuple[Callable[..., PackedBatch], tuple[np.ndarray, dict[str, Any], dict[str, Any]]]":
+        return _received, (self.memory.numpy(), self.layout, self.documents)
 
     def pin_memory(self) -> "PackedBatch":
         """Pins the buffer; called by torch's loader."""
-        return PackedBatch(self.memory.pin_memory(), self.layout)
+        return PackedBatch(self.memory.pin_memory(), self.layout, self.documents)
 
 
 def pack_batch(batch: Any) -> Any:
@@ -131,11 +142,12 @@ def pack_batch(batch: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
+    value = value.keys if isinstance(value, Documents) else value
     return type(value) is torch.Tensor and value.layout is torch.strided and value.device.type == "cpu"
 
 
-def _received(memory: np.ndarray, layout: dict[str, tuple[int, torch.dtype, torch.Size]]) -> PackedBatch:
-    return PackedBatch(torch.from_numpy(memory), layout)
+def _received(memory: np.ndarray, layout: dict[str, Any], documents: dict[str, Any]) -> PackedBatch:
+    return PackedBatch(torch.from_numpy(memory), layout, documents)
 
 
 class BatchIterator(Iterator[Batch]):
@@ -258,7 +270,8 @@ def build_loader(
     fields: Set[str] = ALL_FIELDS,
 ) -> BatchIterator:
     """Returns the micro-batches of these samples: sample_ids [b] and the requested `fields`. Tokens, labels and
-    position_ids are int64 [b, s], loss_mask is float32 [b, s]; document_ids [b, s] needs reset_attention_mask or --sft.
+    position_ids are int64 [b, s], loss_mask is float32 [b, s]; document_ids is
+    a `Documents` and needs reset_attention_mask or --sft.
     Samples are read, and workers started, only if a field depends on the tokens."""
     masks = masks or MaskConfig()
     num_workers = num_workers if masks.depend_on_tokens(fields) else 0

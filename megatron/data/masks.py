@@ -73,14 +73,14 @@ def position_ids(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray:
     return positions - np.maximum.accumulate(starts, axis=1)
 
 
-def document_ids(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray | None:
-    """Returns the number of documents that end before each position; None if not configured. [b, s] -> int64 [b, s]
+def document_starts(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray | None:
+    """Returns True where a document begins; None if documents are not separated. [b, s] -> bool [b, s]
 
-    Positions with the same id may attend to each other. An end-of-document token belongs to its document.
+    Tokens attend to tokens of their own document only. An end-of-document token belongs to its document.
     """
     if not (masks.reset_attention_mask or masks.conversations):
         return None
-    return np.cumsum(_starts(tokens, masks), axis=1, dtype=np.int64)
+    return _starts(tokens, masks)
 
 
 def _starts(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray:

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron.data_parallel import BucketStore
 from megatron.errors import ConfigError
 from megatron.model.passes import Batch, SinglePass
+from megatron.ops.documents import Documents
 from megatron.utils.cuda import CudaGraph
 
 Signature = tuple[tuple[str, Any, Any], ...]
@@ -27,14 +28,14 @@ _MOST = 4
 @dataclass(frozen=True)
 class _Recording:
     graph: CudaGraph
-    inputs: dict[str, Tensor]
+    inputs: dict[str, Tensor | Documents]
     factor: Tensor
     loss_sum: Tensor
     count: Tensor
 
     def run(self, batch: Batch, factor: float | Tensor) -> tuple[Tensor, Tensor]:
         for name, place in self.inputs.items():
-            place.copy_(batch[name])
+            _tensor(place).copy_(_tensor(batch[name]))
         self.factor.fill_(factor) if isinstance(factor, float) else self.factor.copy_(factor)
         self.graph.replay()
         return self.loss_sum.clone(), self.count.clone()
@@ -72,8 +73,8 @@ class GraphedPasses:
                 f"--cuda-graphs: micro-batches have more than {_MOST} shapes (new: {shapes}), and the recording of "
                 "each holds the memory of a whole pass; give all micro-batches one shape, or remove the flag"
             )
-        inputs = {name: value.clone() for name, value in batch.items() if isinstance(value, Tensor)}
-        device = next(iter(inputs.values())).device
+        inputs = {name: _place_for(value) for name, value in batch.items() if isinstance(value, (Tensor, Documents))}
+        device = _tensor(next(iter(inputs.values()))).device
         factor = torch.ones((), dtype=torch.float32, device=device)
 
         def work() -> tuple[Tensor, Tensor]:
@@ -88,5 +89,14 @@ class GraphedPasses:
         return _Recording(graph, inputs, factor, loss_sum, count)
 
 
+def _tensor(value: Tensor | Documents) -> Tensor:
+    return value.keys if isinstance(value, Documents) else value
+
+
+def _place_for(value: Tensor | Documents) -> Tensor | Documents:
+    return value.for_recording() if isinstance(value, Documents) else value.clone()
+
+
 def _signature(batch: Batch) -> Signature:
-    return tuple((name, tuple(v.shape), v.dtype) for name, v in sorted(batch.items()) if isinstance(v, Tensor))
+    tensors = {name: _tensor(value) for name, value in sorted(batch.items()) if isinstance(value, (Tensor, Documents))}
+    return tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())

@@ -1,11 +1,14 @@
 """Moves batches to the device; no other code does."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from megatron.context_parallel import slice_batch
 from megatron.distributed.parallel_state import Axis
 from megatron.model.passes import Batch
+from megatron.ops.documents import Documents
 from megatron.utils.cuda import CopyStream
 from megatron.utils.device_kind import kind_of
 
@@ -16,13 +19,12 @@ class ToDevice:
 
     def __init__(self, device: torch.device, cp: Axis) -> None:
         self._device, self._cp = device, cp
-        self._copies = CopyStream(device) if kind_of(device.type).copy_stream else None
+        self._copies = CopyStream(device, self._moved) if kind_of(device.type).copy_stream else None
 
     def __call__(self, batch: Batch) -> Batch:
-        return slice_batch(self._moved(batch) if self._copies is None else self._copies(batch), self._cp)
+        if self._copies is not None:
+            return slice_batch(self._copies(batch), self._cp)
+        return slice_batch({key: self._moved(value) for key, value in batch.items()}, self._cp)
 
-    def _moved(self, batch: Batch) -> Batch:
-        return {
-            key: value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value
-            for key, value in batch.items()
-        }
+    def _moved(self, value: Any) -> Any:
+        return value.to(self._device, non_blocking=True) if isinstance(value, (Tensor, Documents)) else value

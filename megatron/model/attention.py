@@ -6,17 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
-from megatron.model.attention_mask import Window, attention_mask
+from megatron.model.attention_mask import Visible, Window, look_back
 from megatron.model.kv_cache import KVCache
 from megatron.ops import Kernels
+from megatron.ops.documents import Documents
 
 
 @dataclass(frozen=True)
 class AttentionContext:
     """Inputs of the attention that all layers of one forward pass share."""
 
-    mask: Tensor | None = None  # true = visible; broadcasts to [batch, heads, queries, keys]; includes causality
-    causal: bool = True  # the core attention applies a causal mask; False if `mask` includes it or nothing is hidden
+    visible: Visible
     rope: tuple[Tensor, Tensor] | None = None  # cos and sin, [batch or 1, seq, 1, rotated / 2]
     cache: KVCache | None = None
 
@@ -32,11 +32,9 @@ class SequenceView:
     def positions(self, tokens: int, past: int, device: torch.device) -> Tensor:
         return torch.arange(past, past + tokens, device=device)
 
-    def visible(
-        self, tokens: int, *, window: Window, document_ids: Tensor | None, device: torch.device
-    ) -> tuple[Tensor | None, bool]:
-        """Returns the core attention's `mask` and `causal`."""
-        return attention_mask(tokens, tokens, window=window, document_ids=document_ids, device=device)
+    def visible(self, shape: torch.Size, *, window: Window, documents: Documents | None) -> Visible:
+        """`shape`: [batch, tokens of a row in this pass]."""
+        return Visible(documents, look_back(window))
 
 
 class CoreAttention(nn.Module):
@@ -49,15 +47,14 @@ class CoreAttention(nn.Module):
         self.dropout_p = config.attention_dropout
         self.layer_scaling = layer_number if config.apply_query_key_layer_scaling else 1
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> Tensor:
         """query [batch, heads, queries, d]; key, value [batch, groups, keys, d] -> [batch, heads, queries, d]."""
-        return self.kernels.attention(
-            query,
-            key,
-            value,
-            mask=mask,
-            causal=causal,
-            scale=self.scale,
-            dropout_p=self.dropout_p if self.training else 0.0,
-            layer_scaling=self.layer_scaling,
-        )
+        dropout_p = self.dropout_p if self.training else 0.0
+        named = {"scale": self.scale, "dropout_p": dropout_p, "layer_scaling": self.layer_scaling}
+        batch, keys = key.shape[0], key.shape[2]
+        if visible.rows is not None:
+            return self.kernels.attention(query, key, value, mask=visible.rows, causal=False, **named)
+        if not visible.is_packed(keys):
+            return self.kernels.attention(query, key, value, mask=None, causal=query.shape[2] > 1, **named)
+        documents = visible.documents or Documents.of_rows(batch, keys, key.device)
+        return self.kernels.packed_attention(query, key, value, documents=documents, left=visible.left, **named)

@@ -1,26 +1,38 @@
-"""The attention mask: the keys that a query may see."""
+"""The keys that the queries of a pass see."""
 
-import torch
+from dataclasses import dataclass
+
 from torch import Tensor
+
+from megatron.ops.documents import Documents
 
 Window = tuple[int, int] | None  # tokens that a query may look back and ahead; -1 is no limit
 
 
-def attention_mask(
-    queries: int, keys: int, *, window: Window, document_ids: Tensor | None, device: torch.device
-) -> tuple[Tensor | None, bool]:
-    """Returns (mask, causal) for the last `queries` of `keys` positions; document_ids [batch, keys]. The mask is
-    None for plain causal attention."""
-    left = -1 if window is None else window[0]  # causality hides everything to the right, whatever the window
-    windowed = left >= 0 and left + 1 < keys
-    if document_ids is None and not windowed:
-        return None, queries > 1
-    position = torch.arange(keys, device=device)
-    distance = position[keys - queries :].unsqueeze(1) - position  # [queries, keys]
-    mask = distance >= 0
-    if windowed:
-        mask &= distance <= left
-    mask = mask[None, None]  # [1, 1, queries, keys]
-    if document_ids is not None:
-        mask = mask & (document_ids[:, None, keys - queries :, None] == document_ids[:, None, None, :])
-    return mask, False
+@dataclass(frozen=True)
+class Visible:
+    """The keys that the queries of a pass see, which are never later than the query. Queries are the last of the
+    keys."""
+
+    documents: Documents | None = None
+    """None: each row is one document."""
+    left: int | None = None
+    """Number of keys before its own that a query sees; None: all."""
+    rows: Tensor | None = None
+    """For one query per row, instead of the above: true for visible keys, [batch, 1, 1, keys]."""
+
+    def is_packed(self, keys: int) -> bool:
+        """True if a query may not see all keys up to its own."""
+        return self.documents is not None or (self.left is not None and self.left + 1 < keys)
+
+
+def look_back(window: Window) -> int | None:
+    """Number of tokens before its own that a query sees; None: all. Causality hides what follows."""
+    return None if window is None or window[0] < 0 else window[0]
+
+
+def documents_of(given: Documents | Tensor | None) -> Documents | None:
+    """Documents of a forward pass; None if each row is one. Document ids [batch, seq] are converted, which is a host
+    sync on a GPU."""
+    documents = Documents.of_ids(given) if isinstance(given, Tensor) else given
+    return documents if documents is not None and documents.divide_rows else None

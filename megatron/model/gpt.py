@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megatron.config import ModelConfig, MoEConfig, RecomputeConfig
 from megatron.model.attention import AttentionContext
+from megatron.model.attention_mask import documents_of
 from megatron.model.block import Layer, make_layer
 from megatron.model.embedding import Embedding, TiedHead
 from megatron.model.factory import ModuleFactory
@@ -20,6 +21,7 @@ from megatron.model.recompute import call_with_recompute, groups
 from megatron.model.rope import RotaryEmbedding
 from megatron.model.table import Table, look_up_and_share
 from megatron.ops import Kernels
+from megatron.ops.documents import Documents
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,14 @@ class GPT(nn.Module):
         *,
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
-        document_ids: Tensor | None = None,
+        document_ids: Documents | Tensor | None = None,
         cache: KVCache | None = None,
         hidden: Tensor | None = None,
         stage: Stage | None = None,
     ) -> Tensor:
-        """Runs the model on tokens, position_ids, labels and document_ids [batch, seq].
+        """Runs the model on tokens, position_ids and labels [batch, seq].
 
+        document_ids: the loader's `Documents`, or ids [batch, seq]; queries see only keys of their document.
         `hidden` is the previous stage's result; position_ids may then replace the tokens. `stage` selects the layers to
         run; None runs all. Returns logits [batch, seq, vocabulary], or with labels the loss of every token [batch, seq]
         in fp32. A stage that is not the last returns its hidden states [batch, seq, hidden].
@@ -103,7 +106,7 @@ class GPT(nn.Module):
             if labels is not None:
                 words, shared = self._look_up(tokens)
             hidden = self.embedding(tokens, position_ids, words)
-        context = self._context(position_ids, document_ids, seq, cache)
+        context = self._context(position_ids, document_ids, per_token.shape, cache)
         hidden = self._run_layers(hidden, context, stage)
         if cache is not None:
             cache.advance(seq)
@@ -162,17 +165,21 @@ class GPT(nn.Module):
         return first.self_attention.groups
 
     def _context(
-        self, position_ids: Tensor, document_ids: Tensor | None, seq: int, cache: KVCache | None
+        self,
+        position_ids: Tensor,
+        document_ids: Documents | Tensor | None,
+        shape: torch.Size,
+        cache: KVCache | None,
     ) -> AttentionContext:
         assert cache is None or document_ids is None, "document_ids do not work with a cache, which has one document"
-        window, device = self.config.window, position_ids.device
         if cache is None:
-            mask, causal = self.sequence.visible(seq, window=window, document_ids=document_ids, device=device)
+            documents = documents_of(document_ids)
+            visible = self.sequence.visible(shape, window=self.config.window, documents=documents)
         else:
-            mask, causal = cache.begin(seq)
+            visible = cache.begin(shape[1])
         dtype = self.computes_in or next(self.parameters()).dtype
         rope = None if self.rotary is None else self.rotary(position_ids, dtype)
-        return AttentionContext(mask, causal, rope, cache)
+        return AttentionContext(visible, rope, cache)
 
     def _run_layers(self, hidden: Tensor, context: AttentionContext, stage: Stage | None) -> Tensor:
         blocks = [self.layers[name] for name in (self.layers if stage is None else map(str, stage.layers))]

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from megatron.model.attention_mask import Window, attention_mask
+from megatron.model.attention_mask import Visible, Window, look_back
 
 SPARE = 64
 """Number of slots beyond the window. The cache shifts out old tokens once per this many tokens."""
@@ -43,21 +43,19 @@ class KVCache:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for kept in (self.keys, self.values) for tensor in kept.values())
 
-    def begin(self, tokens: int) -> tuple[Tensor | None, bool]:
-        """Begins a pass of `tokens` new tokens; if the cache is full, it drops tokens outside the window. Returns the
-        core attention's `mask` and `causal` for the keys that `extend` returns."""
+    def begin(self, tokens: int) -> Visible:
+        """Begins a pass of `tokens` new tokens; if the cache is full, it drops tokens outside the window. Returns
+        what the queries see of the keys that `extend` returns."""
         whole = self.length + tokens
         assert whole <= self.max_length, f"a KV cache of {self.max_length} tokens cannot hold {whole}"
-        reach = reach_of(self.window)
+        reach = look_back(self.window)
         if reach is not None and self._used + tokens > self.slots and self._used > reach:
             self._drop(self._used - reach)
         first, keys = self._first(), self._used + tokens
-        device = next(iter(self.keys.values())).device
-        mask, causal = attention_mask(tokens, keys - first, window=self.window, document_ids=None, device=device)
         if self._own is None or first >= self._all_own_from:
-            return mask, causal
-        assert mask is None and tokens == 1, "prompts of different lengths: a pass must have one token"
-        return self._own[..., first:keys], False
+            return Visible(left=reach)
+        assert tokens == 1, "prompts of different lengths: a pass must have one token"
+        return Visible(rows=self._own[..., first:keys])
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Appends key and value [batch, groups, new, head_dim]. Returns past and new ones together."""
@@ -80,7 +78,7 @@ class KVCache:
 
     def _first(self) -> int:
         """First slot that the next token sees."""
-        reach = reach_of(self.window)
+        reach = look_back(self.window)
         return 0 if reach is None else max(0, self._used - reach)
 
     def _drop(self, slots: int) -> None:
@@ -147,11 +145,6 @@ class KVCache:
             self._own = self._own[rows]
 
 
-def reach_of(window: Window) -> int | None:
-    """Number of tokens before its own token that a query sees; None: all."""
-    return None if window is None or window[0] < 0 else window[0]
-
-
 def slots_for(max_length: int, window: Window) -> int:
-    reach = reach_of(window)
+    reach = look_back(window)
     return max_length if reach is None else min(max_length, reach + SPARE)

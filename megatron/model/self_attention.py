@@ -36,9 +36,7 @@ class SelfAttention(nn.Module):
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if context.cache is not None:
             key, value = context.cache.extend(self.layer, key, value)
-        core = call_with_recompute(
-            self.core_attention, self.recompute_core, query, key, value, context.mask, context.causal
-        )
+        core = call_with_recompute(self.core_attention, self.recompute_core, query, key, value, context.visible)
         return self.dense(core.transpose(1, 2).flatten(2))  # [batch, seq, hidden]
 
     def _query_key_value(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

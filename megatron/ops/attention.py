@@ -75,17 +75,17 @@ def register(namespace: str) -> None:
     )
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        *tensors, mask, ctx.diagonal, ctx.scale, ctx.dropout, seed = inputs
-        ctx.save_for_backward(*tensors, *output, mask, seed)
+        *tensors, mask, first_keys, ctx.diagonal, ctx.scale, ctx.dropout, seed = inputs
+        ctx.save_for_backward(*tensors, *output, mask, first_keys, seed)
 
     def backward(ctx: Any, grad: Tensor, of_log_sum_exp: Tensor) -> tuple[Tensor | None, ...]:
         """Ignores the gradient of the log-sum-exp, because only this backward pass uses that output."""
-        query, key, value, out, log_sum_exp, mask, seed = ctx.saved_tensors
+        query, key, value, out, log_sum_exp, mask, first_keys, seed = ctx.saved_tensors
         thirds = whole((query, key, value)) is not None
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-        options = (mask, ctx.diagonal, ctx.scale, ctx.dropout, seed)
+        options = (mask, first_keys, ctx.diagonal, ctx.scale, ctx.dropout, seed)
         grads = ops.attention_backward(grad, query, key, value, out, log_sum_exp, *options, thirds)
-        return *_apart(grads, query, key, thirds), *(None,) * 5
+        return *_apart(grads, query, key, thirds), *(None,) * 6
 
     torch.library.register_autograd(f"{namespace}::attention_forward", backward, setup_context=save)
     without_derivative(namespace, "attention_backward")
@@ -101,7 +101,7 @@ def _apart(grads: Tensor, query: Tensor, key: Tensor, thirds: bool) -> Triple:
     return parts[0].view(query.shape), parts[1].view(key.shape), parts[2].view(key.shape)
 
 
-def _native_attention(
+def native_attention(
     ops: Any,
     query: Tensor,
     key: Tensor,
@@ -112,6 +112,7 @@ def _native_attention(
     scale: float,
     dropout_p: float = 0.0,
     layer_scaling: int = 1,  # not used: the scores stay in fp32
+    first_keys: Tensor | None = None,  # int32 [batch or 1, queries]: first key that each query sees
 ) -> Tensor:
     queries, keys = query.shape[2], key.shape[2]
     tensors = [t.transpose(1, 2) if t.stride(3) == 1 else t.transpose(1, 2).contiguous() for t in (query, key, value)]
@@ -120,11 +121,11 @@ def _native_attention(
     # Drawn from the generator of torch's own dropout: restoring the generator's state repeats this seed too.
     seed = torch.randint(2**62, (1,)) if dropout_p > 0.0 else None
     diagonal = keys - queries if causal else keys
-    out, _ = ops.attention_forward(*tensors, mask, diagonal, scale, dropout_p, seed)
+    out, _ = ops.attention_forward(*tensors, mask, first_keys, diagonal, scale, dropout_p, seed)
     return out.transpose(1, 2)  # [batch, heads, queries, d], in the layout that the next projection reads
 
 
-def _unsupported(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, **named: Any) -> str | None:
+def unsupported(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, **named: Any) -> str | None:
     if query.dim() != 4 or key.dim() != 4:
         return f"queries {described(query)}, keys {described(key)}: the kernel needs [batch, heads, positions, width]"
     if value.shape != key.shape or not query.dtype == key.dtype == value.dtype:
@@ -175,8 +176,8 @@ def _required(target: Target) -> Implementation | None:
 
 _NATIVE = Native(
     "attention",
-    _native_attention,
-    _unsupported,
+    native_attention,
+    unsupported,
     cpu_only=True,
     left_to_compiler=False,
     slower=_few_queries,

@@ -59,6 +59,7 @@ class Kernels:
     bias_dropout_add: Callable[[Tensor, Tensor | None, Tensor, Callable[[Tensor], Tensor]], Tensor]
     softmax: Callable[[Tensor, Tensor | None, float, bool], Tensor]
     attention: Callable[..., Tensor]
+    packed_attention: Callable[..., Tensor]
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
     linear_cross_entropy: Callable[..., Tensor]
     grouped_linear: Callable[..., Tensor]

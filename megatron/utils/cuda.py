@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 T = TypeVar("T")
 
@@ -41,21 +40,19 @@ class CudaGraph:
 class CopyStream:
     """Copies batches to the device concurrently with compute; from pinned memory also without host sync."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+    def __init__(self, device: torch.device, move: Callable[[Any], Any]) -> None:
+        """`move`: starts the copy of a value; what it cannot move it returns unchanged."""
+        self._device, self._stream, self._move = device, torch.cuda.Stream(device), move
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         with torch.cuda.stream(self._stream):
-            moved = {key: self._moved(value) for key, value in batch.items()}
+            arrived = {key: self._move(value) for key, value in batch.items()}
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
-        for value in moved.values():
-            if isinstance(value, Tensor):
+        for key, value in arrived.items():
+            if value is not batch[key]:
                 value.record_stream(current)  # its memory is not reused while it is still being read
-        return moved
-
-    def _moved(self, value: Any) -> Any:
-        return value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value
+        return arrived
 
 
 def grow_segments(given: str = "") -> bool:

@@ -17,6 +17,7 @@ from megatron.model.block import Layer
 from megatron.model.gpt import GPT
 from megatron.model.passes import Batch
 from megatron.model.rope import RotaryEmbedding
+from megatron.ops.documents import Documents
 from megatron.training.assemble import Parts
 
 
@@ -95,13 +96,12 @@ def _attend_within(parts: Parts, fault: str, group: Callable[[Tensor, int], Tens
     _needs(size > 1, fault, "--context-parallel-size above 1")
     visible = SharedSequence.visible
 
-    def within(
-        self: SharedSequence, tokens: int, *, window: Window, document_ids: Tensor | None, device: torch.device
-    ) -> tuple[Tensor | None, bool]:
-        chunk = torch.arange(tokens * size, device=device) // (tokens // 2)
-        groups = group(chunk, 2 * size - 1).long().unsqueeze(0)  # [1, tokens of the whole sequence]
-        documents = groups if document_ids is None else document_ids * 2 * size + groups
-        return visible(self, tokens, window=window, document_ids=documents, device=device)
+    def within(self: SharedSequence, shape: torch.Size, *, window: Window, documents: Documents | None) -> Any:
+        batch, tokens = shape
+        chunk = torch.arange(tokens * size, device=parts.engine.device) // (tokens // 2)
+        groups = group(chunk, 2 * size - 1).int().expand(batch, -1)  # [batch, tokens of the whole sequence]
+        ids = groups if documents is None else documents.numbers() * 2 * size + groups
+        return visible(self, shape, window=window, documents=Documents.of_ids(ids))
 
     SharedSequence.visible = within  # type: ignore[method-assign]
 

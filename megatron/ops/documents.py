@@ -1,0 +1,107 @@
+"""Boundaries of the documents in a micro-batch, for attention that does not cross them."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documents:
+    """Documents in the rows of a micro-batch. The rows lie one after another, and no document crosses a row.
+
+    Boundaries are int32 [documents + 1]: the number of each document's first token, then the number of all tokens.
+    The last number is repeated up to a length of 2^n + 1, so that few shapes occur: the last documents are empty.
+    """
+
+    keys: Tensor
+    """Boundaries among the keys."""
+    queries: Tensor
+    """Boundaries among the queries. They differ for a part of the sequence: its queries are the last of the keys."""
+    rows: int
+    seq: int
+    """Number of keys of a row."""
+    longest: int
+    """Largest number of keys of a document, or more."""
+    divide_rows: bool = True
+    """False if each row is one document."""
+
+    @staticmethod
+    def of_starts(starts: Tensor) -> "Documents":
+        """`starts` [rows, seq]: true at the first token of a document. A row begins with a new document in any case."""
+        starts = torch.cat([torch.ones_like(starts[:, :1]), starts[:, 1:]], 1)
+        first = starts.flatten().nonzero().flatten().to(torch.int32)
+        length = 1 << (len(first) - 1).bit_length()
+        ends = first.new_full((length + 1 - len(first),), starts.numel())
+        rows, seq = starts.shape
+        return Documents.of_boundaries(torch.cat([first, ends]), rows, seq, len(first) > rows)
+
+    @staticmethod
+    def of_boundaries(boundaries: Tensor, rows: int, seq: int, divide_rows: bool) -> "Documents":
+        longest = int(boundaries.diff().max())
+        return Documents(
+            keys=boundaries, queries=boundaries, rows=rows, seq=seq, longest=longest, divide_rows=divide_rows
+        )
+
+    @staticmethod
+    def of_ids(ids: Tensor) -> "Documents":
+        """`ids` [rows, seq]: the tokens of a document are adjacent and have one id. Causes a host sync."""
+        starts = torch.ones_like(ids, dtype=torch.bool)
+        starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        return Documents.of_starts(starts)
+
+    @staticmethod
+    def of_rows(rows: int, seq: int, device: torch.device) -> "Documents":
+        """Returns one document per row."""
+        boundaries = torch.arange(0, (rows + 1) * seq, seq, dtype=torch.int32, device=device)
+        return Documents(keys=boundaries, queries=boundaries, rows=rows, seq=seq, longest=seq, divide_rows=False)
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> "Documents":
+        """Returns the boundaries on another device. They must be those of whole rows."""
+        assert self.queries is self.keys
+        moved = self.keys.to(device, non_blocking=non_blocking)
+        return replace(self, keys=moved, queries=moved)
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Does for the boundaries what torch does for a tensor."""
+        self.keys.record_stream(stream)
+
+    def for_recording(self) -> "Documents":
+        """Returns a copy for a CUDA graph, whose replays read other boundaries from the same place."""
+        place = self.keys.clone()
+        return replace(self, keys=place, queries=place, longest=self.seq, divide_rows=True)
+
+    def part(self, first: int, end: int) -> "Documents":
+        """Returns the documents for the queries [first, end) and the keys [0, end) of each row."""
+        row = torch.div(self.keys[:-1], self.seq, rounding_mode="floor") * self.seq
+        begin, stop = self.keys[:-1] - row, self.keys[1:] - row
+        keys, queries = stop.clamp(max=end) - begin.clamp(max=end), stop.clamp(first, end) - begin.clamp(first, end)
+        return replace(
+            self, keys=_boundaries(keys), queries=_boundaries(queries), seq=end, longest=min(self.longest, end)
+        )
+
+    def numbers(self) -> Tensor:
+        """Returns the number of each key's document, int64 [rows, seq]. Each row has its own documents."""
+        places = torch.arange(self.rows * self.seq, dtype=torch.int32, device=self.keys.device)
+        return (torch.searchsorted(self.keys, places, right=True) - 1).view(self.rows, self.seq)
+
+    def first_keys(self, queries: int, left: int | None) -> Tensor:
+        """Returns the first key of its row that each of the last `queries` tokens of a row sees, int32 [rows, queries].
+        `left`: number of keys before its own that a query sees; None: all."""
+        rows = torch.arange(self.rows, dtype=torch.int32, device=self.keys.device).unsqueeze(1) * self.seq
+        first = self.keys[self.numbers()[:, self.seq - queries :]] - rows
+        if left is None:
+            return first
+        own = torch.arange(self.seq - queries, self.seq, dtype=torch.int32, device=self.keys.device)
+        return torch.maximum(first, own - left)
+
+    def mask(self, queries: int, left: int | None) -> Tensor:
+        """Returns [rows, 1, queries, seq], true for visible keys."""
+        place = torch.arange(self.seq, dtype=torch.int32, device=self.keys.device)
+        seen = place >= self.first_keys(queries, left).unsqueeze(2)
+        return (seen & (place <= place[self.seq - queries :].unsqueeze(1))).unsqueeze(1)
+
+
+def _boundaries(lengths: Tensor) -> Tensor:
+    return pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
