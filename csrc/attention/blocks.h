@@ -64,7 +64,7 @@ inline int64_t keys_seen_up_to(const AttentionShape& shape, int64_t query) {
 // The first key that any of these queries sees, rounded down to a block.
 inline int64_t first_key_block(const AttentionShape& shape, int64_t batch, int64_t query, int64_t queries) {
   if (shape.from == nullptr) return 0;
-  const int32_t* from = shape.from + batch * shape.from_batch + query;
+  const int64_t* from = shape.from + batch * shape.from_batch + query;
   const int64_t first = *std::min_element(from, from + queries);
   return std::clamp<int64_t>(first, 0, shape.keys) / kBlock * kBlock;
 }

@@ -29,7 +29,7 @@ struct AttentionShape {
   float scale;
   const bool* mask;  // true = may look; keys contiguous; or null
   int64_t mask_batch, mask_head, mask_query;
-  const int32_t* from;  // the first key that a query sees, the same for all heads; or null
+  const int64_t* from;  // the first key that a query sees, the same for all heads; or null
   int64_t from_batch;
   Dropout dropout;
   DType dtype;

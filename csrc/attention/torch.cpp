@@ -40,10 +40,10 @@ void take_mask(const Tensor& mask, AttentionShape& shape) {
 }
 
 void take_first_keys(const Tensor& from, AttentionShape& shape) {
-  STD_TORCH_CHECK(from.scalar_type() == ScalarType::Int && from.dim() == 2 && from.size(1) == shape.queries &&
+  STD_TORCH_CHECK(from.scalar_type() == ScalarType::Long && from.dim() == 2 && from.size(1) == shape.queries &&
                       (shape.queries < 2 || from.stride(1) == 1) && (from.size(0) == 1 || from.size(0) == shape.batch),
-                  kName, ": the first keys are not int32 [batch or 1, queries]");
-  shape.from = static_cast<const int32_t*>(from.const_data_ptr());
+                  kName, ": the first keys are not int64 [batch or 1, queries]");
+  shape.from = static_cast<const int64_t*>(from.const_data_ptr());
   shape.from_batch = from.size(0) == 1 ? 0 : from.stride(0);
 }
 

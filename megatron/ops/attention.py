@@ -112,7 +112,7 @@ def native_attention(
     scale: float,
     dropout_p: float = 0.0,
     layer_scaling: int = 1,  # not used: the scores stay in fp32
-    first_keys: Tensor | None = None,  # int32 [batch or 1, queries]: first key that each query sees
+    first_keys: Tensor | None = None,  # int64 [batch or 1, queries]: first key that each query sees
 ) -> Tensor:
     queries, keys = query.shape[2], key.shape[2]
     tensors = [t.transpose(1, 2) if t.stride(3) == 1 else t.transpose(1, 2).contiguous() for t in (query, key, value)]

@@ -87,18 +87,18 @@ class Documents:
         return (torch.searchsorted(self.keys, places, right=True) - 1).view(self.rows, self.seq)
 
     def first_keys(self, queries: int, left: int | None) -> Tensor:
-        """Returns the first key of its row that each of the last `queries` tokens of a row sees, int32 [rows, queries].
+        """Returns the first key of its row that each of the last `queries` tokens of a row sees, int64 [rows, queries].
         `left`: number of keys before its own that a query sees; None: all."""
-        rows = torch.arange(self.rows, dtype=torch.int32, device=self.keys.device).unsqueeze(1) * self.seq
-        first = self.keys[self.numbers()[:, self.seq - queries :]] - rows
+        rows = torch.arange(self.rows, device=self.keys.device).unsqueeze(1) * self.seq
+        first = self.keys.long()[self.numbers()[:, self.seq - queries :]] - rows
         if left is None:
             return first
-        own = torch.arange(self.seq - queries, self.seq, dtype=torch.int32, device=self.keys.device)
+        own = torch.arange(self.seq - queries, self.seq, device=self.keys.device)
         return torch.maximum(first, own - left)
 
     def mask(self, queries: int, left: int | None) -> Tensor:
         """Returns [rows, 1, queries, seq], true for visible keys."""
-        place = torch.arange(self.seq, dtype=torch.int32, device=self.keys.device)
+        place = torch.arange(self.seq, device=self.keys.device)
         seen = place >= self.first_keys(queries, left).unsqueeze(2)
         return (seen & (place <= place[self.seq - queries :].unsqueeze(1))).unsqueeze(1)
 
