@@ -23,14 +23,14 @@ class GatheredAttention(nn.Module):
         self.core, self.cp, self.window = core, cp, window
 
     @staticmethod
-    def visible(cp: Axis, shape: torch.Size, window: Window, documents: Documents | None) -> tuple[Visible, Visible]:
+    def visible(
+        cp: Axis, shape: torch.Size, window: Window, documents: Documents | None, device: torch.device
+    ) -> tuple[Visible, Visible]:
         """Returns the visible keys of each of this rank's chunks."""
         size, left = shape[1] // 2, look_back(window)
-        parts = [
-            None if documents is None else documents.part(chunk * size, (chunk + 1) * size)
-            for chunk in chunks_of(cp.rank, cp.size)
-        ]
-        return Visible(parts[0], left), Visible(parts[1], left)
+        whole = documents or Documents.of_rows(shape[0], shape[1] * cp.size, device)
+        first, second = (whole.part(chunk * size, (chunk + 1) * size) for chunk in chunks_of(cp.rank, cp.size))
+        return Visible(first, left), Visible(second, left)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, visible: tuple[Visible, Visible]) -> Tensor:
         """query [batch, heads, seq / ranks, d]; key, value [batch, groups, seq / ranks, d]."""

@@ -33,7 +33,9 @@ class RingAttention(nn.Module):
         self.look_back = look_back(window)
 
     @staticmethod
-    def visible(cp: Axis, shape: torch.Size, window: Window, documents: Documents | None) -> Tensor | None:
+    def visible(
+        cp: Axis, shape: torch.Size, window: Window, documents: Documents | None, device: torch.device
+    ) -> Tensor | None:
         """Returns the number of each token's document, [batch, seq]; `forward` derives the mask block by block."""
         return None if documents is None else documents.numbers()
 

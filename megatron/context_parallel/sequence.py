@@ -97,7 +97,9 @@ class ContextAttention(Protocol):
     the arguments `mask` and `causal` for the calls in all layers. Each implementation gives them its own meaning."""
 
     @staticmethod
-    def visible(cp: Axis, shape: torch.Size, window: Window, documents: Documents | None) -> Any: ...
+    def visible(
+        cp: Axis, shape: torch.Size, window: Window, documents: Documents | None, device: torch.device
+    ) -> Any: ...
 
 
 class SharedSequence(SequenceView):
@@ -117,5 +119,5 @@ class SharedSequence(SequenceView):
     def positions(self, tokens: int, past: int, device: torch.device) -> Tensor:
         return own_positions(tokens, self.cp, device)
 
-    def visible(self, shape: torch.Size, *, window: Window, documents: Documents | None) -> Any:
-        return self.attention.visible(self.cp, shape, window, documents)
+    def visible(self, shape: torch.Size, *, window: Window, documents: Documents | None, device: torch.device) -> Any:
+        return self.attention.visible(self.cp, shape, window, documents, device)

@@ -23,7 +23,9 @@ class UlyssesAttention(nn.Module):
         self.core, self.cp = core, cp
 
     @staticmethod
-    def visible(cp: Axis, shape: torch.Size, window: Window, documents: Documents | None) -> Visible:
+    def visible(
+        cp: Axis, shape: torch.Size, window: Window, documents: Documents | None, device: torch.device
+    ) -> Visible:
         return Visible(documents, look_back(window))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> Tensor:

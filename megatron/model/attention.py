@@ -32,7 +32,9 @@ class SequenceView:
     def positions(self, tokens: int, past: int, device: torch.device) -> Tensor:
         return torch.arange(past, past + tokens, device=device)
 
-    def visible(self, shape: torch.Size, *, window: Window, documents: Documents | None) -> Visible:
+    def visible(
+        self, shape: torch.Size, *, window: Window, documents: Documents | None, device: torch.device
+    ) -> Visible:
         """`shape`: [batch, tokens of a row in this pass]."""
         return Visible(documents, look_back(window))
 

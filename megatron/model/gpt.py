@@ -174,7 +174,8 @@ class GPT(nn.Module):
         assert cache is None or document_ids is None, "document_ids do not work with a cache, which has one document"
         if cache is None:
             documents = documents_of(document_ids)
-            visible = self.sequence.visible(shape, window=self.config.window, documents=documents)
+            window, device = self.config.window, position_ids.device
+            visible = self.sequence.visible(shape, window=window, documents=documents, device=device)
         else:
             visible = cache.begin(shape[1])
         dtype = self.computes_in or next(self.parameters()).dtype

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.data import loader
-from megatron.data.masks import MaskConfig, document_ids, loss_mask
+from megatron.data.masks import MaskConfig, document_starts, loss_mask
 from megatron.engine import StepResult
 from megatron.errors import ConfigError, DataError
 from megatron.interop.hf.importer import open_folder
@@ -113,7 +113,7 @@ def shifted(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray:
 
 
 def together(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray | None:
-    found = document_ids(tokens, masks)
+    found = document_starts(tokens, masks)
     return None if found is None else np.zeros_like(found)
 
 
@@ -123,7 +123,7 @@ def mean_of_means(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "bug"), [("loss_mask", shifted), ("document_ids", together), ("forward_step", mean_of_means)]
+    ("name", "bug"), [("loss_mask", shifted), ("document_starts", together), ("forward_step", mean_of_means)]
 )
 def test_a_wrong_mask_or_mean_is_seen(
     name: str, bug: Callable[..., Any], theirs: Path, chats: Path, monkeypatch: pytest.MonkeyPatch

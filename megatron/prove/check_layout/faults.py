@@ -96,12 +96,14 @@ def _attend_within(parts: Parts, fault: str, group: Callable[[Tensor, int], Tens
     _needs(size > 1, fault, "--context-parallel-size above 1")
     visible = SharedSequence.visible
 
-    def within(self: SharedSequence, shape: torch.Size, *, window: Window, documents: Documents | None) -> Any:
+    def within(
+        self: SharedSequence, shape: torch.Size, *, window: Window, documents: Documents | None, device: torch.device
+    ) -> Any:
         batch, tokens = shape
-        chunk = torch.arange(tokens * size, device=parts.engine.device) // (tokens // 2)
+        chunk = torch.arange(tokens * size, device=device) // (tokens // 2)
         groups = group(chunk, 2 * size - 1).int().expand(batch, -1)  # [batch, tokens of the whole sequence]
         ids = groups if documents is None else documents.numbers() * 2 * size + groups
-        return visible(self, shape, window=window, documents=Documents.of_ids(ids))
+        return visible(self, shape, window=window, documents=Documents.of_ids(ids), device=device)
 
     SharedSequence.visible = within  # type: ignore[method-assign]
 

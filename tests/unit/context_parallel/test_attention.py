@@ -15,13 +15,14 @@ from megatron.distributed.parallel_state import Axis, ParallelState
 from megatron.errors import ConfigError
 from megatron.layout import Layout
 from megatron.model.attention import CoreAttention
-from megatron.model.attention_mask import attention_mask
+from megatron.model.attention_mask import Visible, documents_of, look_back
 from megatron.model.gpt import GPT
 from megatron.ops import resolve
 from tests.helpers.distributed import run_ranks
 
 KINDS = {"p2p": RingAttention, "a2a": UlyssesAttention, "allgather": GatheredAttention}
 SEQ = 24
+CPU = torch.device("cpu")
 
 
 def config(**changes: Any) -> ModelConfig:
@@ -35,11 +36,11 @@ def inputs(dtype: torch.dtype, groups: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def attend(core: Any, tensors: list[Tensor], mask: Tensor | None, causal: bool) -> list[Tensor]:
+def attend(core: Any, tensors: list[Tensor], visible: Any) -> list[Tensor]:
     """Result and the three gradients."""
     *leaves, grad = tensors
     leaves = [x.detach().clone().requires_grad_() for x in leaves]
-    result = core(*leaves, mask, causal)
+    result = core(*leaves, visible)
     result.backward(grad)
     return [result.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[misc]
 
@@ -50,8 +51,8 @@ def at_ranks(rank: int, ranks: int, cases: list[tuple[str, torch.dtype, int, Any
     for kind, dtype, groups, window, document_ids in cases:
         core = KINDS[kind](CoreAttention(config(), 1, resolve("auto", "cpu")), cp, window)
         parts = [own_part(x, cp, 2) for x in inputs(dtype, groups)]
-        mask, causal = core.visible(cp, SEQ // ranks, window, document_ids, torch.device("cpu"))
-        found.append(attend(core, parts, mask, causal))
+        visible = core.visible(cp, torch.Size((2, SEQ // ranks)), window, documents_of(document_ids), CPU)
+        found.append(attend(core, parts, visible))
     return found
 
 
@@ -70,8 +71,8 @@ def test_every_kind_and_type_is_the_plain_core(ranks: int) -> None:
     results = run_ranks(ranks, at_ranks, ranks, cases)
     plain = CoreAttention(config(), 1, resolve("ref", "cpu"))
     for number, (kind, dtype, groups, window, document_ids) in enumerate(cases):
-        mask, causal = attention_mask(SEQ, SEQ, window=window, document_ids=document_ids, device=torch.device("cpu"))
-        exact = attend(plain, [x.double() for x in inputs(dtype, groups)], mask, causal)
+        visible = Visible(documents_of(document_ids), look_back(window))
+        exact = attend(plain, [x.double() for x in inputs(dtype, groups)], visible)
         allowed = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
         for index, wanted in enumerate(exact):
             got = in_sequence(torch.cat([rank[number][index] for rank in results], 2), ranks, 2)
@@ -87,12 +88,13 @@ def with_dropout(rank: int, ranks: int) -> dict[str, list[Tensor]]:
     for kind, attention in KINDS.items():
         core = attention(CoreAttention(config(attention_dropout=0.5), 1, resolve("auto", "cpu")), cp, None)
         query, key, value, _ = (own_part(x, cp, 2) for x in inputs(torch.float32, 2))
+        visible = core.visible(cp, torch.Size((2, SEQ // ranks)), None, None, CPU)
         outputs = []
         for seed in (rank, rank, 100 + rank):
             torch.manual_seed(seed)
-            outputs.append(core(query, key, torch.ones_like(value), None, True))
+            outputs.append(core(query, key, torch.ones_like(value), visible))
         core.eval()
-        found[kind] = [*outputs, core(query, key, torch.ones_like(value), None, True)]
+        found[kind] = [*outputs, core(query, key, torch.ones_like(value), visible)]
     return found
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron.context_parallel import blocks
 from megatron.context_parallel.blocks import Finished, Pair, Softmax
-from megatron.model.attention_mask import attention_mask
 from megatron.ops.attention import attention
+from megatron.ops.documents import Documents
 
 CHUNK, CHUNKS, SCALE = 6, 4, 0.31
 SEQ = CHUNK * CHUNKS
@@ -61,9 +61,8 @@ def whole(
     query: Tensor, key: Tensor, value: Tensor, grad: Tensor, look_back: int | None, document_ids: Tensor | None
 ) -> tuple[Tensor, ...]:
     query, key, value = (x.detach().requires_grad_() for x in (query, key, value))
-    window = None if look_back is None else (look_back, 0)
-    mask, causal = attention_mask(SEQ, SEQ, window=window, document_ids=document_ids, device=torch.device("cpu"))
-    result = attention(query, key, value, mask=mask, causal=causal, scale=SCALE)
+    documents = Documents.of_ids(torch.zeros(2, SEQ) if document_ids is None else document_ids)
+    result = attention(query, key, value, mask=documents.mask(SEQ, look_back), causal=False, scale=SCALE)
     result.backward(grad)
     assert query.grad is not None and key.grad is not None and value.grad is not None
     return result.detach(), query.grad, key.grad, value.grad

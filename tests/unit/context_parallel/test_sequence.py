@@ -8,6 +8,7 @@ import torch
 from megatron.context_parallel.sequence import by_rank, chunks_of, in_sequence, own_part, own_positions, slice_batch
 from megatron.distributed.parallel_state import Axis
 from megatron.errors import ConfigError
+from megatron.ops.documents import Documents
 
 
 def axis(rank: int, size: int) -> Axis:
@@ -52,7 +53,7 @@ def test_a_batch_is_cut_along_the_sequence_and_nowhere_else() -> None:
         "tokens": tokens,
         "labels": tokens + 1,
         "weights": torch.randn(2, 8, 3),
-        "document_ids": tokens // 4,
+        "document_ids": Documents.of_ids(tokens // 4),
         "sample_ids": torch.tensor([5, 6]),
         "note": "text",
     }

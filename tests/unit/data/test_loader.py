@@ -25,6 +25,7 @@ from megatron.data.masks import MaskConfig
 from megatron.data.mock import MockDataset
 from megatron.data.sampler import BlockShape, sample_batches
 from megatron.errors import DataError
+from megatron.ops.documents import Documents
 from tests.unit.data.oracle import random_documents, write_dataset
 
 MASKS = MaskConfig(eod_id=0, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
@@ -49,8 +50,15 @@ def loader(
     return build_loader(dataset, sample_ids, **options)  # type: ignore[arg-type]
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a)
+
+
+def equal(a: torch.Tensor | Documents, b: torch.Tensor | Documents) -> bool:
+    if isinstance(a, Documents) and isinstance(b, Documents):
+        sizes = (a.rows, a.seq, a.longest, a.divide_rows) == (b.rows, b.seq, b.longest, b.divide_rows)
+        return sizes and torch.equal(a.keys, b.keys) and torch.equal(a.queries, b.queries)
+    return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
 
 
 def test_batch(dataset: GPTDataset) -> None:
@@ -59,12 +67,13 @@ def test_batch(dataset: GPTDataset) -> None:
     for row, sample in enumerate((6, 7)):
         assert batch["tokens"][row].tolist() == dataset[sample][:-1].tolist()
         assert batch["labels"][row].tolist() == dataset[sample][1:].tolist()
+    documents = batch.pop("document_ids")
+    assert (documents.rows, documents.seq, documents.keys.dtype) == (2, 8, torch.int32)
     assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in batch.items()} == {
         "tokens": (torch.int64, (2, 8)),
         "labels": (torch.int64, (2, 8)),
         "loss_mask": (torch.float32, (2, 8)),
         "position_ids": (torch.int64, (2, 8)),
-        "document_ids": (torch.int64, (2, 8)),
         "sample_ids": (torch.int64, (2,)),
     }
     assert torch.equal(batch["loss_mask"] == 0, batch["tokens"] == 0)

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.masks import MaskConfig, document_ids, loss_mask, position_ids
+from megatron.data.masks import MaskConfig, document_starts, loss_mask, position_ids
 from megatron.errors import ConfigError
+from megatron.ops.documents import Documents
 
 EOD = 0
 
@@ -30,20 +32,20 @@ def megatron(tokens: list[int], reset_positions: bool) -> tuple[list[int], np.nd
 def test_equal_to_megatron(rows: list[list[int]]) -> None:
     tokens = np.array(rows)
     masks = MaskConfig(eod_id=EOD, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
-    documents = document_ids(tokens, masks)
-    assert documents is not None
+    starts = document_starts(tokens, masks)
+    assert starts is not None
+    documents = Documents.of_starts(torch.from_numpy(starts))
     for row, text in enumerate(rows):
         positions, visible = megatron(text, reset_positions=True)
         assert position_ids(tokens, masks)[row].tolist() == positions
-        causal = np.tril(np.ones_like(visible))
-        assert np.array_equal(causal & (documents[row][:, None] == documents[row][None, :]), visible)
+        assert np.array_equal(documents.mask(len(text), None)[row, 0].numpy(), visible)
         assert loss_mask(tokens, masks)[row].tolist() == [0.0 if token == EOD else 1.0 for token in text]
 
 
 def test_nothing_asked() -> None:
     tokens = np.array([[1, EOD, 2], [EOD, EOD, 3]])
     masks = MaskConfig(eod_id=EOD)
-    assert document_ids(tokens, masks) is None
+    assert document_starts(tokens, masks) is None
     assert position_ids(tokens, masks).tolist() == [[0, 1, 2], [0, 1, 2]]
     assert loss_mask(tokens, masks).tolist() == [[1, 1, 1], [1, 1, 1]]
     assert (loss_mask(tokens, masks).dtype, position_ids(tokens, masks).dtype) == (np.float32, np.int64)

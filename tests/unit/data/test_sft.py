@@ -93,8 +93,9 @@ def test_a_batch_has_the_masks_of_its_conversations(tmp_path: Path) -> None:
     counted = {"abcd": [0, 1, 1, 0], "efgh": [1, 0, 1, 0]}
     assert batch["loss_mask"][0].tolist() == [*counted[order[0]], *counted[order[1]], 0, 0, 0, 0]
     assert batch["position_ids"][0].tolist() == [0, 1, 2, 3] * 3
-    documents = batch["document_ids"][0].tolist()
-    assert documents == [1] * 4 + [2] * 4 + [3] * 4
+    documents = batch["document_ids"]
+    assert documents.numbers()[0].tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert (documents.longest, documents.divide_rows) == (4, True)
 
 
 def test_the_order_is_a_function_of_the_seed_and_a_longer_run_begins_alike(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.model.attention_mask import attention_mask
+from megatron.model.attention_mask import Visible, documents_of, look_back
 from megatron.model.kv_cache import KVCache
+from megatron.ops.documents import Documents
 from tests.unit.model.helpers import GPT2, LLAMA, VOCAB, build, config, tokens
 
 WINDOWED = LLAMA | {"window_size": (6, 0)}
@@ -62,14 +63,14 @@ def test_a_document_in_a_pack_equals_the_document_alone() -> None:
         torch.testing.assert_close(packed[:, 9:], alone, rtol=1e-10, atol=1e-12)
 
 
-def test_no_mask_is_made_where_the_triangle_says_it_all() -> None:
-    options = {"document_ids": None, "device": torch.device("cpu")}
-    assert attention_mask(8, 8, window=None, **options) == (None, True)
-    assert attention_mask(8, 8, window=(7, 0), **options) == (None, True)
-    assert attention_mask(1, 8, window=None, **options) == (None, False)
-    mask, causal = attention_mask(2, 5, window=(1, 0), **options)
-    assert not causal and mask is not None
-    assert mask[0, 0].int().tolist() == [[0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
+def test_plain_causal_attention_runs_where_it_hides_the_same_keys() -> None:
+    assert not Visible(left=look_back(None)).is_packed(8)
+    assert not Visible(left=look_back((7, 0))).is_packed(8)
+    assert not Visible(left=look_back((-1, 0))).is_packed(8)
+    assert Visible(left=look_back((6, 0))).is_packed(8)
+    assert documents_of(torch.zeros(2, 8, dtype=torch.int64)) is None
+    assert documents_of(Documents.of_rows(2, 8, torch.device("cpu"))) is None
+    assert documents_of(torch.tensor([[0] * 8, [3] * 7 + [4]])) is not None
 
 
 @pytest.mark.parametrize("kernels", ["auto", "ref"])

@@ -87,14 +87,14 @@ def test_no_gradient_crosses_a_border(backend: str, recompute: str) -> None:
         assert words and words <= set(range(20 * counted, 20 * counted + 20))
 
 
-def _without_mask(attention: Any, *operands: Tensor, mask: Tensor | None, causal: bool, **options: Any) -> Tensor:
-    return attention(*operands, mask=None, causal=True, **options)
+def _as_one_document(kernels: Kernels, *operands: Tensor, documents: Any, left: Any, **options: Any) -> Tensor:
+    return kernels.attention(*operands, mask=None, causal=True, **options)
 
 
 @pytest.mark.parametrize("seq", [SHORT, LONG])
-def test_an_attention_that_drops_the_mask_is_seen(seq: int) -> None:
-    """Planted bug: drops the mask, as a fused path once did."""
+def test_an_attention_that_drops_the_documents_is_seen(seq: int) -> None:
+    """Planted bug: drops the documents, as a fused path once dropped its mask."""
     honest = resolve("auto", "cpu")
-    careless = dataclasses.replace(honest, attention=functools.partial(_without_mask, honest.attention))
+    careless = dataclasses.replace(honest, packed_attention=functools.partial(_as_one_document, honest))
     with torch.no_grad():
         assert leaks(model(GPT2, careless, torch.float32), seq, 0) == ["document 1", "document 2"]
