@@ -35,10 +35,12 @@ def test_it_does_everything(checkout: Checkout, first_run: str) -> None:
 def test_the_second_run_repeats_neither_set_up_nor_preprocessing(checkout: Checkout, first_run: str) -> None:
     data = checkout.root / "quickstart" / "corpus_content_document.bin"
     written = data.stat().st_mtime_ns
-    second = checkout.must_run("bash examples/quickstart.sh --train-iters 2")
+    (checkout.root / "quickstart" / "run").rename(checkout.root / "quickstart" / "first")
+    (checkout.root / "quickstart" / "run").touch()  # the training stops here: its repetition is not the subject
+    second = checkout.run("bash examples/quickstart.sh --train-iters 2").stdout
     assert ".venv is up to date" in second and "installing" not in second
     assert second.count("already there") == 3 and data.stat().st_mtime_ns == written
-    assert "iteration        2/       2" in second or "continuing at iteration 1" in second
+    assert "=== 5/8" in second and "quickstart/run" in second.partition("=== 5/8")[2], second
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_hooks_that_are_refused() -> None:
             "zero_optimization.stage 2: 0.weight has a hook of register_post_accumulate_grad_hook()"
         )
         assert "the gradient hooks of 0.weight differ between ranks" in one_rank
-        assert "the gradient hook of 0.weight gives () for a gradient of shape (6, 6)" in shape
+        assert "the gradient hook of 0.weight returned () for a gradient of shape (6, 6)" in shape
         assert late.startswith("0.bias has a gradient hook (register_hook()), which would not be called")
 
 

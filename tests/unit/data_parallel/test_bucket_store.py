@@ -131,7 +131,7 @@ def test_gradients_with_a_graph() -> None:
 def test_reducing_twice_is_refused() -> None:
     grads = BucketStore(make_model().named_parameters(), ALONE)
     grads.reduce()
-    with pytest.raises(AssertionError, match="sum the sums"):
+    with pytest.raises(AssertionError, match="called twice in one step"):
         grads.reduce()
     grads.zero()
     grads.reduce()

@@ -184,7 +184,7 @@ def test_each_validation_set_has_a_loss_of_its_own(full: bool | None, tmp_path: 
         ({"validation_set_names": ["a=", "b"]}, "--validation-set-names a= b: a= contains ="),
         ({"validation_samples": ["wiki=3"]}, "--validation-samples wiki=3: no validation set is called 'wiki'"),
         ({"validation_samples": ["0=3"]}, "--validation-samples 0=3: no number for 1; add 1=N, or --full-validation"),
-        ({"validation_samples": ["0=3", "0=4"]}, "--validation-samples 0=3 0=4: names '0' twice"),
+        ({"validation_samples": ["0=3", "0=4"]}, "--validation-samples 0=3 0=4: the set '0' is given twice"),
         ({"validation_samples": ["0=3", "4"]}, "--validation-samples 0=3 4: '4' is not NAME=N"),
         ({"validation_samples": ["0"]}, "--validation-samples 0: '0' is not a number of samples"),
         ({"validation_samples": ["0=x"]}, "--validation-samples 0=x: 'x' is not a number of samples"),

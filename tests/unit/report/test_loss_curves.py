@@ -168,7 +168,7 @@ def test_the_tool_writes_a_png_of_metrics_and_logs(tmp_path: Path) -> None:
         ([], "--metrics-jsonl and --log: neither is given"),
         (["--log", "a", "b"], "the terminal shows one run, and 2 are given; add --output"),
         (["--log", "a", "--output", "a.jpg"], "--output a.jpg: only PNG is written"),
-        (["--log", "a", "--names", "x", "y"], "--names: 2 for 1 runs"),
+        (["--log", "a", "--names", "x", "y"], "--names: 2 names for 1 runs"),
         (["--log", "nowhere"], "--log nowhere: No such file or directory; give the file that a run's output went to"),
     ],
 )

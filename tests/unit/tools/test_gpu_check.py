@@ -48,7 +48,7 @@ def test_what_is_wrong_is_left_out_of_the_record() -> None:
     where, proof = (backend("cpu").ops, "cpu"), PROOFS["swiglu"]
     scaled = replace(proof, kernel=lambda ops: lambda x: 1.01 * proof.kernel(ops)(x))
     wrong = gpu_ops.judge(scaled, torch.float32, 1, where, None)
-    assert "are allowed" in wrong.wrong[0]
+    assert "allowed are" in wrong.wrong[0]
 
     def refuses(x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("swiglu: CUDA error 700\nand a second line")

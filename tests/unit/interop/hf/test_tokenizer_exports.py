@@ -169,7 +169,10 @@ def test_a_model_like_qwen2_keeps_another_tokenizer_as_llama(
 ) -> None:
     assert export(run, tmp_path / "hf") == 0
     printed = capsys.readouterr().out
-    assert "not as Qwen2ForCausalLM: transformers 5.8 and later" in printed and "its pipeline runs" in printed
+    assert (
+        "not as Qwen2ForCausalLM, whose tokenizer transformers 5.8 and later" in printed
+        and "its pipeline runs" in printed
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert type(model).__name__ == "LlamaForCausalLM" and not model.model.layers[0].self_attn.o_proj.bias.any()
     config = open_folder(tmp_path / "hf").config

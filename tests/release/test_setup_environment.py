@@ -20,7 +20,7 @@ import pytest
 
 from tests.helpers.scripts import load_script
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("tools/setup_environment.py", "examples/setup.sh")
 VENDOR = "2.10.0a0+b558c986e8.nv25.11"
 
