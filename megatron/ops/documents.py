@@ -63,6 +63,11 @@ class Documents:
         moved = self.keys.to(device, non_blocking=non_blocking)
         return replace(self, keys=moved, queries=moved)
 
+    def pin_memory(self) -> "Documents":
+        """Called by torch's loader."""
+        pinned = self.keys.pin_memory()
+        return replace(self, keys=pinned, queries=pinned)
+
     def record_stream(self, stream: torch.Stream) -> None:
         """Does for the boundaries what torch does for a tensor."""
         self.keys.record_stream(stream)

@@ -91,9 +91,14 @@ def on_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
     return unwatched
 
 
+def _pinned_value(value: Any) -> Any:
+    """As torch's loader does it."""
+    return pin(value) if isinstance(value, torch.Tensor) else getattr(value, "pin_memory", lambda: value)()
+
+
 def _pinned(batches: Iterator[Batch]) -> Iterator[Batch]:
     """Batches as the loader gives them for a device: real tensors in pinned host memory."""
     while True:
         with _disable_current_modes():
-            batch = {name: pin(v) if isinstance(v, torch.Tensor) else v for name, v in next(batches).items()}
+            batch = {name: _pinned_value(v) for name, v in next(batches).items()}
         yield batch

@@ -1,10 +1,9 @@
-"""Host syncs and s x s tensors that work on GPU speed has yet to remove, with their counts."""
+"""Host syncs that work on GPU speed has yet to remove, with their counts."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -79,36 +78,3 @@ def expected_waits(config: RunConfig, parts: Parts, micro_batches: int, evaluate
         _ENDS: products if layers and config.precision.bf16 else 0,  # torch has no grouped product of others
     }
     return +Counter(counts)
-
-
-@dataclass(frozen=True)
-class Square:
-    """A place that allocates s x s tensors, at most so many per forward pass of a layer."""
-
-    place: str
-    why: str
-    most: int
-
-
-_MASK = "megatron/model/attention_mask.py:attention_mask"
-_SDPA = "megatron/ops/sdpa.py:sdpa"
-_TRIANGLE = "megatron/ops/softmax.py:causal_mask"
-_VISIBLE = "megatron/context_parallel/gathered.py:visible"
-SQUARES = (
-    Square(_MASK, "documents and windows are a mask over all queries and keys", 8),
-    Square(_SDPA, "torch's attention takes a mask as numbers that are added to the scores", 8),
-    Square(_TRIANGLE, "a chunk of queries over more keys has its triangle as a mask", 4),
-    Square(_VISIBLE, "the masks of a rank's two chunks side by side", 4),
-)
-
-
-def expected_squares(config: RunConfig) -> set[str]:
-    """Places where a layout still allocates s x s tensors, on any rank."""
-    model, parallel, data = config.model, config.parallel, config.data
-    masked = model.window is not None or data.reset_attention_mask
-    kind = parallel.cp_attention if parallel.context_parallel_size > 1 else "whole"
-    if kind == "p2p":
-        return set()
-    if kind == "allgather":
-        return {_MASK, _SDPA, _VISIBLE} if masked else {_SDPA, _TRIANGLE}
-    return {_MASK, _SDPA} if masked else set()
