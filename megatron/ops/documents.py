@@ -58,10 +58,10 @@ class Documents:
         return Documents(keys=boundaries, queries=boundaries, rows=rows, seq=seq, longest=seq, divide_rows=False)
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> "Documents":
-        """Returns the boundaries on another device. They must be those of whole rows."""
-        assert self.queries is self.keys
-        moved = self.keys.to(device, non_blocking=non_blocking)
-        return replace(self, keys=moved, queries=moved)
+        """Returns the boundaries on another device."""
+        keys = self.keys.to(device, non_blocking=non_blocking)
+        queries = keys if self.queries is self.keys else self.queries.to(device, non_blocking=non_blocking)
+        return replace(self, keys=keys, queries=queries)
 
     def pin_memory(self) -> "Documents":
         """Called by torch's loader."""

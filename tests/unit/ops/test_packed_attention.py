@@ -1,0 +1,101 @@
+"""Attention within documents: boundaries against a plain mask, every implementation against the formula in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron.ops import resolve
+from megatron.ops.attention import attention
+from megatron.ops.documents import Documents
+from megatron.ops.packed_attention import varlen_attention
+
+SCALE = 0.3
+BATCH, HEADS, GROUPS, WIDTH = 2, 4, 2, 24
+
+
+def visible(ids: Tensor, left: int | None) -> Tensor:
+    """The definition: same document, not later, at most `left` before. [batch, seq] -> bool [batch, seq, seq]"""
+    place = torch.arange(ids.shape[1])
+    distance = place.unsqueeze(1) - place
+    near = (distance >= 0) & (distance <= (ids.shape[1] if left is None else left))
+    return near & (ids.unsqueeze(2) == ids.unsqueeze(1))
+
+
+ROWS = st.lists(st.lists(st.booleans(), min_size=12, max_size=12), min_size=1, max_size=4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=ROWS, left=st.none() | st.integers(0, 14), first=st.integers(0, 11), length=st.integers(1, 12))
+def test_boundaries_say_what_a_mask_says(rows: list[list[bool]], left: int | None, first: int, length: int) -> None:
+    starts = torch.tensor(rows)
+    documents, ids = Documents.of_starts(starts), starts.int().cumsum(1)
+    mask = visible(ids, left)
+    assert torch.equal(documents.mask(12, left)[:, 0], mask)
+    end = min(first + length, 12)
+    part = documents.part(first, end)
+    assert torch.equal(part.mask(end - first, left)[:, 0], mask[:, first:end, :end])
+    assert int(part.queries[-1]) == len(rows) * (end - first) and int(part.keys[-1]) == len(rows) * end
+    assert bool((part.queries.diff() <= part.keys.diff()).all()), "the queries are the last keys of their document"
+    number = documents.keys.numel() - 1
+    assert number & (number - 1) == 0, "few shapes"
+    lengths = documents.keys.diff()
+    assert documents.longest == int(lengths.max()) and int(lengths.sum()) == starts.numel()
+    assert documents.divide_rows == bool((starts[:, 1:]).any())
+
+
+def test_ids_and_whole_rows() -> None:
+    ids = torch.tensor([[4, 4, 4, 9], [2, 1, 1, 1]])
+    documents = Documents.of_ids(ids)
+    assert documents.keys.tolist() == [0, 3, 4, 5, 8] and documents.numbers().tolist() == [[0, 0, 0, 1], [2, 3, 3, 3]]
+    whole = Documents.of_rows(2, 4, torch.device("cpu"))
+    assert not whole.divide_rows and whole.keys.tolist() == [0, 4, 8]
+
+
+def inputs(queries: int, keys: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(BATCH, HEADS, queries, WIDTH), (BATCH, GROUPS, keys, WIDTH), (BATCH, GROUPS, keys, WIDTH)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def results(function: Any, tensors: list[Tensor], **named: Any) -> list[Tensor]:
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    out = function(*leaves, **named, scale=SCALE)
+    out.backward(torch.cos(torch.arange(out.numel(), dtype=torch.float64)).view(out.shape).to(out.dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("kernels", ["native", "auto,-packed_attention", "ref"])
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("left", [None, 0, 5, 100])
+@pytest.mark.parametrize(("seq", "part"), [(24, None), (130, None), (200, (64, 128)), (200, (130, 200)), (96, (0, 33))])
+def test_every_implementation_is_the_formula(
+    kernels: str, dtype: torch.dtype, allowed: float, left: int | None, seq: int, part: tuple[int, int] | None
+) -> None:
+    starts = torch.from_numpy(np.random.default_rng(5).random((BATCH, seq)) < 0.06)
+    first, end = part or (0, seq)
+    documents = Documents.of_starts(starts) if part is None else Documents.of_starts(starts).part(first, end)
+    tensors = inputs(end - first, end, dtype)
+    got = results(resolve(kernels, "cpu").packed_attention, tensors, documents=documents, left=left)
+    mask = visible(starts.int().cumsum(1), left)[:, None, first:end, :end]
+    exact = results(attention, [tensor.double() for tensor in tensors], mask=mask, causal=False)
+    for one, wanted in zip(got, exact, strict=True):
+        assert one.dtype == dtype and (one.double() - wanted).norm() <= allowed * wanted.norm().clamp(min=20.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("left", [None, 5])
+def test_the_calls_of_a_gpu_have_the_right_shapes(dtype: torch.dtype, left: int | None) -> None:
+    """Runs the calls of PyTorch's varlen kernels on the meta device: operators and arguments exist in this torch."""
+    documents = Documents.of_starts(torch.arange(96).view(2, 48) % 7 == 0).part(16, 32).to(torch.device("meta"))
+    tensors = [tensor.to("meta").requires_grad_() for tensor in inputs(16, 32, dtype)]
+    out = varlen_attention(*tensors, documents=documents, left=left, scale=SCALE)
+    assert out.shape == tensors[0].shape and out.dtype == dtype
+    grads = torch.autograd.grad(out.sum(), tensors)
+    assert [grad.shape for grad in grads] == [tensor.shape for tensor in tensors]
