@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.ops import attention as plain
 from megatron.ops.blocked_attention import blocked_attention
 from megatron.ops.documents import Documents
-from megatron.ops.operation import Function, Implementation, Native, Operation, Target
+from megatron.ops.operation import Function, Implementation, Native, Operation, Target, described
 from megatron.ops.sdpa import sdpa
 from megatron.utils.dtype import HALF
 
@@ -63,6 +63,10 @@ def _native(
 
 
 def _unsupported(query: Tensor, key: Tensor, value: Tensor, *, documents: Documents, **named: Any) -> str | None:
+    if key.dim() == 4 and (documents.rows, documents.seq) != (key.shape[0], key.shape[2]):
+        return (
+            f"documents of {documents.rows} x {documents.seq} keys for keys {described(key)}: the kernel needs as many"
+        )
     return plain.unsupported(query, key, value, mask=None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,63 @@ from torch import Tensor
 from megatron.ops import resolve
 from megatron.ops.attention import attention
 from megatron.ops.documents import Documents
-from megatron.ops.packed_attention import varlen_attention
+from megatron.ops.packed_attention import packed_attention, varlen_attention
+from megatron.ops.proof import Call, Draw, Proof
+from megatron.ops.proof.rounding import Near
+from tests.helpers.declared import Refused
+from tests.helpers.kernels import kernel
+from tests.unit.ops import test_attention_kernels
 
-SCALE = 0.3
+SCALE = test_attention_kernels.SCALE
 BATCH, HEADS, GROUPS, WIDTH = 2, 4, 2, 24
+
+ROW: dict[str, Any] = {"documents": Documents.of_rows(1, 3, torch.device("cpu")), "left": None, "scale": 1.0}
+ONES = torch.ones(1, 2, 3, 5)
+REFUSED: Refused = {
+    "packed_attention": [
+        ((*[ONES.double()] * 3, ROW), "float64 (1, 2, 3, 5): the kernel needs float32, bfloat16 or float16"),
+        ((ONES, torch.ones(1, 2, 4, 5), torch.ones(1, 2, 4, 5), ROW), "documents of 1 x 3 keys for keys"),
+    ],
+}
+
+
+def proof_calls(draw: Draw) -> Iterator[Call]:
+    for batch, heads, groups, seq, width in ((1, 1, 1, 1, 1), (2, 2, 1, 5, 7), (1, 4, 2, 64, 80), (2, 3, 3, 130, 33)):
+        three = draw(batch, heads, seq, width), draw(batch, groups, seq, width), draw(batch, groups, seq, width)
+        starts = draw.integers(9, batch, seq) == 0
+        for left in (None, 0, 40):
+            yield Call(f"{batch, heads, groups, seq, width}, {left} before", (*three, starts, left))
+
+
+def proof_oracle(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, left: int | None) -> Tensor:
+    return packed_attention(query, key, value, documents=Documents.of_starts(starts), left=left, scale=SCALE)
+
+
+def proof_kernel(ops: Any) -> Callable[..., Tensor]:
+    native = kernel("packed_attention", ops)
+
+    def call(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, left: int | None) -> Tensor:
+        return native(query, key, value, documents=Documents.of_starts(starts), left=left, scale=SCALE)
+
+    return call
+
+
+def proof_bounds(args: Sequence[Any], upstreams: Sequence[Tensor]) -> tuple[list[Near], dict[int, Near]]:
+    *three, starts, left = args
+    mask = Documents.of_starts(starts).mask(starts.shape[1], left)
+    return test_attention_kernels.proof_bounds((*three, mask, False), upstreams)
+
+
+CPU_PROOFS = {
+    "packed_attention": Proof(
+        name="packed_attention",
+        folder="attention",
+        kernel=proof_kernel,
+        oracle=proof_oracle,
+        calls=proof_calls,
+        bounds=proof_bounds,
+    )
+}
 
 
 def visible(ids: Tensor, left: int | None) -> Tensor:
