@@ -130,9 +130,8 @@ def _read(word: str, after: Sequence[str]) -> Given:
         example = " ".join([spelling, *["VALUE"] * count])
         raise ConfigError(f"{spelling}: needs {how_many}, as in {example}; see --help")
     if len(values) > count and spelling in _COMMA_LISTS and all(map(_is_number, values)):
-        raise ConfigError(
-            f"{spelling} {' '.join(values)}: one value is needed; use {spelling} {','.join(word.rstrip(',') for word in values)}"
-        )
+        joined = ",".join(word.rstrip(",") for word in values)
+        raise ConfigError(f"{spelling} {' '.join(values)}: one value is needed; use {spelling} {joined}")
     if len(values) > count:
         raise _stray(values[count], [word, *after[: count - bool(equals)]])
     return Given(spelling, values[0] if wanted is None else values)
