@@ -26,7 +26,7 @@ PP_FLAG = "--pipeline-model-parallel-size"
 INSTANCES_FLAG = "--num-distributed-optimizer-instances"
 
 PROCESSES = "processes"
-"""Stands for the number of processes, where a way out changes that instead of a flag."""
+"""Stands for the number of processes, where an error suggests another number of them."""
 
 RANK_ORDER = "tp-cp-dp-pp"
 """Order of the axes in the rank number. The first one varies fastest."""
@@ -50,7 +50,7 @@ ranks.
 
 @dataclass(frozen=True)
 class Way:
-    """A way out of an error: other sizes of one setting."""
+    """Other sizes of one setting, which an error suggests."""
 
     words: str
     """Text with {} for the sizes, such as "use --x {}"."""

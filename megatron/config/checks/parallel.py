@@ -95,7 +95,7 @@ def _check_divides(config: RunConfig, setting: str, size: int) -> None:
 
 
 def other_tensor_size(config: RunConfig) -> Way:
-    """Returns the way out of a tensor-parallel size that does not divide a size of the model."""
+    """Returns the tensor-parallel sizes to use instead of one that does not divide a size of the model."""
     heads, tp = config.model.num_attention_heads, config.parallel.tensor_model_parallel_size
     return Way(f"use {TP_FLAG} {{}}", TP_FLAG, tp, divisors(heads or config.model.ffn_size))
 
