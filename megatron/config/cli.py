@@ -30,6 +30,8 @@ from megatron.errors import ConfigError
 from megatron.utils.command_line import print_help
 from megatron.version import __version__
 
+_COMMA_LISTS = ("--split",)  # flags whose one value is a list of numbers
+
 
 def parse_args(
     argv: Sequence[str] | None = None, *, needs_data: bool = True, other_file: SettingsSource = no_other_file
@@ -67,7 +69,7 @@ def merge_sources(
     if name is not None:
         with refusals.of_reading():
             sources.insert(0, _preset(name))
-    if refusals.doubts("--config", "--deepspeed_config", "--model"):
+    if refusals.doubts("--config", "--yaml-cfg", "--deepspeed_config", "--model"):
         refusals.end()  # most settings are unknown, so checks would report consequences only
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -127,6 +129,9 @@ def _read(word: str, after: Sequence[str]) -> Given:
         how_many = "at least one value" if wanted == "+" else f"{wanted} values" if wanted else "one value"
         example = " ".join([spelling, *["VALUE"] * count])
         raise ConfigError(f"{spelling}: needs {how_many}, as in {example}; see --help")
+    if len(values) > count and spelling in _COMMA_LISTS and all(map(_is_number, values)):
+        joined = ",".join(word.rstrip(",") for word in values)
+        raise ConfigError(f"{spelling} {' '.join(values)}: one value is needed; use {spelling} {joined}")
     if len(values) > count:
         raise _stray(values[count], [word, *after[: count - bool(equals)]])
     return Given(spelling, values[0] if wanted is None else values)
@@ -139,6 +144,10 @@ def _stray(word: str, before: Sequence[str]) -> ConfigError:
 
 def _is_negative_number(word: str) -> bool:
     return re.fullmatch(r"-[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?", word) is not None
+
+
+def _is_number(word: str) -> bool:
+    return re.fullmatch(r"[0-9]*\.?[0-9]+,?", word) is not None
 
 
 def _is_switch(target: Target) -> bool:

@@ -16,6 +16,7 @@ from megatron.utils.device import human_bytes, total_memory
 from megatron.utils.memory_limit import memory_limit
 
 _CHANGES_SHOWN = 3
+_ONE_MACHINE = 8  # usual number of GPUs
 
 
 @dataclass(frozen=True)
@@ -110,4 +111,6 @@ def _layouts(config: RunConfig) -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield "--sequence-parallel", "parallel", {"sequence_parallel": True}
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
         size = 2 * getattr(parallel, name)
+        if name.startswith("tensor") and size > _ONE_MACHINE:
+            continue  # tensor parallelism sends much in every layer, so its ranks must be on one machine
         yield f"--{name.replace('_', '-')} {size}", "parallel", {name: size}
