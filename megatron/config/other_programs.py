@@ -70,7 +70,8 @@ _FLAGS: dict[str, str] = {
     "--lr-decay-style": "lr-scheduler-type lr-scheduler scheduler decay-type ",
     "--lr-decay-iters": "lr-decay-steps decay-steps lr-max-iters",
     "--lr-warmup-iters": "warmup-steps warmup-iters lr-warmup-steps num-warmup-steps",
-    "--lr-warmup-fraction": "warmup-ratio lr-warmup-ratio warmup-fraction",
+    "--lr-warmup-iters, with ceil(ratio x steps) for equal rates": "warmup-ratio",
+    "--lr-warmup-fraction": "lr-warmup-ratio warmup-fraction",
     "--lr-wsd-decay-iters with --lr-decay-style WSD": "decay-ratio lr-decay-starting-step",
     "--clip-grad": "max-grad-norm gradient-clipping grad-clip max-norm gradient-clip-val grad-clip-norm "
     "megatron-lm-gradient-clipping clip-grad-norm",

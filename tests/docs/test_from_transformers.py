@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from megatron.config.other_programs import answers
+from megatron.config.sections.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.sources import spelling_table
-from megatron.optimizer.lr_schedule import Curves
+from megatron.optimizer.lr_schedule import Curves, build_schedule
 from tests.docs.blocks import ROOT
 
 transformers = pytest.importorskip("transformers")
@@ -97,3 +99,14 @@ def test_rates_called_equal_are_equal(pair: tuple[str, str]) -> None:
         assert curves.lr(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12, abs=1e-18), step
         optimizer.step()
         scheduler.step()
+
+
+@pytest.mark.parametrize("ratio", [0.03, 0.1, 0.155])
+def test_the_row_of_warmup_ratio_gives_equal_rates(ratio: float) -> None:
+    here, why = FIELD["warmup_ratio"]
+    assert here == "`--lr-warmup-iters`" and "ceil(ratio x steps)" in why
+    theirs = transformers.TrainingArguments(output_dir="unused", warmup_steps=ratio, use_cpu=True).get_warmup_steps(105)
+    assert theirs == math.ceil(ratio * 105)
+    fraction = ScheduleConfig(lr=1.0, lr_warmup_fraction=ratio)
+    built = build_schedule(fraction, OptimizerConfig(), global_batch_size=1, train_iters=105)
+    assert built.curves.lr_warmup_steps != theirs, "the flag of the share is not rounded"

@@ -41,7 +41,7 @@ ELSEWHERE = {
     "--eval_steps": "--eval-interval",
     "--learning_rate": "--lr",
     "--warmup_steps": "--lr-warmup-iters",
-    "--warmup_ratio": "--lr-warmup-fraction",
+    "--warmup_ratio": "--lr-warmup-iters, with ceil(ratio x steps) for equal rates",
     "--lr_scheduler_type": "--lr-decay-style",
     "--max_grad_norm": "--clip-grad",
     "--gradient_checkpointing": "--recompute-granularity",
