@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.other_programs import answers
+from megatron.config.other_programs import answers, given_elsewhere
 from megatron.config.sections.optimizer import OptimizerConfig, ScheduleConfig
-from megatron.config.sources import spelling_table
+from megatron.config.sources import canonical_spellings, spelling_table
 from megatron.optimizer.lr_schedule import Curves, build_schedule
 from tests.docs.blocks import ROOT
 
@@ -65,6 +65,13 @@ def test_a_row_agrees_with_the_suggestion_for_the_typed_name(field: str) -> None
         assert here in ("always", "not here"), suggestion
     if suggestion.startswith("--") and " or " not in suggestion:
         assert flags_in(suggestion) <= flags_in(here), suggestion
+
+
+def test_each_field_that_is_no_flag_here_has_an_answer() -> None:
+    typed = {field: f"--{field.replace('_', '-')}" for field in FIELD}
+    unknown = [field for field, flag in typed.items() if flag not in canonical_spellings()]
+    assert len(unknown) > 100
+    assert not [field for field in unknown if given_elsewhere(typed[field]) is None]
 
 
 def test_a_field_with_a_flag_of_its_name_has_it() -> None:
