@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.cli import convert_checkpoint, evaluate
 from megatron.errors import ConfigError
 from megatron.utils.command_line import Parser, integer, number, run_tool
 
@@ -34,6 +35,13 @@ def test_a_wrong_command_is_one_line(tool: str, flags: list[str]) -> None:
     assert done.returncode == 2 and not done.stdout
     assert len(done.stderr.splitlines()) == 1 and done.stderr.split(":")[0] in ("error", f"{tool}.py")
     assert not flags or "--no-such-flag: no such flag" in done.stderr
+
+
+@pytest.mark.parametrize(("typed", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
+def test_short_names_of_dtypes_are_accepted(typed: str, dtype: str) -> None:
+    converting = ["--load", "a", "--to", "hf", "--save", "b", "--dtype", typed]
+    assert convert_checkpoint.parser().parse_known_flags(converting).dtype == dtype
+    assert evaluate.parser().parse_known_flags(["--load", "a", "--data", "b", "--dtype", typed]).dtype == dtype
 
 
 def test_a_missing_dependency_is_one_line_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
