@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from megatron.cli.model_flags import dtype_name
 from megatron.compat.renamed_tools import converting
 from megatron.errors import ConfigError
 from megatron.utils.command_line import Parser, integer, run_tool
@@ -61,6 +62,7 @@ def parser(*, check: bool = False) -> Parser:
     p.add_argument("--save", type=Path, required=not check, help="Folder to write.")
     p.add_argument(
         "--dtype",
+        type=dtype_name,
         choices=("float32", "bfloat16", "float16"),
         help="Precision of the export (--to hf; default: as trained).",
     )

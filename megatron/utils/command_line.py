@@ -17,7 +17,7 @@ from megatron.errors import ConfigError, InterruptError, MegatronError
 from megatron.utils.help import Help, HelpEntry, more
 from megatron.utils.loading import before_torch
 from megatron.utils.log import escape_unprintable, print_line, print_lines
-from megatron.utils.nearest_flag import nearest_flag
+from megatron.utils.nearest_flag import named_elsewhere, nearest_flag
 from megatron.utils.numerals import LARGEST, real_number, whole_number
 
 DEPENDENCIES = (
@@ -66,8 +66,9 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse(self, word: str) -> NoReturn:
         flag = word.split("=", 1)[0]
-        near = nearest_flag(flag, list(self._option_string_actions))
-        hint = f"did you mean {near}?" if near else "see --help"
+        known = list(self._option_string_actions)
+        elsewhere, near = named_elsewhere(flag, known), nearest_flag(flag, known)
+        hint = f"here it is {elsewhere}" if elsewhere else f"did you mean {near}?" if near else "see --help"
         raise ConfigError(f"{flag}: no such flag; {hint}" if flag.startswith("-") else f"{word}: not a flag; {hint}")
 
 
