@@ -144,7 +144,7 @@ def _assemble(
             done, consumed = progress.iteration, progress.consumed_train_samples
             ended = run.batch_plan.is_finished(done, consumed)
             if not ended:
-                checkpoints.warn_before_training()
+                checkpoints.warn_before_training(progress)
             train_batches = iter(()) if ended else batches.train(data.datasets.train, consumed)
             trainer = Trainer(run, engine, schedule, train_batches, progress, evaluator, checkpoints, hooks)
             closing.callback(trainer.stop.close)
