@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megatron.compat.renamed_tools import converting
 from megatron.errors import ConfigError
 from megatron.utils.command_line import Parser, integer, run_tool
-from megatron.utils.foreign import hub_hint, is_hugging_face
+from megatron.utils.foreign import is_hugging_face, is_not_a_directory
 from megatron.utils.log import print_line
 from megatron.utils.numerals import INT32, LARGEST_WORLD, size_in_bytes
 from megatron.utils.progress import ByteProgress
@@ -116,7 +116,7 @@ def check_exported_folder(arguments: argparse.Namespace) -> None:
 
 def convert_checkpoint(arguments: argparse.Namespace) -> None:
     if not arguments.load.exists():
-        raise ConfigError(f"--load {arguments.load}: no such directory{hub_hint(arguments.load)}")
+        raise ConfigError(f"--load {arguments.load}: {is_not_a_directory(arguments.load)}")
     if arguments.source is None:
         arguments.source = _format(arguments.load, arguments.ckpt_step)
     if arguments.source == arguments.to and arguments.to != "megatron":
