@@ -269,7 +269,7 @@ def _shard_bytes(given: str | None) -> int:
     try:
         return size_in_bytes(given or "5GB")
     except ValueError as error:
-        raise ConfigError(f"--max-shard-size {given}: {error}; give a number with MB or GB, such as 2GB") from None
+        raise ConfigError(f"--max-shard-size {given}: {error}") from None
 
 
 def from_hugging_face(arguments: argparse.Namespace) -> None:

@@ -161,9 +161,11 @@ def start(
     if config.training.deterministic_mode:
         torch.use_deterministic_algorithms(True)
     verb = "planned for" if config.runtime.plans else "running on"
+    size = config.runtime.device_memory
+    memory = "" if size is None else f"; memory is planned for an accelerator of {size} in each rank"
     log.info(
         f"{verb} {launch.world_size} x {device.type} with {threads} CPU threads each, backend {backend}, "
-        f"data parallel {run.parallel.dp.size}"
+        f"data parallel {run.parallel.dp.size}{memory}"
     )
     log.info(*_kernel_lines(config, run.kernels))
     return run
