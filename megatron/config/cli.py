@@ -1,6 +1,8 @@
 """The training command line: reads flags in Megatron's spelling, presets and YAML into one RunConfig."""
 
+import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -12,7 +14,7 @@ from megatron.config.flag import Setting
 from megatron.config.help import train_help
 from megatron.config.notices import notices_of
 from megatron.config.presets import PRESETS
-from megatron.config.refusals import Refusals
+from megatron.config.refusals import Refusals, UnknownSettingError
 from megatron.config.run import RunConfig, build
 from megatron.config.sources import (
     Assignments,
@@ -134,6 +136,8 @@ def _read(word: str, after: Sequence[str]) -> Given:
 
 def _stray(word: str, before: Sequence[str]) -> ConfigError:
     place = f" after {' '.join(before)}" if before else ""
+    if word.endswith((".yaml", ".yml", ".json")) and os.path.isfile(word):
+        return UnknownSettingError(f"unexpected argument '{word}'{place}: did you mean --config {shlex.quote(word)}?")
     return ConfigError(f"unexpected argument '{word}'{place}: remove it, or quote it together with the value before it")
 
 
