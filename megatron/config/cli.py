@@ -1,9 +1,11 @@
 """The training command line: reads flags in Megatron's spelling, presets and YAML into one RunConfig."""
 
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 from platform import python_version
 from typing import Any
 
@@ -11,8 +13,8 @@ from megatron.config.checks import check_settings
 from megatron.config.flag import Setting
 from megatron.config.help import train_help
 from megatron.config.notices import notices_of
-from megatron.config.presets import PRESETS
-from megatron.config.refusals import Refusals
+from megatron.config.presets import PRESETS, preset_meant
+from megatron.config.refusals import Refusals, UnknownSettingError
 from megatron.config.run import RunConfig, build
 from megatron.config.sources import (
     Assignments,
@@ -25,7 +27,6 @@ from megatron.config.sources import (
     spelling_table,
     unknown_setting,
 )
-from megatron.config.values import nearest
 from megatron.errors import ConfigError
 from megatron.utils.command_line import print_help
 from megatron.version import __version__
@@ -85,7 +86,7 @@ def merge_sources(
 
 def _preset(name: str) -> Assignments:
     if name not in PRESETS:
-        raise ConfigError(f"--model {name}: no such preset{nearest(name, PRESETS)}; choose from {', '.join(PRESETS)}")
+        raise ConfigError(f"--model {name}: no such preset{preset_meant(name)}; choose from {', '.join(PRESETS)}")
     return Assignments(origin=f"preset {name}", values=dict(PRESETS[name]))
 
 
@@ -139,6 +140,8 @@ def _read(word: str, after: Sequence[str]) -> Given:
 
 def _stray(word: str, before: Sequence[str]) -> ConfigError:
     place = f" after {' '.join(before)}" if before else ""
+    if word.endswith((".yaml", ".yml", ".json")) and Path(word).is_file():
+        return UnknownSettingError(f"unexpected argument '{word}'{place}: did you mean --config {shlex.quote(word)}?")
     return ConfigError(f"unexpected argument '{word}'{place}: remove it, or quote it together with the value before it")
 
 

@@ -11,7 +11,7 @@ _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 
 class UnknownSettingError(ConfigError):
-    """A flag or key that does not exist."""
+    """A flag or key that does not exist, or a settings file without its flag. The rest of the command is unknown."""
 
 
 class Refusals:

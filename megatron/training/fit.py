@@ -50,8 +50,9 @@ def plan_rows(run: Run, model: nn.Module, moe: MoEConfig | None = None) -> list[
     room, needs = Room.of_run(run), _of_stages(run, model, moe)
     total = room.needed(run, needs)
     whose = "the ranks together" if room.shared else "the fullest rank"
+    most = human_bytes(max(rank.activations for rank in needs))
     rows = [
-        ("activations", f"{human_bytes(max(rank.activations for rank in needs))} at most on a rank (estimate)"),
+        ("activations", f"{most} on the rank with most (estimate, without temporary tensors)"),
         ("memory in all", f"{human_bytes(total)} for {whose} (estimate){_verdict(total, room)}"),
     ]
     saved = {words: total - room.needed(other, _of_stages(other, model, moe)) for words, other in _changes(run)}

@@ -92,6 +92,8 @@ def test_every_config_has_its_row_and_every_loss_its_source() -> None:
 def test_a_name_that_is_not_shipped_is_one_line_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"--config lama3-8b: no such file.*did you mean llama3-8b\?.*gpt2-124m"):
         parse_args(["--config", "lama3-8b", *MOCK])
+    with pytest.raises(ConfigError, match=r"--config gpt2-medium: no such file.*did you mean gpt2-345m\?"):
+        parse_args(["--config", "gpt2-medium", *MOCK])
 
 
 def test_a_file_of_the_users_comes_before_a_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -385,3 +385,17 @@ def test_names_of_the_hub_print_the_command_that_downloads(tmp_path: Path) -> No
     (tmp_path / "weights.npy").write_bytes(b"\x93NUMPY\x01\x00\xff\xfe")
     with pytest.raises(ConfigError, match="this is not a dataset"):
         check_paths(parse_args(argv(without(SMALL, "--mock-data"), f"--data-path {tmp_path}/weights.npy", NULL)))
+
+
+@pytest.mark.parametrize("given", ["mine/story", "mine/story.txt"])
+def test_the_output_prefix_or_the_text_of_a_dataset_is_told_its_name(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    for name in ("story.txt", "story_text_document.idx", "story_text_document.bin"):
+        Path("mine", name).touch()
+    with pytest.raises(ConfigError, match=r"did you mean mine/story_text_document\?$"):
+        check_paths(parse_args(argv(without(SMALL, "--mock-data"), f"--data-path {given}", NULL)))
+    with pytest.raises(ConfigError, match=r"mine/other.idx: no such file; give the prefix"):  # no name of the Hub
+        check_paths(parse_args(argv(without(SMALL, "--mock-data"), "--data-path mine/other", NULL)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 
@@ -231,3 +232,14 @@ def test_unknown_flags_are_reported_alone() -> None:
 def test_a_stray_word_is_an_unexpected_argument() -> None:
     with pytest.raises(ConfigError, match=r"unexpected argument 'hello' after --lr 0.1: remove it, or quote it"):
         parse_args([*argv(SMALL), "--lr", "0.1", "hello"])
+
+
+@pytest.mark.parametrize("before", [[], ["--lr", "0.1"]])
+@pytest.mark.parametrize("name", ["mine.yaml", "mine.yml", "mine.json"])
+def test_a_settings_file_without_its_flag_is_reported_alone(name: str, before: list[str], tmp_path: Path) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError) as raised:
+        parse_args([*before, f"{tmp_path}/{name}", "--micro-batch-size", "1"])
+    after = " after --lr 0.1" if before else ""
+    meant = f"did you mean --config {tmp_path}/{name}?"
+    assert raised.value.lines == (f"unexpected argument '{tmp_path}/{name}'{after}: {meant}",)

@@ -111,9 +111,19 @@ def test_a_limit_is_compared(limit: str, verdict: str, capsys: pytest.CaptureFix
     assert f"for the fullest rank (estimate): {verdict} into the " in line and line.endswith(f"--device-memory {limit}")
 
 
-@pytest.mark.parametrize("size", ["80", "80X", "GB", "0GB", "1.5GB", "8 iB"])
+@pytest.mark.parametrize("size", ["80GB", "80B", "80", "80X", "GB", "0GB", "1.5GB", "8 iB"])
 def test_a_size_is_read(size: str, capsys: pytest.CaptureFixture[str]) -> None:
-    fine = size == "80"
+    fine = size in ("80GB", "80B")
     assert pretrain_here(flags(dry_run=True, device_memory=size)) == (0 if fine else 2)
-    assert fine or f"--device-memory {size}: not a size; give a size such as 80GB" in capsys.readouterr().err
-    capsys.readouterr()
+    why = "a size without a unit; give a unit, such as 80GB" if size == "80" else "not a size; give a size such as 80GB"
+    said = capsys.readouterr().err
+    assert f"--device-memory {size}: {why}" in said or fine
+
+
+def test_the_plan_names_the_device_whose_memory_it_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    for size, said in (("80GB", "; memory is planned for an accelerator of 80GB in each rank\n"), (None, "")):
+        given = {} if size is None else {"device_memory": size}
+        assert pretrain_here(flags(dry_run=True, **given)) == 0
+        shown = capsys.readouterr().out
+        assert f"data parallel 1{said}" in shown and ("accelerator of" in shown) == bool(said)
+        assert "on the rank with most (estimate, without temporary tensors)" in shown  # a lower bound: not "at most"
