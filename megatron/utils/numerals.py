@@ -43,9 +43,16 @@ def real_number(text: str) -> float:
     return number
 
 
+_LEAST_BYTES = 1_000_000
+"""A smaller number without a unit is more likely a number of gigabytes."""
+
+
 def size_in_bytes(text: str) -> int:
-    """Returns the bytes of 500MB, 2G (thousands) or 80GiB (1024s), or raises a ValueError with the reason and fix."""
+    """Returns the bytes of 500MB, 2G (thousands), 80GiB (1024s) or 5000000000, or raises a ValueError with the reason
+    and fix."""
     match = _SIZE.fullmatch(text.strip().upper())
+    if match is None and _WHOLE.fullmatch(text) and int(text) >= _LEAST_BYTES:
+        return int(text)
     if match is None and _WHOLE.fullmatch(text):
         raise ValueError(f"a size without a unit; give a unit, such as {text.strip()}GB")
     if match is None:

@@ -111,9 +111,9 @@ def test_a_limit_is_compared(limit: str, verdict: str, capsys: pytest.CaptureFix
     assert f"for the fullest rank (estimate): {verdict} into the " in line and line.endswith(f"--device-memory {limit}")
 
 
-@pytest.mark.parametrize("size", ["80GB", "80B", "80", "80X", "GB", "0GB", "1.5GB", "8 iB"])
+@pytest.mark.parametrize("size", ["80GB", "80B", "80000000000", "80", "80X", "GB", "0GB", "1.5GB", "8 iB"])
 def test_a_size_is_read(size: str, capsys: pytest.CaptureFixture[str]) -> None:
-    fine = size in ("80GB", "80B")
+    fine = size in ("80GB", "80B", "80000000000")
     assert pretrain_here(flags(dry_run=True, device_memory=size)) == (0 if fine else 2)
     why = "a size without a unit; give a unit, such as 80GB" if size == "80" else "not a size; give a size such as 80GB"
     said = capsys.readouterr().err
