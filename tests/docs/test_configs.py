@@ -74,7 +74,7 @@ def row_of(name: str, devices: str, capfd: pytest.CaptureFixture[str]) -> list[s
     sizes = {axis: getattr(config.parallel, f"{axis}_model_parallel_size") for axis in ("tensor", "pipeline", "expert")}
     layout = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
     data = re.search(r"data parallel (\d+)\)", said)
-    memory = re.search(r"memory per rank +(.*?) of weights.*?activations +(.*?) at most", said, re.DOTALL)
+    memory = re.search(r"memory per rank +(.*?) of weights.*?activations +(.*?) on the rank", said, re.DOTALL)
     tokens = re.search(r"^ *tokens +(\d+)", said, re.MULTILINE)
     assert data and memory and tokens, said
     layout.append(f"data {data[1]}")
