@@ -206,6 +206,9 @@ def explained(error: BaseException) -> MegatronError | None:
     module = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if module not in DEPENDENCIES:
         return None
+    environment = Path(__file__).resolve().parents[2] / ".venv"
+    if (environment / "bin" / "python").exists() and Path(sys.prefix).resolve() != environment:
+        return ConfigError(f"{module} is not installed for {sys.executable}; source {environment}/bin/activate")
     return ConfigError(
         f"{module} is not installed for {sys.executable}; bash examples/quickstart.sh makes a .venv that has "
         f"everything, or: {sys.executable} -m pip install -r requirements.txt"

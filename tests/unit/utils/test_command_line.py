@@ -12,7 +12,7 @@ import pytest
 
 from megatron.cli import convert_checkpoint, evaluate, generate, preprocess_data, train_tokenizer
 from megatron.errors import ConfigError
-from megatron.utils import nearest_flag
+from megatron.utils import command_line, nearest_flag
 from megatron.utils.command_line import Parser, integer, number, run_tool
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -83,6 +83,20 @@ def test_a_missing_dependency_is_one_line_with_the_way_out(capsys: pytest.Captur
     assert "examples/quickstart.sh" in line and "pip install -r requirements.txt" in line
     with pytest.raises(ModuleNotFoundError):  # our own bugs keep their traceback
         run_tool("error", lambda: needs("megatron.nowhere"))
+
+
+def test_an_environment_that_was_not_entered_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").touch()
+    monkeypatch.setattr(command_line, "__file__", str(tmp_path / "megatron" / "utils" / "command_line.py"))
+
+    def needs_torch() -> None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    assert run_tool("error", needs_torch) == 2
+    assert capsys.readouterr().err.endswith(f"; source {tmp_path}/.venv/bin/activate\n")
 
 
 @pytest.mark.parametrize(
