@@ -14,7 +14,7 @@ from megatron.distributed.launch import LaunchInfo
 from megatron.distributed.parallel_state import ParallelState
 from megatron.training import fit
 from megatron.training.memory import predicted
-from megatron.utils.device import total_memory
+from megatron.utils.device import human_bytes, total_memory
 from tests.helpers.runs import flags, make_run, pretrain_gpt, pretrain_here
 
 UNITS = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
@@ -65,6 +65,34 @@ def test_no_other_candidate_saves_more(capsys: pytest.CaptureFixture[str]) -> No
     shown = [text.partition(" with ")[2] for name, text in fit.plan_rows(run, model) if name == "saves memory"]
     assert shown == best
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("axes", [{}, {"pipeline_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}])
+def test_ranks_of_one_machine_share_its_memory(
+    axes: dict[str, int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One rank per stage is computed; the sum is over all ranks."""
+    config = parse_args(flags(**SHAPE, **axes, dry_run=True))
+    run = replace(
+        make_run(parse_args(flags(**SHAPE))), config=config, launch=LaunchInfo(world_size=4, local_world_size=4)
+    )
+    run = replace(run, parallel=ParallelState.plan(config.parallel.layout(4), 0))
+    model = pretrain_gpt().model_provider(run)
+    together = sum(rank.total for rank in predicted(run, model, range(4)))
+    monkeypatch.setattr(fit, "memory_limit", lambda: 10**12)
+    shown = dict(fit.plan_rows(run, model))["memory in all"]
+    assert shown.startswith(f"{human_bytes(together)} for the ranks together")
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(("tp", "offered"), [(4, True), (8, False)])
+def test_tensor_ranks_stay_on_one_machine(tp: int, offered: bool) -> None:
+    config = parse_args(flags(**SHAPE, dry_run=True))
+    words = [
+        words
+        for words, *_ in fit._layouts(replace(config, parallel=replace(config.parallel, tensor_model_parallel_size=tp)))
+    ]
+    assert (f"--tensor-model-parallel-size {2 * tp}" in words) == offered
 
 
 @pytest.mark.parametrize(
