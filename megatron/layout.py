@@ -117,7 +117,7 @@ class Layout:
         if (self.dp * self.cp) % self.ep:
             raise self._expert_error()
         if self.expert_dp % self.instances:
-            raise ConfigError(self._instances_message())
+            raise self._instances_error()
 
     @property
     def model_size(self) -> int:
@@ -232,17 +232,17 @@ class Layout:
             Way(f"use {EP_FLAG} {{}}", EP_FLAG, self.ep, divisors(replicas)),
         )
 
-    def _instances_message(self) -> str:
+    def _instances_error(self) -> SizesError:
         size, sizes = self.expert_dp, f"data parallel {self.dp}"
         if self.cp > 1:
             sizes += f" x {CP_FLAG} {self.cp}"
         if self.ep > 1:
             sizes += f" / {EP_FLAG} {self.ep}"
         sharing = "hold the same experts" if self.ep > 1 else "shard the optimizer's state"
-        fits = " or ".join(str(n) for n in nearest_divisors(size, self.instances))
-        return (
+        return SizesError(
             f"{INSTANCES_FLAG} {self.instances}: the number of ranks that {sharing}, {size} ({sizes}), is not "
-            f"divisible by {self.instances}; use {INSTANCES_FLAG} {fits}"
+            f"divisible by {self.instances}",
+            Way(f"use {INSTANCES_FLAG} {{}}", INSTANCES_FLAG, self.instances, divisors(size)),
         )
 
 
