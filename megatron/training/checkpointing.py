@@ -148,19 +148,13 @@ class RunCheckpoints:
             f"({info.bytes_written / 1e6:.1f} MB in {info.seconds:.2f} s{waited})"
         )
 
-    def warn_before_training(self, progress: Progress) -> None:
-        """Warns if nothing will be saved, the first save sets aside steps of another run, or the rate stays at 0."""
+    def warn_before_training(self) -> None:
+        """Warns if nothing will be saved, or if the first save sets aside steps of another run."""
         save = self.run.config.checkpoint.save
         if save is None:
             self.run.log.info("no --save: the weights are lost when this run ends; --save DIR keeps them")
         elif self.run.log.main and (warning := warning_before_training(Path(save), self.history)):
             self.run.log.warn(warning)
-        if self.schedule is not None:
-            start, plan = progress.schedule_samples, self.run.batch_plan
-            left = plan.samples_left(progress.iteration, progress.consumed_train_samples)
-            to_come = range(start, start + left, max(plan.final_batch_size, left // 1000))
-            if (warning := self.schedule.warning_at_zero(to_come)) is not None:
-                self.run.log.warn(warning)
 
     def load(self, progress: Progress, resume_point: ResumePoint, *, hash_later: bool) -> None:
         """Fills the model, the optimizer, `progress` and then the random states, unless it is a fresh start."""
