@@ -130,4 +130,6 @@ cat <<END
 The model for transformers   $RUN/hf
 The loss curves              .venv/bin/python -m tensorboard.main --logdir $RUN/tensorboard
 More text                    .venv/bin/python tools/generate.py --load $RUN/checkpoints --prompt "class Stack:"
+To enter the environment     source .venv/bin/activate
+Where to read on             docs/first_run.md
 END

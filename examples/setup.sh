@@ -1,4 +1,5 @@
 # Sourced by quickstart.sh and tests/run.sh, which then call: setup_environment [--extra test]
+# Executed, it only sets up: bash examples/setup.sh [--extra test]
 # It leaves a Python with everything installed in $PYTHON. Set PYTHON beforehand to choose which one it starts from.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -44,3 +45,8 @@ setup_environment() {
     "$PYTHON" -u "$ROOT/csrc/build.py" 2>&1 | tee -a "$ROOT/.venv/setup.log" | grep -E '^(kernels|index builders):' ||
         echo "C++ parts: not built, see $ROOT/.venv/setup.log; numpy and PyTorch's own operations are used (slower)"
 }
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+    setup_environment "$@" || exit
+    echo "source .venv/bin/activate"
+fi

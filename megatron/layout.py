@@ -12,7 +12,7 @@ the optimizer's state over the ranks of an instance. Ranks with the same index i
 shard.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isqrt
@@ -25,8 +25,13 @@ EP_FLAG = "--expert-model-parallel-size"
 PP_FLAG = "--pipeline-model-parallel-size"
 INSTANCES_FLAG = "--num-distributed-optimizer-instances"
 
+PROCESSES = "processes"
+"""Stands for the number of processes, where an error suggests another number of them."""
+
 RANK_ORDER = "tp-cp-dp-pp"
 """Order of the axes in the rank number. The first one varies fastest."""
+
+_MULTIPLES = 100  # a message tries this many multiples on each side
 
 AXES = (
     *("tp", "cp", "ep", "dp", "pp", "dp_cp", "expert_dp", "shard", "expert_shard", "replicate"),
@@ -41,6 +46,40 @@ group of `replicate` is a single rank. A group of `embedding` joins the first an
 hold the weight of a tied head. A group of `model` (tp x pp) holds one replica of the model. The group of `world` is all
 ranks.
 """
+
+
+@dataclass(frozen=True)
+class Way:
+    """Other sizes of one setting, which an error suggests."""
+
+    words: str
+    """Text with {} for the sizes, such as "use --x {}"."""
+    setting: str
+    """The flag, or PROCESSES."""
+    asked: int
+    sizes: Sequence[int]
+    """All sizes that this check accepts, ascending."""
+
+    def told(self, passes: Callable[[str, int], bool]) -> str:
+        """Returns the words with the nearest passing sizes below and above the one asked for; "" if there is none."""
+        below = [n for n in reversed(self.sizes) if n < self.asked]
+        above = [n for n in self.sizes if n > self.asked]
+        near = [next((n for n in side if passes(self.setting, n)), None) for side in (below, above)]
+        fits = " or ".join(str(n) for n in near if n is not None)
+        return self.words.format(fits) if fits else ""
+
+
+class SizesError(ConfigError):
+    """An error with sizes that fit. `text` omits those that other checks reject. A way without sizes is only text."""
+
+    def __init__(self, reason: str, *ways: Way | str) -> None:
+        self._reason, self._ways = reason, ways
+        super().__init__(self.text(lambda setting, size: True))
+
+    def text(self, passes: Callable[[str, int], bool]) -> str:
+        told = [way if isinstance(way, str) else way.told(passes) for way in self._ways]
+        ways = ", or ".join(filter(None, told)) or "no other value of one setting passes all checks: change several"
+        return f"{self._reason}; {ways}"
 
 
 @dataclass(frozen=True)
@@ -74,11 +113,11 @@ class Layout:
         if self.world_size < 1:
             raise ConfigError(f"world size {self.world_size}: at least one process is needed")
         if self.world_size % self.model_size:
-            raise ConfigError(self._world_message())
+            raise self._world_error()
         if (self.dp * self.cp) % self.ep:
-            raise ConfigError(self._expert_message())
+            raise self._expert_error()
         if self.expert_dp % self.instances:
-            raise ConfigError(self._instances_message())
+            raise self._instances_error()
 
     @property
     def model_size(self) -> int:
@@ -172,49 +211,58 @@ class Layout:
         own = (TP_FLAG, self.tp), (CP_FLAG, self.cp), (PP_FLAG, self.pp)
         return (*own, (EP_FLAG, self.ep), (INSTANCES_FLAG, self.instances))
 
-    def _world_message(self) -> str:
+    def _world_error(self) -> SizesError:
         given = [(flag, size) for flag, size in self._sizes() if size > 1 and flag not in (EP_FLAG, INSTANCES_FLAG)]
         product = " x ".join(f"{flag} {size}" for flag, size in given)
-        worlds = " or ".join(str(n) for n in nearest_multiples(self.world_size, self.model_size))
-        ways = [f"start {worlds} processes"]
+        worlds = multiples_around(self.world_size, self.model_size)
+        ways = [Way("start {} processes", PROCESSES, self.world_size, worlds)]
         for flag, size in given:
             others = self.model_size // size
             if self.world_size % others == 0:
-                fits = " or ".join(str(n) for n in nearest_divisors(self.world_size // others, size))
-                ways.append(f"use {flag} {fits}")
+                ways.append(Way(f"use {flag} {{}}", flag, size, divisors(self.world_size // others)))
         needs = f"{product} = {self.model_size}" if len(given) > 1 else product
         reason = f"the number of processes, {self.world_size}, is not divisible by {self.model_size}"
-        return f"{needs}: {reason}; {', or '.join(ways)}"
+        return SizesError(f"{needs}: {reason}", *ways)
 
-    def _expert_message(self) -> str:
+    def _expert_error(self) -> SizesError:
         replicas = self.dp * self.cp
-        fits = " or ".join(str(n) for n in nearest_divisors(replicas, self.ep))
-        return (
+        return SizesError(
             f"{EP_FLAG} {self.ep}: the {replicas} ranks (data parallel {self.dp} x {CP_FLAG} {self.cp}) are not "
-            f"divisible into groups of {self.ep}; use {EP_FLAG} {fits}"
+            f"divisible into groups of {self.ep}",
+            Way(f"use {EP_FLAG} {{}}", EP_FLAG, self.ep, divisors(replicas)),
         )
 
-    def _instances_message(self) -> str:
+    def _instances_error(self) -> SizesError:
         size, sizes = self.expert_dp, f"data parallel {self.dp}"
         if self.cp > 1:
             sizes += f" x {CP_FLAG} {self.cp}"
         if self.ep > 1:
             sizes += f" / {EP_FLAG} {self.ep}"
         sharing = "hold the same experts" if self.ep > 1 else "shard the optimizer's state"
-        fits = " or ".join(str(n) for n in nearest_divisors(size, self.instances))
-        return (
+        return SizesError(
             f"{INSTANCES_FLAG} {self.instances}: the number of ranks that {sharing}, {size} ({sizes}), is not "
-            f"divisible by {self.instances}; use {INSTANCES_FLAG} {fits}"
+            f"divisible by {self.instances}",
+            Way(f"use {INSTANCES_FLAG} {{}}", INSTANCES_FLAG, self.instances, divisors(size)),
         )
+
+
+def divisors(number: int) -> list[int]:
+    """Returns all divisors, ascending."""
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def nearest_divisors(number: int, size: int) -> tuple[int, ...]:
     """Returns the largest divisor of `number` up to `size` and the smallest one above `size`, if they exist."""
-    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
-    divisors = sorted({*small, *(number // d for d in small)})
-    below = [d for d in divisors if d <= size]
-    above = [d for d in divisors if d > size]
+    below = [d for d in divisors(number) if d <= size]
+    above = [d for d in divisors(number) if d > size]
     return (*below[-1:], *above[:1])
+
+
+def multiples_around(number: int, unit: int) -> range:
+    """Returns multiples of `unit` near `number`, without 0: more than enough to find one that fits other sizes."""
+    below = number // unit * unit
+    return range(max(unit, below - _MULTIPLES * unit), below + _MULTIPLES * unit, unit)
 
 
 def nearest_multiples(number: int, unit: int) -> tuple[int, ...]:

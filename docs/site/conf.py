@@ -14,7 +14,10 @@ project = "Megatron"
 html_title = "Megatron"
 extensions = ["myst_parser", "sphinx_copybutton", "markdown_pages"]
 root_doc = "docs/index"
-include_patterns = ["docs/*.md", "docs/design/*.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/gpt2_8p/README.md"]
+include_patterns = [
+    *("docs/*.md", "docs/design/*.md", "CONTRIBUTING.md", "CHANGELOG.md"),
+    *("benchmarks/RESULTS.md", "examples/gpt2_8p/README.md"),
+]
 exclude_patterns = [".*", "build", "csrc", "megatron", "runs", "experiments", "tests"]
 
 myst_heading_anchors = 4

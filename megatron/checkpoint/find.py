@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron.checkpoint import paths
 from megatron.errors import CheckpointError, ConfigError
-from megatron.utils.foreign import hub_hint, is_not_a_directory, refuse_hugging_face
+from megatron.utils.foreign import is_not_a_directory, model_meant, refuse_hugging_face
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ def find_candidates(
         if is_file and directory.suffix == ".gguf":
             raise ConfigError(f"--load {directory}: {is_not_a_directory(directory)}")
         what = "is not a directory" if is_file else "does not exist"
-        hub = "" if is_file else hub_hint(directory)
+        meant = "" if is_file else model_meant(directory)
         fresh = "" if save_dir is None else ", or the same as --save for a fresh start"
-        raise ConfigError(f"--load {directory}: {what}; give a directory with checkpoints{fresh}{hub}")
+        raise ConfigError(f"--load {directory}: {what}; give a directory with checkpoints{fresh}{meant}")
     if step is not None:
         others = [other for other in paths.list_steps(directory) if other != step]
         return Candidates((_explicit(directory, step),), if_damaged=_not_taken(f"--ckpt-step {step}", others))

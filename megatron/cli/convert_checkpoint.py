@@ -8,10 +8,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from megatron.cli.model_flags import dtype_name
 from megatron.compat.renamed_tools import converting
 from megatron.errors import ConfigError
 from megatron.utils.command_line import Parser, integer, run_tool
-from megatron.utils.foreign import hub_hint, is_hugging_face
+from megatron.utils.foreign import is_hugging_face, is_not_a_directory
 from megatron.utils.log import print_line
 from megatron.utils.numerals import INT32, LARGEST_WORLD, size_in_bytes
 from megatron.utils.progress import ByteProgress
@@ -61,6 +62,7 @@ def parser(*, check: bool = False) -> Parser:
     p.add_argument("--save", type=Path, required=not check, help="Folder to write.")
     p.add_argument(
         "--dtype",
+        type=dtype_name,
         choices=("float32", "bfloat16", "float16"),
         help="Precision of the export (--to hf; default: as trained).",
     )
@@ -116,7 +118,7 @@ def check_exported_folder(arguments: argparse.Namespace) -> None:
 
 def convert_checkpoint(arguments: argparse.Namespace) -> None:
     if not arguments.load.exists():
-        raise ConfigError(f"--load {arguments.load}: no such directory{hub_hint(arguments.load)}")
+        raise ConfigError(f"--load {arguments.load}: {is_not_a_directory(arguments.load)}")
     if arguments.source is None:
         arguments.source = _format(arguments.load, arguments.ckpt_step)
     if arguments.source == arguments.to and arguments.to != "megatron":
@@ -269,7 +271,7 @@ def _shard_bytes(given: str | None) -> int:
     try:
         return size_in_bytes(given or "5GB")
     except ValueError as error:
-        raise ConfigError(f"--max-shard-size {given}: {error}; give a number with MB or GB, such as 2GB") from None
+        raise ConfigError(f"--max-shard-size {given}: {error}") from None
 
 
 def from_hugging_face(arguments: argparse.Namespace) -> None:

@@ -6,6 +6,13 @@ from collections.abc import Sequence
 from megatron.utils.command_line import Parser, integer
 from megatron.utils.numerals import INT32, LARGEST_WORLD
 
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def dtype_name(text: str) -> str:
+    """The `type` of --dtype. Returns the long name of a short one."""
+    return _SHORT.get(text, text)
+
 
 def add_model_flags(parser: Parser, *, batch: str, axes: Sequence[str]) -> argparse._ArgumentGroup:
     """Adds the flags. `batch`: the unit of --batch-size. `axes`: parallel axes, such as "tensor-model"."""
@@ -18,7 +25,7 @@ def add_model_flags(parser: Parser, *, batch: str, axes: Sequence[str]) -> argpa
     )
     how.add_argument("--ckpt-step", type=integer(0), metavar="N", help="Iteration to load (default: the newest).")
     how.add_argument("--batch-size", type=integer(1, INT32), default=8, metavar="N", help=f"{batch} (default 8).")
-    how.add_argument("--dtype", help="float32, bfloat16 or float16 (default: as trained).")
+    how.add_argument("--dtype", type=dtype_name, help="float32, bfloat16 or float16 (default: as trained).")
     how.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default auto).")
     how.add_argument(
         "--kernels", default="auto", help="Implementation of each operation, as in training (default auto)."

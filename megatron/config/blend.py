@@ -167,11 +167,15 @@ def prefix_meant(prefix: str) -> str:
     path = Path(prefix)
     if path.suffix in (".bin", ".idx") and path.with_suffix(".idx").exists():
         return f"give the prefix without its suffix: {path.with_suffix('')}"
-    is_text = path.is_file() and path.suffix not in (".bin", ".idx")
-    name = path.stem if is_text else path.name
-    found = sorted(path.parent.glob(f"{glob.escape(name)}_*.idx")) if name and path.parent.is_dir() else []
-    if found:
-        return f"did you mean {found[0].with_suffix('')}?"
-    if is_text:
+    if found := datasets_of(path):
+        return f"did you mean {found[0]}?"
+    if path.is_file() and path.suffix not in (".bin", ".idx"):
         return f"this is not a dataset; if it is text, convert it: tools/preprocess_data.py --input {prefix}"
     return "give the prefix that tools/preprocess_data.py wrote, without .bin or .idx"
+
+
+def datasets_of(path: Path) -> list[Path]:
+    """Prefixes of the datasets beside a file of text, or of those made with this path as --output-prefix."""
+    name = path.stem if path.is_file() and path.suffix not in (".bin", ".idx") else path.name
+    found = sorted(path.parent.glob(f"{glob.escape(name)}_*.idx")) if name and path.parent.is_dir() else []
+    return [file.with_suffix("") for file in found]

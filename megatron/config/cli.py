@@ -1,9 +1,11 @@
 """The training command line: reads flags in Megatron's spelling, presets and YAML into one RunConfig."""
 
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 from platform import python_version
 from typing import Any
 
@@ -11,8 +13,8 @@ from megatron.config.checks import check_settings
 from megatron.config.flag import Setting
 from megatron.config.help import train_help
 from megatron.config.notices import notices_of
-from megatron.config.presets import PRESETS
-from megatron.config.refusals import Refusals
+from megatron.config.presets import PRESETS, preset_meant
+from megatron.config.refusals import Refusals, UnknownSettingError
 from megatron.config.run import RunConfig, build
 from megatron.config.sources import (
     Assignments,
@@ -25,10 +27,11 @@ from megatron.config.sources import (
     spelling_table,
     unknown_setting,
 )
-from megatron.config.values import nearest
 from megatron.errors import ConfigError
 from megatron.utils.command_line import print_help
 from megatron.version import __version__
+
+_COMMA_LISTS = ("--split",)  # flags whose one value is a list of numbers
 
 
 def parse_args(
@@ -67,7 +70,7 @@ def merge_sources(
     if name is not None:
         with refusals.of_reading():
             sources.insert(0, _preset(name))
-    if refusals.doubts("--config", "--deepspeed_config", "--model"):
+    if refusals.doubts("--config", "--yaml-cfg", "--deepspeed_config", "--model"):
         refusals.end()  # most settings are unknown, so checks would report consequences only
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -83,7 +86,7 @@ def merge_sources(
 
 def _preset(name: str) -> Assignments:
     if name not in PRESETS:
-        raise ConfigError(f"--model {name}: no such preset{nearest(name, PRESETS)}; choose from {', '.join(PRESETS)}")
+        raise ConfigError(f"--model {name}: no such preset{preset_meant(name)}; choose from {', '.join(PRESETS)}")
     return Assignments(origin=f"preset {name}", values=dict(PRESETS[name]))
 
 
@@ -127,6 +130,9 @@ def _read(word: str, after: Sequence[str]) -> Given:
         how_many = "at least one value" if wanted == "+" else f"{wanted} values" if wanted else "one value"
         example = " ".join([spelling, *["VALUE"] * count])
         raise ConfigError(f"{spelling}: needs {how_many}, as in {example}; see --help")
+    if len(values) > count and spelling in _COMMA_LISTS and all(map(_is_number, values)):
+        joined = ",".join(word.rstrip(",") for word in values)
+        raise ConfigError(f"{spelling} {' '.join(values)}: one value is needed; use {spelling} {joined}")
     if len(values) > count:
         raise _stray(values[count], [word, *after[: count - bool(equals)]])
     return Given(spelling, values[0] if wanted is None else values)
@@ -134,11 +140,17 @@ def _read(word: str, after: Sequence[str]) -> Given:
 
 def _stray(word: str, before: Sequence[str]) -> ConfigError:
     place = f" after {' '.join(before)}" if before else ""
+    if word.endswith((".yaml", ".yml", ".json")) and Path(word).is_file():
+        return UnknownSettingError(f"unexpected argument '{word}'{place}: did you mean --config {shlex.quote(word)}?")
     return ConfigError(f"unexpected argument '{word}'{place}: remove it, or quote it together with the value before it")
 
 
 def _is_negative_number(word: str) -> bool:
     return re.fullmatch(r"-[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?", word) is not None
+
+
+def _is_number(word: str) -> bool:
+    return re.fullmatch(r"[0-9]*\.?[0-9]+,?", word) is not None
 
 
 def _is_switch(target: Target) -> bool:

@@ -1,7 +1,7 @@
 """Tables for megatron_lm_flags.py: the fix, or the meaning here -> flags.
 
 "--x" is a switch, and "--x=" takes a value. Text after the = is the neutral value, which is accepted ("--x=1"), or the
-list of accepted values ("--x=a|b"). "--x=..." takes several values.
+list of accepted values ("--x=a|b"). "--x=..." takes several values. VALUE in a fix stands for the given value.
 """
 
 LATER: dict[str, str] = {
@@ -39,22 +39,21 @@ LATER: dict[str, str] = {
         --dsa-indexer-n-heads= --dsa-indexer-rope-interleaved --dsa-indexer-skip-topk-offset= --dsa-indexer-topk=
         --dsa-indexer-topk-freq= --dsa-indexer-use-sparse-loss --dsa-kernel-backend=
         --yarn-correction-range-round-to-int --no-yarn-correction-range-round-to-int""",
-    "use --num-layers-per-virtual-pipeline-stage": "--virtual-pipeline-model-parallel-size=1",
+    "use --num-virtual-stages-per-pipeline-rank VALUE": "--virtual-pipeline-model-parallel-size=1",
     "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers": """
         --pipeline-model-parallel-layout=""",
     "remove the flag; see --context-parallel-size and --cp-comm-type": """
         --hybrid-context-parallel --max-seqlen-per-dp-cp-rank=""",
-    "weights are gathered in the data type of the model; remove the flag": "--fp8-param-gather",
     "every optimizer instance has the whole state; remove the flag, or lower --num-distributed-optimizer-instances to "
     "shard the state over more ranks": "--outer-dp-sharding-strategy=no_shard",
     "master weights and gradients are fp32; remove the flag": """
         --main-grads-dtype=fp32 --main-params-dtype=fp32
         --megatron-fsdp-main-params-dtype=fp32 --megatron-fsdp-main-grads-dtype=fp32
         --megatron-fsdp-grad-comm-dtype=fp32""",
-    "use --fp16 or --bf16": """
+    "fp8 is not built; remove the flag": """
         --fp8-e4m3 --fp8-hybrid --fp8-interval=1 --no-fp8-wgrad --fp8-wgrad --first-last-layers-bf16
         --num-layers-at-start-in-bf16=0 --num-layers-at-end-in-bf16=0 --fp8-param --fp8-quantizer-factory=
-        --disable-fp8-wgrad""",
+        --disable-fp8-wgrad --fp8-param-gather""",
     "use --apply-wd-to-qk-layernorm": "--no-weight-decay-cond-type=",
     "multi-token prediction is not built; remove the flag": """
         --mtp-detach-heads --mtp-hsm --mtp-hybrid-override-pattern= --mtp-standalone --num-speculative-tokens=""",
@@ -110,7 +109,7 @@ NEVER: dict[str, str] = {
         --nccl-all-reduce-for-prefill --mlp-chunks-for-prefill= --disable-chunked-prefill --decode-only-cuda-graphs
         --enable-chunked-prefill --output-logit-dtype= --refit-method=""",
     "a tokenizer's code is never executed; give a tokenizer.json": "--trust-remote-code",
-    "use --config FILE": "--yaml-cfg=",
+    "use --config VALUE": "--yaml-cfg=",
     "use --print-config": "--config-logger-dir=",
     "checkpoints have --ckpt-format torch, which loads into any layout; remove the flag": """
         --ckpt-convert-update-legacy-dist-opt-format""",
@@ -146,7 +145,7 @@ FAMILIES: dict[str, str] = {
     "--inprocess-": "torchrun restarts failed runs; remove the --inprocess-* flags",
     "--moe-": "this flag of mixture of experts is not supported; docs/flags.md has the supported ones",
     "--muon-": "this flag of Muon is not supported; docs/flags.md has the supported ones",
-    "--fp8-": "fp8 is not supported yet; use --bf16",
+    "--fp8-": "fp8 is not supported yet; remove the flag",
     "--fp4-": "fp4 is not supported; use --bf16",
     "--cuda-graph-": "not supported; use --cuda-graphs, which captures the whole forward and backward pass",
     "--hybrid-": "only GPT-style decoders are trained here; remove the --hybrid-* flags",

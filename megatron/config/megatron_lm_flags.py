@@ -97,7 +97,7 @@ def apply_compat(flag: CompatFlag, text: str) -> str | None:
             raise ConfigError(f"{spelled}: not supported; use {' or '.join(flag.accepts)}, or remove the flag")
         return f"{spelled}: {flag.note}"
     verdict = "not supported yet" if flag.status == "later" else "not supported"
-    raise ConfigError(f"{spelled}: {verdict}; {flag.note}")
+    raise ConfigError(f"{spelled}: {verdict}; {flag.note.replace('VALUE', text)}")
 
 
 def _same(text: str, neutral: str) -> bool:

@@ -26,6 +26,8 @@ _FLAGS: dict[str, str] = {
     "--use-distributed-optimizer": "zero1 megatron-lm-use-distributed-optimizer",
     "--distributed-backend": "ddp-backend dist-backend",
     "--distributed-timeout-minutes": "ddp-timeout init-timeout-seconds train-timeout-seconds",
+    "--tensor-model-parallel-size, --context-parallel-size or --zero-stage": "parallelism-config",
+    "--device": "use-mps-device",
     "--device cpu": "cpu use-cpu no-cuda no-gpu",
     # model
     "--model": "model-preset model-config config-name model-type arch architecture flavor model-size",
@@ -70,7 +72,9 @@ _FLAGS: dict[str, str] = {
     "--lr-decay-style": "lr-scheduler-type lr-scheduler scheduler decay-type ",
     "--lr-decay-iters": "lr-decay-steps decay-steps lr-max-iters",
     "--lr-warmup-iters": "warmup-steps warmup-iters lr-warmup-steps num-warmup-steps",
-    "--lr-warmup-fraction": "warmup-ratio lr-warmup-ratio warmup-fraction",
+    "--min-lr, --lr-wsd-decay-iters or --lr-wsd-decay-style": "lr-scheduler-kwargs",
+    "--lr-warmup-iters, with ceil(ratio x steps) for equal rates": "warmup-ratio",
+    "--lr-warmup-fraction": "lr-warmup-ratio warmup-fraction",
     "--lr-wsd-decay-iters with --lr-decay-style WSD": "decay-ratio lr-decay-starting-step",
     "--clip-grad": "max-grad-norm gradient-clipping grad-clip max-norm gradient-clip-val grad-clip-norm "
     "megatron-lm-gradient-clipping clip-grad-norm",
@@ -79,6 +83,8 @@ _FLAGS: dict[str, str] = {
     "--adam-beta1": "beta1",
     "--adam-beta2": "beta2",
     "--optimizer": "optim optimizer-type optimizer-name optim-type",
+    "--optimizer adafactor": "adafactor",
+    "--lion-beta1, --muon-momentum or --adafactor-decay-rate": "optim-args",
     "--optimizer-cpu-offload": "offload-optimizer offload-optimizer-device cpu-offload zero-offload enable-cpu-offload "
     "megatron-lm-optimizer-cpu-offload fsdp-offload-params",
     "--optimizer-offload-directory": "offload-optimizer-nvme-path",
@@ -88,12 +94,15 @@ _FLAGS: dict[str, str] = {
     "--fp16": "half float16 fp16-mixed",
     "--bf16 or --fp16": "precision mixed-precision dtype torch-dtype params-dtype amp mixed-precision-param "
     "bf16-full-eval fp16-full-eval autocast",
+    "--allow-tf32": "tf32",
     "--initial-loss-scale": "initial-scale-power init-loss-scale",
     # memory and speed
     "--recompute-granularity": "gradient-checkpointing activation-checkpointing "
     "activation-checkpoint selective-ac-option fsdp-activation-checkpointing megatron-lm-recompute-activations",
+    "--recompute-num-layers or --cpu-offloading-num-layers": "activation-checkpointing-kwargs "
+    "gradient-checkpointing-kwargs",
     "--compile": "torch-compile",
-    "--kernels": "use-liger-kernel liger-kernel",
+    "--kernels": "use-liger-kernel liger-kernel liger-kernel-config",
     "--ddp-bucket-size": "ddp-bucket-cap-mb",
     "--start-eval-at-iter": "eval-delay",
     "--num-workers": "dataloader-num-workers num-loading-workers data-workers",
@@ -101,6 +110,7 @@ _FLAGS: dict[str, str] = {
     "--data-path": "dataset datasets dataset-name dataset-path train-file train-data data data-dir data-path-or-name "
     "hf-dataset-or-datasets dataset-folder train-dataset",
     "--valid-data-path": "validation-file eval-dataset val-data eval-data val-file",
+    "--dataloader-type": "train-sampling-strategy",
     "--mock-data": "dummy-data synthetic-data fake-data",
     "--tokenizer-model": "tokenizer tokenizer-name tokenizer-path tokenizer-name-or-path",
     "--split": "validation-split-percentage val-split val-set-size",
@@ -114,13 +124,16 @@ _FLAGS: dict[str, str] = {
     "--save-retain-last": "save-total-limit keep-latest-k num-checkpoints-to-keep",
     "--no-save-optim": "save-only-model last-save-model-only",
     "--no-load-optim": "megatron-lm-no-load-optim",
+    "--exit-signal-handler": "enable-jit-checkpoint",
     "--async-save": "async-mode async-checkpoint",
     # watching
     "--log-interval": "logging-steps log-every print-every log-freq iteration-step-info-interval log-steps "
-    "steps-per-print",
+    "steps-per-print logging-strategy",
+    "--log-memory-interval": "skip-memory-metrics",
     "--eval-interval": "eval-steps eval-every val-check-interval eval-freq evaluation-interval",
     "--eval-iters": "limit-val-batches max-eval-samples eval-batches",
-    "--wandb-project": "wandb use-wandb enable-wandb report-to project",
+    "--wandb-project, --tensorboard-dir or --metrics-jsonl": "report-to",
+    "--wandb-project": "wandb use-wandb enable-wandb project",
     "--wandb-exp-name": "run-name wandb-name wandb-run-name experiment-name",
     "--tensorboard-dir": "logging-dir tb-dir save-tb-folder enable-tensorboard log-dir",
     "--profile": "enable-profiling profiler",
@@ -147,9 +160,14 @@ _SENTENCES: dict[str, str] = {
     "quantization and adapters are not supported; train all weights in --bf16": "load-in-8bit load-in-4bit lora qlora "
     "lora-r lora-alpha lora-dropout adapter use-peft peft",
     "upload after the run: python tools/convert_checkpoint.py --to hf, then hf upload": "push-to-hub hub-model-id "
+    "push-to-hub-model-id push-to-hub-organization push-to-hub-token "
     "hub-token hub-strategy hub-private-repo hub-revision hub-always-push upload-s3-path",
     "training is the default; to evaluate only, use --skip-train or tools/evaluate.py": "do-train do-eval do-predict",
-    "evaluation keeps only the loss, no logits; remove the flag": "eval-accumulation-steps prediction-loss-only",
+    "evaluation keeps only the loss, no logits; remove the flag": "eval-accumulation-steps prediction-loss-only "
+    "eval-do-concat-batches eval-use-gather-object use-legacy-prediction-loop",
+    "no evaluation runs before the first step; --skip-train evaluates without training": "eval-on-start",
+    "the metrics are loss, perplexity and bits per byte; for tasks, tools/evaluate.py": "include-for-metrics "
+    "batch-eval-metrics include-inputs-for-metrics",
     "mu-parametrization is not supported yet; remove the flag": "mup",
     "code in a model's folder is never executed; remove the flag": "remote-code",
     "each device has its default attention; --kernels and --attention-backend change it": "attn-implementation "
@@ -164,6 +182,47 @@ _SENTENCES: dict[str, str] = {
     "evaluation runs every --eval-interval steps": "eval-strategy evaluation-strategy",
     "the best model is not tracked; every checkpoint's loss is in --metrics-jsonl": "load-best-model-at-end "
     "metric-for-best-model greater-is-better early-stopping-patience",
+    "the loss is the cross-entropy; remove the flag": "label-smoothing-factor",
+    "no noise is added to embeddings; remove the flag": "neftune-noise-alpha",
+    "GaLore and APOLLO are not supported; remove the flag": "optim-target-modules",
+    "the loss is already divided by the counted tokens of the whole batch; remove the flag": "average-tokens-across-"
+    "devices",
+    "the backend and the mode of torch.compile are torch's defaults; remove the flag": "torch-compile-backend "
+    "torch-compile-mode torchdynamo",
+    "torch's cache is never emptied between steps; remove the flag": "torch-empty-cache-steps",
+    "training keeps no cache of keys and values; remove the flag": "use-cache past-index",
+    "batch sizes are not tried out; --dry-run --device-memory 80GB says whether one fits": "auto-find-batch-size",
+    "the first step is logged only with --log-interval 1": "logging-first-step",
+    "rank 0 logs; remove the flag": "log-on-each-node",
+    "a NaN or an infinity stops the run; --no-check-for-nan-in-loss-and-grad turns that off": "logging-nan-inf-filter",
+    "a NaN or an infinity always stops the run; remove the flag": "debug",
+    "warnings and errors are always printed; remove the flag": "log-level log-level-replica",
+    "no progress bar is shown; remove the flag": "disable-tqdm",
+    "each log line has the consumed samples and the tokens per second; remove the flag": "include-tokens-per-second "
+    "include-num-input-tokens-seen",
+    "Trackio is not supported; use --wandb-project": "trackio-space-id trackio-bucket-id trackio-static-space-id",
+    "older steps in --save are renamed, never deleted; remove the flag": "overwrite-output-dir",
+    "all ranks save into one folder; --non-persistent-ckpt-type local keeps copies on each machine": "save-on-each-"
+    "node",
+    "an export has safetensors, unless convert_checkpoint.py --no-safe-serialization is given": "save-safetensors",
+    "a resume opens the next sample at once; remove the flag": "ignore-data-skip",
+    "checkpoints hold no state of hooks; remove the flag": "restore-callback-states-from-checkpoint",
+    "each rank reads its own samples; remove the flag": "accelerator-config",
+    "batches are always whole, in order, pinned and read by lasting workers; remove the flag": "dataloader-drop-last "
+    "dataloader-pin-memory dataloader-persistent-workers dataloader-in-order",
+    "the micro-batches of a step are read ahead; remove the flag": "dataloader-prefetch-factor",
+    "torch starts the workers in its default way; remove the flag": "dataloader-multiprocessing-context",
+    "the label of a token is the next token; remove the flag": "label-names",
+    "every sample has --seq-length tokens; remove the flag": "length-column-name",
+    "nothing has to be chosen for the models here; remove the flag": "ddp-find-unused-parameters "
+    "ddp-broadcast-buffers ddp-static-graph",
+    "layers are sharded one by one with --zero-stage 3; remove the flag": "fsdp-min-num-params "
+    "fsdp-transformer-layer-cls-to-wrap",
+    "apex and TorchScript are not used; remove the flag": "fp16-opt-level half-precision-backend fp16-backend "
+    "jit-mode-eval",
+    "TPUs are not supported; remove the flag": "tpu-num-cores tpu-metrics-debug",
+    "SageMaker's launcher is not used; start ranks with torchrun": "mp-parameters",
+    "hyperparameter search is not included; remove the flag": "ray-scope",
 }
 
 

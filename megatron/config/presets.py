@@ -4,9 +4,11 @@ A preset sets only the model. The user gives batch size, sequence length, learni
 comes from the tokenizer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
+
+from megatron.config.values import nearest
 
 Values = dict[str, Any]
 
@@ -100,3 +102,20 @@ PRESETS: Mapping[str, Values] = MappingProxyType(
         "moe-tiny": _llama(4, 128, 256, 4, 2, 256, **_TIED, num_experts=8, moe_router_topk=2),
     }
 )
+
+ELSEWHERE: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("gpt2", "gpt2-small", "gpt2-117m", "gpt2-125m"), "gpt2-124m"),
+        **dict.fromkeys(("gpt2-medium", "gpt2-350m", "gpt2-355m"), "gpt2-345m"),
+        **dict.fromkeys(("gpt2-large", "gpt2-762m", "gpt2-770m"), "gpt2-774m"),
+        **dict.fromkeys(("gpt2-xl", "gpt2-1542m", "gpt2-1558m"), "gpt2-1.5b"),
+    }
+)
+"""Names of GPT-2 elsewhere -> preset. Its sizes are counted in several ways."""
+
+
+def preset_meant(name: str, known: Iterable[str] = PRESETS) -> str:
+    """Returns " (did you mean X?)" for a known preset that has this name elsewhere, or resembles it, or ""."""
+    last = name.rpartition("/")[2].lower().replace("_", "-")
+    here = ELSEWHERE.get(last)
+    return nearest(last, known) if here is None else f" (did you mean {here}?)"

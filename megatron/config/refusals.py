@@ -1,16 +1,17 @@
 """Collects the errors of one command line, so that all of them are printed together."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from megatron.errors import ConfigError, ConfigErrors
+from megatron.layout import SizesError
 
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 
 class UnknownSettingError(ConfigError):
-    """A flag or key that does not exist."""
+    """A flag or key that does not exist, or a settings file without its flag. The rest of the command is unknown."""
 
 
 class Refusals:
@@ -50,6 +51,18 @@ class Refusals:
         except Exception:
             if not self._errors:
                 raise
+
+    @contextmanager
+    def with_sizes_that(self, passes: Callable[[str, int], bool]) -> Iterator[None]:
+        """Omits the suggested sizes that do not pass, in the errors of this block."""
+        before = set(self._errors)
+        yield
+        judged = {}
+        for line, error in self._errors.items():
+            if isinstance(error, SizesError) and line not in before:
+                error = ConfigError(error.text(passes))
+            judged[str(error)] = error
+        self._errors = judged
 
     def end_if_unknown(self) -> None:
         """Raises the errors about unknown names, if any, without their consequences, such as missing flags."""

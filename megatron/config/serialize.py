@@ -126,12 +126,22 @@ def adopt_checkpoint_args(
         if setting.name not in origins and config.value(setting) != loaded.value(setting)
     ]
     adopted = dataclasses.replace(config, **sections, origins=origins)
+    lines += _raised_positions(loaded, adopted)
     if adopted.moe.weight_is_always_one:
         lines.append(
             "--moe-router-topk 1 of the checkpoint: the softmax over one expert is 1, so the router learns only "
             "from the load-balance loss"
         )
     return dataclasses.replace(adopted, notices=(*config.notices, *lines))
+
+
+def _raised_positions(loaded: RunConfig, adopted: RunConfig) -> list[str]:
+    """Returns the line about a longer context than the checkpoint's. No tensor of a RoPE model depends on it."""
+    theirs, ours = loaded.model, adopted.model
+    if theirs.positions != "rope" or not 0 < theirs.max_position_embeddings < ours.max_position_embeddings:
+        return []
+    line = f"{theirs.max_position_embeddings} positions of the checkpoint raised to {ours.max_position_embeddings}"
+    return [line if ours.rotary_base != theirs.rotary_base else f"{line}; the RoPE base is unchanged"]
 
 
 def _is_adopted(setting: Setting, config: RunConfig, saved: Mapping[str, Mapping[str, Any]]) -> bool:

@@ -5,7 +5,7 @@ from itertools import accumulate
 
 from megatron.config.sections.parallel import ParallelConfig
 from megatron.errors import ConfigError
-from megatron.layout import PP_FLAG, nearest_divisors
+from megatron.layout import PP_FLAG, SizesError, Way, divisors
 
 LAYERS_FLAG = "--num-layers"
 CHUNK_FLAG = "--num-layers-per-virtual-pipeline-stage"
@@ -47,7 +47,7 @@ def split_layers(layers: int, ranks: int, *, first: int | None = None, last: int
     fixed = {rank: count for rank, count in given.items() if count is not None}
     rest, others = layers - sum(fixed.values()), ranks - len(fixed)
     if (others and (rest < others or rest % others)) or (not others and rest) or min([1, *fixed.values()]) < 1:
-        raise ConfigError(_uneven(layers, ranks, first, last, rest, others))
+        raise _uneven(layers, ranks, first, last, rest, others)
     return StageLayers(_runs([fixed.get(rank, rest // max(others, 1)) for rank in range(ranks)]), ranks)
 
 
@@ -65,7 +65,7 @@ def _even_stages(layers: int, parallel: ParallelConfig) -> StageLayers:
     units = layers + sum(extra)
     stages = ranks * (chunks or 1) if per_stage is None else units // per_stage
     if units % stages if per_stage is None else units % (ranks * per_stage):
-        raise ConfigError(_no_even_stages(layers, parallel, units))
+        raise _no_even_stages(layers, parallel, units)
     counts = [units // stages] * stages
     counts[0] -= extra[0]
     counts[-1] -= extra[1]
@@ -93,31 +93,31 @@ def _refuse_other_divisions(parallel: ParallelConfig) -> None:
         raise ConfigError(f"{given[one]} and {other} both divide the layers; keep one of them")
 
 
-def _no_even_stages(layers: int, parallel: ParallelConfig, units: int) -> str:
+def _no_even_stages(layers: int, parallel: ParallelConfig, units: int) -> ConfigError:
     ranks, per_stage = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
     counted = f" ({units} with the embedding or the loss)" if units > layers else ""
     fits = [n for n in range(1, units // ranks + 1) if units % (ranks * n) == 0]
-    if per_stage is not None:
-        way = f"use {CHUNK_FLAG} {' or '.join(map(str, fits))}" if fits else f"use a multiple of {ranks} layers"
-        return (
-            f"{LAYERS_FLAG} {layers}{counted} is not divisible by {PP_FLAG} {ranks} x {CHUNK_FLAG} {per_stage}; {way}"
-        )
-    chunks = parallel.num_virtual_stages_per_pipeline_rank
-    if chunks is None:
-        near = " or ".join(map(str, nearest_divisors(units, ranks)))
-        return f"{LAYERS_FLAG} {layers}{counted} is not divisible by {PP_FLAG} {ranks}; use {PP_FLAG} {near}"
-    way = f"use {CHUNKS_FLAG} {' or '.join(map(str, fits))}" if fits else f"use a multiple of {ranks} layers"
-    return f"{LAYERS_FLAG} {layers}{counted} is not divisible by {PP_FLAG} {ranks} x {CHUNKS_FLAG} {chunks}; {way}"
+    chunks, reason = parallel.num_virtual_stages_per_pipeline_rank, f"{LAYERS_FLAG} {layers}{counted} is not divisible"
+    if per_stage is None and chunks is None:
+        way = Way(f"use {PP_FLAG} {{}}", PP_FLAG, ranks, divisors(units))
+        return SizesError(f"{reason} by {PP_FLAG} {ranks}", way)
+    flag, size = (CHUNK_FLAG, per_stage) if per_stage is not None else (CHUNKS_FLAG, chunks or 1)
+    reason = f"{reason} by {PP_FLAG} {ranks} x {flag} {size}"
+    return SizesError(
+        reason, Way(f"use {flag} {{}}", flag, size, fits) if fits else f"use a multiple of {ranks} layers"
+    )
 
 
-def _uneven(layers: int, ranks: int, first: int | None, last: int | None, rest: int, others: int) -> str:
+def _uneven(layers: int, ranks: int, first: int | None, last: int | None, rest: int, others: int) -> ConfigError:
     given = [f"{flag} {count}" for flag, count in ((FIRST_FLAG, first), (LAST_FLAG, last)) if count is not None]
     if not given:
-        fits = " or ".join(str(n) for n in nearest_divisors(layers, ranks))
-        uneven = f", or give the first or last stage another number of layers with {FIRST_FLAG} or {LAST_FLAG}"
-        return (
-            f"{LAYERS_FLAG} {layers} is not divisible by {PP_FLAG} {ranks}; use {PP_FLAG} {fits}"
-            f"{uneven if layers > ranks else ''}"
+        uneven = f"give the first or last stage another number of layers with {FIRST_FLAG} or {LAST_FLAG}"
+        return SizesError(
+            f"{LAYERS_FLAG} {layers} is not divisible by {PP_FLAG} {ranks}",
+            Way(f"use {PP_FLAG} {{}}", PP_FLAG, ranks, divisors(layers)),
+            uneven if layers > ranks else "",
         )
     left = f"{rest} layers for {others} other stages" if others else f"{rest} layers without a stage"
-    return f"{LAYERS_FLAG} {layers}, {PP_FLAG} {ranks}: {' and '.join(given)} leave {left}; change one of them"
+    return ConfigError(
+        f"{LAYERS_FLAG} {layers}, {PP_FLAG} {ranks}: {' and '.join(given)} leave {left}; change one of them"
+    )

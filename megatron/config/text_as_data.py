@@ -5,21 +5,22 @@ import re
 import shlex
 from pathlib import Path
 
+from megatron.config.blend import datasets_of
 from megatron.config.run import RunConfig
-from megatron.utils.foreign import is_hub_name
+from megatron.utils.foreign import may_be_on_hub
 
 _PEEK = 65536
 
 
 def fix_of_prefix(config: RunConfig, flag: str, prefix: str) -> str | None:
-    """Returns the reason and the fix; None if `prefix` is neither text nor a name on the Hub."""
+    """Returns the reason and the fix; None if `prefix` is neither text nor a name on the Hub, or has datasets."""
     path = Path(prefix)
-    if path.suffix in (".bin", ".idx") or Path(f"{prefix}.idx").exists():
+    if path.suffix in (".bin", ".idx") or Path(f"{prefix}.idx").exists() or datasets_of(path):
         return None
     if path.is_file():
         key = _key_of_text(path)
         return None if key is None else _preprocess(config, flag, path, key)
-    if not path.exists() and is_hub_name(prefix):
+    if not path.exists() and may_be_on_hub(prefix):
         folder = path.name
         return (
             f"no such file; for a dataset of the Hugging Face Hub: hf download {prefix} --repo-type dataset "

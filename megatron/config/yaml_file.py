@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron.config.presets import preset_meant
 from megatron.config.text_file import text_of
-from megatron.config.values import nearest
 from megatron.errors import ConfigError
 from megatron.utils.numerals import real_number
 
@@ -63,7 +63,7 @@ def _found(path: str) -> str:
     names = {} if Path(path).exists() or Path(path).name != path or Path(path).suffix == ".yaml" else shipped_configs()
     if names and path not in names:
         raise ConfigError(
-            f"--config {path}: no such file or shipped name{nearest(path, names)}; give a path or one of "
+            f"--config {path}: no such file or shipped name{preset_meant(path, names)}; give a path or one of "
             f"{', '.join(names)}"
         )
     return str(names.get(path, path))

@@ -73,6 +73,7 @@ class Heartbeat:
         keys: str = "heartbeat",
         connect: Callable[[], dist.Store] | None = None,
         now: Callable[[], float] = time.monotonic,
+        way_on: Callable[[], str] = lambda: _WAY_OUT,
     ) -> None:
         self._info, self._comm_log, self._where, self._on_end = info, comm_log, where, on_end
         self._interval = _interval(info.world_size)
@@ -81,7 +82,7 @@ class Heartbeat:
             limit  # longest time of a collective, in seconds, if the host waits for its device and no call times out
         )
         self._keys = keys  # prefix in the store
-        self._connect, self._now = connect or self._own_connection, now
+        self._connect, self._now, self._way_on = connect or self._own_connection, now, way_on
         self._number = 0
         self._host, self._pid_namespace = socket.gethostname(), _own_pid_namespace()
         self._next = (info.rank + 1) % info.world_size  # the first one after this rank that has not finished
@@ -148,8 +149,8 @@ class Heartbeat:
                 others = [rank for rank in self._info.ranks_here if rank != self._info.rank]
                 for status in self._board.read(others):
                     self._check(self._board, status)
-                self._announce("terminated", by_sigterm(self._where()))
-        self._end("terminated", by_sigterm(self._where()), prints=True)  # the store does not answer
+                self._announce("terminated", by_sigterm(self._where(), self._way_on()))
+        self._end("terminated", by_sigterm(self._where(), self._way_on()), prints=True)  # the store does not answer
 
     # ---- this rank
 
@@ -363,13 +364,10 @@ def _interval(world_size: int) -> float:
     return max(_INTERVAL, world_size / _BEATS_PER_SECOND)
 
 
-def by_sigterm(where: tuple[int, str]) -> str:
-    """Error message for SIGTERM, given the step and phase."""
+def by_sigterm(where: tuple[int, str], way_on: str) -> str:
+    """Error message for SIGTERM, given the step and phase, and how the run can continue."""
     step, phase = where
-    return (
-        f"ended by SIGTERM at step {step}{f' ({phase})' if phase else ''}; start again with --load to continue from "
-        "the last checkpoint. With --exit-signal-handler, a run saves before it ends"
-    )
+    return f"ended by SIGTERM at step {step}{f' ({phase})' if phase else ''}; {way_on}"
 
 
 def _own_pid_namespace() -> str:

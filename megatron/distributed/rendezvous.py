@@ -97,9 +97,15 @@ def open_to_other_machines(info: LaunchInfo) -> str | None:
     return (
         f"torchrun's store listens on all network interfaces (port {info.master_port}), although all ranks are on this "
         "machine: a program on another machine that reaches the port can end the run. Start with "
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone ... to let the ranks meet on loopback "
+        f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1{'' if _standalone(info) else ' torchrun --standalone ...'} to let the "
+        "ranks meet on loopback "
         "(docs/parallelism.md#who-can-connect)"
     )
+
+
+def _standalone(info: LaunchInfo) -> bool:
+    """True for torchrun --standalone, which chooses a UUID as the run's id; without it the id is "none" or given."""
+    return len(info.run_id) == 36 and info.run_id.count("-") == 4
 
 
 def meet(

@@ -150,6 +150,18 @@ class Schedule:
         """Weight decay of the next update after `num_steps` samples."""
         return self.curves.decay.after(num_steps)
 
+    def warning_at_zero(self, samples: range) -> str | None:
+        """Warning that all updates after these numbers of samples have a learning rate of 0."""
+        if any(self.lr(n) or self.decoupled_lr(n) for n in samples):
+            return None
+        way_out = "give --lr above 0, or a longer --lr-decay-iters, or --min-lr above 0"
+        if self._use_checkpoint:
+            way_out = "give --override-opt_param-scheduler in place of --use-checkpoint-opt_param-scheduler"
+        return (
+            "the learning rate is 0 in all remaining iterations, so they change no weights: the schedule has ended, or "
+            f"its peak is 0; {way_out}"
+        )
+
     def state(self, num_steps: int) -> ScheduleState:
         """Megatron's `opt_param_scheduler` entry, extended by the settings that it lacks."""
         return {**_plain(self.curves), "num_steps": num_steps}
@@ -214,22 +226,36 @@ def _played_no_part(name: str, curves: Curves) -> bool:
 
 
 def _refuse_differences(curves: Curves, saved: dict[str, Any]) -> None:
-    differences, ours = [], _plain(curves)
+    differences, ours = {}, _plain(curves)
     kinds = [settings.get(f"{_DEEPSPEED}lr_schedule") for settings in (ours, saved)]
     if kinds[0] != kinds[1]:
-        differences.append(f"--lr-schedule is {kinds[0]} here and {kinds[1]} in the checkpoint")
+        differences["lr_schedule"] = f"--lr-schedule is {kinds[0]} here and {kinds[1]} in the checkpoint"
         saved = {name: value for name, value in saved.items() if not name.startswith(_DEEPSPEED)}
     for name, value in saved.items():
         here = ours.get(name)
         if here != value and not _played_no_part(name, curves):
             flag = _FLAGS.get(name) or "--" + name.removeprefix(_DEEPSPEED).replace("_", "-")
-            differences.append(f"{flag} is {here} here and {value} in the checkpoint")
+            differences[name] = f"{flag} is {here} here and {value} in the checkpoint"
     if differences:
-        raise ConfigError(
-            f"the schedule differs from the checkpoint's: {'; '.join(differences)}. Give "
-            "--override-opt_param-scheduler to use the settings of this run, or --use-checkpoint-opt_param-scheduler "
-            "to use the saved settings"
-        )
+        longer = differences.keys() <= _LENGTHS and curves.lr_decay_steps > saved.get("lr_decay_steps", math.inf)
+        way_out = _to_train_longer(_curves_of(curves, saved)) if longer else _EITHER
+        raise ConfigError(f"the schedule differs from the checkpoint's: {'; '.join(differences.values())}. {way_out}")
+
+
+_LENGTHS = {"lr_decay_steps", "lr_warmup_steps", "wd_incr_steps"}
+"""Settings that follow from the length of training; the warm-up does with --lr-warmup-fraction."""
+_EITHER = (
+    "Give --override-opt_param-scheduler to use the settings of this run, or --use-checkpoint-opt_param-scheduler "
+    "to use the saved settings"
+)
+
+
+def _to_train_longer(saved: Curves) -> str:
+    return (
+        "To train longer, give --override-opt_param-scheduler: the learning rate follows the schedule of this run. "
+        "With --use-checkpoint-opt_param-scheduler it follows the saved schedule, and stays at "
+        f"{saved.lr(saved.lr_decay_steps + 1)} after its end"
+    )
 
 
 def build_schedule(

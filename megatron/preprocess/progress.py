@@ -28,7 +28,7 @@ class ProgressDisplay:
         self.position = max(self.position, position)
         if self._bar is not None:
             self._bar.set_postfix_str(
-                f"{self.documents} docs, {self._rate():.0f} docs/s, {self.tokens} tokens", refresh=False
+                f"{self.documents} docs, {self._rate():.0f} docs/s{self._counted()}", refresh=False
             )
             self._bar.update(self.position - self._bar.n)
         elif self.documents // self._log_interval > lines_before and time.monotonic() - self._said >= self._pause:
@@ -51,7 +51,11 @@ class ProgressDisplay:
         if self._total and done:
             left = f", ETA {duration(self.seconds * max(self._total - self.position, 0) / done)}"
         speed = f"({self._rate():.1f} docs/s, {self.megabytes_per_second:.2f} MB/s)"
-        return f"Processed {self.documents} documents {speed}, {self.tokens} tokens{left}"
+        return f"Processed {self.documents} documents {speed}{self._counted()}{left}"
+
+    def _counted(self) -> str:
+        """The number of tokens; "" if none are made, as in the training of a tokenizer."""
+        return f", {self.tokens} tokens" if self.tokens else ""
 
     def __enter__(self) -> "ProgressDisplay":
         return self

@@ -15,7 +15,7 @@ from megatron.data.datasets import Datasets
 from megatron.data.splits import sample_counts
 from megatron.engine import Engine, Evaluation, build_engine
 from megatron.model.passes import ForwardStep
-from megatron.optimizer import build_schedule
+from megatron.optimizer import Schedule, build_schedule
 from megatron.pipeline_parallel.pipeline import Pipeline
 from megatron.state.shard import Shard
 from megatron.training.batches import (
@@ -145,10 +145,20 @@ def _assemble(
             ended = run.batch_plan.is_finished(done, consumed)
             if not ended:
                 checkpoints.warn_before_training()
+                _warn_of_zero_rate(run, schedule, progress)
             train_batches = iter(()) if ended else batches.train(data.datasets.train, consumed)
             trainer = Trainer(run, engine, schedule, train_batches, progress, evaluator, checkpoints, hooks)
             closing.callback(trainer.stop.close)
         return Parts(engine, evaluator, progress, checkpoints, trainer, closing.pop_all())
+
+
+def _warn_of_zero_rate(run: Run, schedule: Schedule, progress: Progress) -> None:
+    """Warns if the learning rate is 0 until the end, so that the rest of the run trains nothing."""
+    start, plan = progress.schedule_samples, run.batch_plan
+    left = plan.samples_left(progress.iteration, progress.consumed_train_samples)
+    to_come = range(start, start + left, max(plan.final_batch_size, left // 1000))
+    if (warning := schedule.warning_at_zero(to_come)) is not None:
+        run.log.warn(warning)
 
 
 def build_hooks(run: Run, engine: Engine | Evaluation, specs: Mapping[str, Shard], progress: Progress) -> list[Hook]:

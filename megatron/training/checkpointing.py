@@ -149,8 +149,7 @@ class RunCheckpoints:
         )
 
     def warn_before_training(self) -> None:
-        """Warns before training if nothing will be saved, or if the first save will set aside or delete steps of
-        another run."""
+        """Warns if nothing will be saved, or if the first save sets aside steps of another run."""
         save = self.run.config.checkpoint.save
         if save is None:
             self.run.log.info("no --save: the weights are lost when this run ends; --save DIR keeps them")

@@ -148,7 +148,7 @@ def as_megatron_error(error: BaseException) -> BaseException:
     """Returns the MegatronError that explains an exception to a user, or the exception itself. It explains Ctrl-C, a
     closed stdout, a missing dependency, too little memory, and a lost peer (a bare RuntimeError of gloo)."""
     if isinstance(error, KeyboardInterrupt):
-        return InterruptError("interrupted (SIGINT); start again with --load to continue from the last checkpoint")
+        return InterruptError(f"interrupted (SIGINT); {str(error) or 'start the same command again'}")
     if isinstance(error, BrokenPipeError) and stdout_is_unread():
         return StorageError("the log (stdout) has lost its reader; send it to a file, and start again with --load")
     if (told := explained(error)) is not None:

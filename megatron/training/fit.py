@@ -16,6 +16,7 @@ from megatron.utils.device import human_bytes, total_memory
 from megatron.utils.memory_limit import memory_limit
 
 _CHANGES_SHOWN = 3
+_ONE_MACHINE = 8  # usual number of GPUs
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,9 @@ def plan_rows(run: Run, model: nn.Module, moe: MoEConfig | None = None) -> list[
     room, needs = Room.of_run(run), _of_stages(run, model, moe)
     total = room.needed(run, needs)
     whose = "the ranks together" if room.shared else "the fullest rank"
+    most = human_bytes(max(rank.activations for rank in needs))
     rows = [
-        ("activations", f"{human_bytes(max(rank.activations for rank in needs))} at most on a rank (estimate)"),
+        ("activations", f"{most} on the rank with most (estimate, without temporary tensors)"),
         ("memory in all", f"{human_bytes(total)} for {whose} (estimate){_verdict(total, room)}"),
     ]
     saved = {words: total - room.needed(other, _of_stages(other, model, moe)) for words, other in _changes(run)}
@@ -110,4 +112,6 @@ def _layouts(config: RunConfig) -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield "--sequence-parallel", "parallel", {"sequence_parallel": True}
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
         size = 2 * getattr(parallel, name)
+        if name.startswith("tensor") and size > _ONE_MACHINE:
+            continue  # tensor parallelism sends much in every layer, so its ranks must be on one machine
         yield f"--{name.replace('_', '-')} {size}", "parallel", {name: size}

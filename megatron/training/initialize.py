@@ -160,13 +160,19 @@ def start(
         )
     if config.training.deterministic_mode:
         torch.use_deterministic_algorithms(True)
-    verb = "planned for" if config.runtime.plans else "running on"
-    log.info(
-        f"{verb} {launch.world_size} x {device.type} with {threads} CPU threads each, backend {backend}, "
-        f"data parallel {run.parallel.dp.size}"
-    )
+    log.info(_devices_line(run, threads, backend))
     log.info(*_kernel_lines(config, run.kernels))
     return run
+
+
+def _devices_line(run: Run, threads: int, backend: str) -> str:
+    runtime, launch = run.config.runtime, run.launch
+    verb, size = "planned for" if runtime.plans else "running on", runtime.device_memory
+    memory = "" if size is None else f"; memory is planned for an accelerator of {size} in each rank"
+    return (
+        f"{verb} {launch.world_size} x {run.device.type} with {threads} CPU threads each, backend {backend}, "
+        f"data parallel {run.parallel.dp.size}{memory}"
+    )
 
 
 def _kernel_lines(config: RunConfig, kernels: Kernels) -> list[str]:

@@ -70,7 +70,7 @@ def run_training(
         with held_save_directory(run) as (history, exit_record):
             with (
                 spinning_while_idle(get_num_threads()),
-                watched(run, exit_record) as position,
+                watched(run, history, exit_record) as position,
                 assemble(run, datasets_provider, checked, forward_step, history, hooks) as parts,
             ):
                 position.parts = parts

@@ -41,10 +41,14 @@ def read_settings(
     refusals = Refusals()
     files = refusals if absent is None else absent
     config = merge_sources(argv, refusals, other_file)
-    _check_load_is_there(config, files)
+    there = _check_load_is_there(config, files)
     if absent is not None and absent.lines:
         refusals.end()
         return config
+    if not there and not config.model.num_layers:
+        if opens_files:
+            check_paths(config, refusals)
+        refusals.end()  # the shape and the tokenizer would come from --load
     theirs = config.checkpoint.load is not None and is_hugging_face(Path(config.checkpoint.load))
     if theirs or config.checkpoint.use_checkpoint_args:
         refusals.end()  # little can be checked without the model's shape
@@ -61,14 +65,17 @@ def read_settings(
     return config
 
 
-def _check_load_is_there(config: RunConfig, refusals: Refusals) -> None:
+def _check_load_is_there(config: RunConfig, refusals: Refusals) -> bool:
     """Rejects a --load without a checkpoint, before its settings are reported as missing: an absent path, a name on the
-    Hub, or a file without the model's shape. Any other file is checked when it is opened, together with the rest."""
+    Hub, or a file without the model's shape. Any other file is checked when it is opened, together with the rest.
+    Returns False if it rejected --load."""
     load, save = config.checkpoint.load, config.checkpoint.save
     if load is None or Path(load).is_dir() or (Path(load).exists() and config.model.num_layers):
-        return
+        return True
     with refusals.of_checking():
         find_candidates(Path(load), save_dir=Path(save) if save else None)
+        return True
+    return False
 
 
 def _importable(package: str) -> bool:

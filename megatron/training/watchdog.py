@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from megatron.checkpoint.run_state import RunHistory
 from megatron.distributed.flight_recorder import last_entries
 from megatron.distributed.heartbeat import Heartbeat, by_sigterm
 from megatron.distributed.sigterm import on_sigterm
@@ -18,8 +19,10 @@ from megatron.utils.log import print_line
 
 @dataclass
 class Position:
-    """Iteration and phase of this rank, read by the heartbeat's thread."""
+    """Iteration and phase of this rank, and what a signal leaves of the run. Read by other threads."""
 
+    run: Run
+    history: RunHistory
     parts: Parts | None = None
 
     def __call__(self) -> tuple[int, str]:
@@ -28,12 +31,40 @@ class Position:
         engine = self.parts.engine
         return self.parts.progress.iteration, engine.timers.current if isinstance(engine, Engine) else ""
 
+    def way_on(self) -> str:
+        """Says from which checkpoint the run can continue, or that there is none and how to get one."""
+        history, settings = self.history, self.run.config.checkpoint
+        trained = self()[0] - history.started_from
+        if trained <= 0:
+            return "start the same command again"
+        saved = [step for steps in list(history.committed.values()) for step in list(steps)]
+        folder = settings.save if saved else settings.load
+        if found := saved or list(history.loaded.values()):
+            return f"start again with --load {folder} to continue from iteration {max(found)}"
+        lost = "the iteration is lost" if trained == 1 else f"the {trained} iterations are lost"
+        where = "" if settings.save else "--save DIR and "
+        fix = f"give {where}--save-interval 100 to save regularly"
+        if settings.save and settings.save_interval:
+            fix = f"give a --save-interval below {settings.save_interval} to save more often"
+        if not self.run.config.training.exit_signal_handler:
+            fix += f", or {where}--exit-signal-handler to save when interrupted"
+        return f"no checkpoint was saved, so {lost}; {fix}"
+
+    @contextmanager
+    def told_at_interrupt(self) -> Iterator[None]:
+        """Gives Ctrl-C its text for the user, while the run is known."""
+        try:
+            yield
+        except KeyboardInterrupt as interrupt:
+            interrupt.args = (self.way_on(),)
+            raise
+
 
 @contextmanager
-def watched(run: Run, record: ExitRecord) -> Iterator[Position]:
+def watched(run: Run, history: RunHistory, record: ExitRecord) -> Iterator[Position]:
     """Wraps a rank's work. SIGTERM ends it with a message and a record, as does the loss of another rank if
     --heartbeat-timeout-seconds is set."""
-    position, patience = Position(), run.config.runtime.heartbeat_timeout_seconds
+    position, patience = Position(run, history), run.config.runtime.heartbeat_timeout_seconds
 
     def end(error: MegatronError, speaks: bool) -> None:
         record.failed(error)
@@ -47,15 +78,19 @@ def watched(run: Run, record: ExitRecord) -> Iterator[Position]:
 
     # With --exit-signal-handler the loop handles the signal from its first step to its last.
     if run.launch.world_size == 1 or not patience:
-        with on_sigterm(lambda: end(TerminatedError(by_sigterm(position())), True)):
+        ended = on_sigterm(lambda: end(TerminatedError(by_sigterm(position(), position.way_on())), True))
+        with ended, position.told_at_interrupt():
             yield position
         return
     limit = 60.0 * run.config.runtime.distributed_timeout_minutes
-    heartbeat = Heartbeat(run.launch, run.parallel.comm_log, position, end, patience=patience, limit=limit)
+    heartbeat = Heartbeat(
+        run.launch, run.parallel.comm_log, position, end, patience=patience, limit=limit, way_on=position.way_on
+    )
     heartbeat.start()
     with on_sigterm(heartbeat.asked_to_end):
         try:
-            yield position
+            with position.told_at_interrupt():
+                yield position
         except BaseException as error:
             told = as_megatron_error(error)
             if isinstance(told, (PeerLostError, HangError)):

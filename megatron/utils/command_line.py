@@ -17,7 +17,7 @@ from megatron.errors import ConfigError, InterruptError, MegatronError
 from megatron.utils.help import Help, HelpEntry, more
 from megatron.utils.loading import before_torch
 from megatron.utils.log import escape_unprintable, print_line, print_lines
-from megatron.utils.nearest_flag import nearest_flag
+from megatron.utils.nearest_flag import named_elsewhere, nearest_flag
 from megatron.utils.numerals import LARGEST, real_number, whole_number
 
 DEPENDENCIES = (
@@ -66,8 +66,9 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse(self, word: str) -> NoReturn:
         flag = word.split("=", 1)[0]
-        near = nearest_flag(flag, list(self._option_string_actions))
-        hint = f"did you mean {near}?" if near else "see --help"
+        known = list(self._option_string_actions)
+        elsewhere, near = named_elsewhere(flag, known), nearest_flag(flag, known)
+        hint = f"here it is {elsewhere}" if elsewhere else f"did you mean {near}?" if near else "see --help"
         raise ConfigError(f"{flag}: no such flag; {hint}" if flag.startswith("-") else f"{word}: not a flag; {hint}")
 
 
@@ -205,6 +206,9 @@ def explained(error: BaseException) -> MegatronError | None:
     module = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if module not in DEPENDENCIES:
         return None
+    environment = Path(__file__).resolve().parents[2] / ".venv"
+    if (environment / "bin" / "python").exists() and Path(sys.prefix).resolve() != environment:
+        return ConfigError(f"{module} is not installed for {sys.executable}; source {environment}/bin/activate")
     return ConfigError(
         f"{module} is not installed for {sys.executable}; bash examples/quickstart.sh makes a .venv that has "
         f"everything, or: {sys.executable} -m pip install -r requirements.txt"

@@ -1,5 +1,6 @@
 """Recognises a Hugging Face model, or a name on its Hub, where --load expects a native checkpoint."""
 
+import difflib
 import json
 import re
 from pathlib import Path
@@ -26,7 +27,7 @@ def is_hugging_face(folder: Path) -> bool:
 def is_not_a_directory(path: Path) -> str:
     """Error text for a path that should be a directory."""
     if not path.exists():
-        return "no such directory"
+        return f"no such directory{model_meant(path)}"
     if path.suffix == ".gguf":
         return (
             "is a file of llama.cpp, whose format is not supported; give the Hugging Face folder that it was made from"
@@ -44,22 +45,26 @@ def refuse_hugging_face(folder: Path) -> None:
         )
 
 
-def is_hub_name(text: str) -> bool:
-    """True for OWNER/NAME, and for a bare NAME."""
-    return _HUB_NAME.fullmatch(text) is not None
+def may_be_on_hub(text: str) -> bool:
+    """True for OWNER/NAME, and for a bare NAME, unless its first folder exists here."""
+    return _HUB_NAME.fullmatch(text) is not None and not Path(text.partition("/")[0]).exists()
 
 
 def tokenizer_on_hub(name: str) -> str:
     """The command that fetches a model's tokenizer from the Hub; empty if `name` cannot be there."""
-    if not is_hub_name(name):
+    if not may_be_on_hub(name):
         return ""
     folder = name.rpartition("/")[2]
     return f"; from the Hugging Face Hub: hf download {name} --include 'tokenizer*' 'special*' --local-dir {folder}"
 
 
-def hub_hint(path: Path) -> str:
-    """Suggests how to fetch a missing path from the Hub; empty if it cannot be a name there."""
-    if not is_hub_name(str(path)):
+def model_meant(path: Path) -> str:
+    """Suggests a fix for a missing path of a model: a similar name beside it, or how to fetch it from the Hub."""
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    models = [folder.name for folder in beside if (folder / _TRACKER).is_file() or is_hugging_face(folder)]
+    if near := difflib.get_close_matches(path.name, models, n=1):
+        return f"; did you mean {path.with_name(near[0])}?"
+    if not may_be_on_hub(str(path)):
         return ""
     return (
         f"; if {path} is a model on the Hugging Face Hub, `hf download {path} --local-dir DIR` fetches it, "

@@ -7,6 +7,31 @@ from collections.abc import Sequence
 _TOO_COMMON = 8
 """Largest number of spellings with a word, beyond which it is too common to suggest a flag: "num", "size", "use"."""
 
+_ELSEWHERE = {
+    "--tokenizer-model": "tokenizer tokenizer-name tokenizer-path tokenizer-name-or-path",
+    "--load": "model model-name model-path model-name-or-path model-id checkpoint pretrained",
+    "--input": "train-file data-files files dataset dataset-name",
+    "--data": "test-file dataset dataset-name",
+    "--json-keys": "text-column text-column-name text-field",
+    "--json-key": "text-column text-column-name text-field",
+    "--workers": "num-proc num-workers preprocessing-num-workers",
+    "--append-eod": "append-eos add-eos-token",
+    "--output-prefix": "output-dir output-path",
+    "--save": "output-dir output-path",
+    "--dtype": "torch-dtype precision",
+    "--batch-size": "per-device-eval-batch-size eval-batch-size",
+    "--seq-length": "max-length block-size max-seq-length",
+    "--max-new-tokens": "max-tokens max-length",
+    "--task": "tasks",
+}
+"""Flags of tools -> names in other programs."""
+
+
+def named_elsewhere(typed: str, spellings: Sequence[str]) -> str | None:
+    """Returns the spelling that has another name in other programs, such as --tokenizer-model for --tokenizer_name."""
+    name = typed.lstrip("-").replace("_", "-").lower()
+    return next((flag for flag, names in _ELSEWHERE.items() if flag in spellings and name in names.split()), None)
+
 
 def nearest_flag(typed: str, spellings: Sequence[str]) -> str | None:
     """Returns the closest spelling that shares an uncommon word with `typed`, or differs by at most two letters."""

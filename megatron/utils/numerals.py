@@ -17,7 +17,7 @@ MOST_PROCESSES = 4096
 _WHOLE = re.compile(r"\s*([+-]?)0*(\d+)\s*", re.ASCII)
 _REAL = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", re.ASCII | re.IGNORECASE)
 _NOT_FINITE = re.compile(r"\s*[+-]?(inf|infinity|nan)\s*", re.ASCII | re.IGNORECASE)
-_SIZE = re.compile(r"([1-9]\d{0,17})\s*([KMGT]?)(I?)B?", re.ASCII)
+_SIZE = re.compile(r"([1-9]\d{0,17})\s*(?:([KMGT])(I?)B?|B)", re.ASCII)
 _DIGITS = len(str(LARGEST))
 
 
@@ -43,9 +43,18 @@ def real_number(text: str) -> float:
     return number
 
 
+_LEAST_BYTES = 1_000_000
+"""A smaller number without a unit is more likely a number of gigabytes."""
+
+
 def size_in_bytes(text: str) -> int:
-    """Returns the bytes of 500MB, 2G (thousands) or 80GiB (1024s), or raises a ValueError with the reason."""
+    """Returns the bytes of 500MB, 2G (thousands), 80GiB (1024s) or 5000000000, or raises a ValueError with the reason
+    and fix."""
     match = _SIZE.fullmatch(text.strip().upper())
-    if match is None or (match[3] and not match[2]):
-        raise ValueError("not a size")
+    if match is None and _WHOLE.fullmatch(text) and int(text) >= _LEAST_BYTES:
+        return int(text)
+    if match is None and _WHOLE.fullmatch(text):
+        raise ValueError(f"a size without a unit; give a unit, such as {text.strip()}GB")
+    if match is None:
+        raise ValueError("not a size; give a size such as 80GB")
     return int(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")

@@ -74,7 +74,7 @@ def row_of(name: str, devices: str, capfd: pytest.CaptureFixture[str]) -> list[s
     sizes = {axis: getattr(config.parallel, f"{axis}_model_parallel_size") for axis in ("tensor", "pipeline", "expert")}
     layout = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
     data = re.search(r"data parallel (\d+)\)", said)
-    memory = re.search(r"memory per rank +(.*?) of weights.*?activations +(.*?) at most", said, re.DOTALL)
+    memory = re.search(r"memory per rank +(.*?) of weights.*?activations +(.*?) on the rank", said, re.DOTALL)
     tokens = re.search(r"^ *tokens +(\d+)", said, re.MULTILINE)
     assert data and memory and tokens, said
     layout.append(f"data {data[1]}")
@@ -92,6 +92,8 @@ def test_every_config_has_its_row_and_every_loss_its_source() -> None:
 def test_a_name_that_is_not_shipped_is_one_line_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"--config lama3-8b: no such file.*did you mean llama3-8b\?.*gpt2-124m"):
         parse_args(["--config", "lama3-8b", *MOCK])
+    with pytest.raises(ConfigError, match=r"--config gpt2-medium: no such file.*did you mean gpt2-345m\?"):
+        parse_args(["--config", "gpt2-medium", *MOCK])
 
 
 def test_a_file_of_the_users_comes_before_a_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

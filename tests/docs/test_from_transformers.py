@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from typing import Any
 
 import pytest
 import torch
 
-from megatron.config.other_programs import answers
-from megatron.config.sources import spelling_table
-from megatron.optimizer.lr_schedule import Curves
+from megatron.config.other_programs import answers, given_elsewhere
+from megatron.config.sections.optimizer import OptimizerConfig, ScheduleConfig
+from megatron.config.sources import canonical_spellings, spelling_table
+from megatron.optimizer.lr_schedule import Curves, build_schedule
 from tests.docs.blocks import ROOT
 
 transformers = pytest.importorskip("transformers")
@@ -65,6 +67,13 @@ def test_a_row_agrees_with_the_suggestion_for_the_typed_name(field: str) -> None
         assert flags_in(suggestion) <= flags_in(here), suggestion
 
 
+def test_each_field_that_is_no_flag_here_has_an_answer() -> None:
+    typed = {field: f"--{field.replace('_', '-')}" for field in FIELD}
+    unknown = [field for field, flag in typed.items() if flag not in canonical_spellings()]
+    assert len(unknown) > 100
+    assert not [field for field in unknown if given_elsewhere(typed[field]) is None]
+
+
 def test_a_field_with_a_flag_of_its_name_has_it() -> None:
     for field, (here, _) in FIELD.items():
         own = f"--{field.replace('_', '-')}"
@@ -97,3 +106,14 @@ def test_rates_called_equal_are_equal(pair: tuple[str, str]) -> None:
         assert curves.lr(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12, abs=1e-18), step
         optimizer.step()
         scheduler.step()
+
+
+@pytest.mark.parametrize("ratio", [0.03, 0.1, 0.155])
+def test_the_row_of_warmup_ratio_gives_equal_rates(ratio: float) -> None:
+    here, why = FIELD["warmup_ratio"]
+    assert here == "`--lr-warmup-iters`" and "ceil(ratio x steps)" in why
+    theirs = transformers.TrainingArguments(output_dir="unused", warmup_steps=ratio, use_cpu=True).get_warmup_steps(105)
+    assert theirs == math.ceil(ratio * 105)
+    fraction = ScheduleConfig(lr=1.0, lr_warmup_fraction=ratio)
+    built = build_schedule(fraction, OptimizerConfig(), global_batch_size=1, train_iters=105)
+    assert built.curves.lr_warmup_steps != theirs, "the flag of the share is not rounded"

@@ -171,20 +171,25 @@ def _stopped_by_a_signal_to(rank: int, number: signal.Signals, argv: list[str], 
             each.wait()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ctrl_c_is_one_line(ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "interval"), [(1, 10**6), (2, 10**6), (1, 2)])
+def test_ctrl_c_is_one_line(ranks: int, interval: int, tmp_path: Path) -> None:
     """torchrun adds its own traceback, and exits with 1."""
-    process = _training(flags(train_iters=10**6, num_workers=1, save=tmp_path, save_interval=10**6), ranks)
+    process = _training(flags(train_iters=10**6, num_workers=1, save=tmp_path, save_interval=interval), ranks)
     _wait_for(" iteration        3/", process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=BOUND)
     assert process.returncode == (130 if ranks == 1 else 1)
-    line = "error: interrupted (SIGINT); start again with --load to continue from the last checkpoint\n"
-    assert err.count(line) == 1 and "KeyboardInterrupt" not in err and "[rank" not in err, err
-    assert ranks > 1 or err == line
+    left = rf"start again with --load {tmp_path} to continue from iteration (\d+)"
+    if interval > 2:
+        left = r"no checkpoint was saved, so the (\d+) iterations are lost; give a --save-interval below 1000000 .*"
+    line = re.search(rf"error: interrupted \(SIGINT\); {left}\n", err)
+    assert line is not None and "KeyboardInterrupt" not in err and "[rank" not in err, err
+    assert err.count("interrupted (SIGINT)") == 1 and (ranks > 1 or err == line[0])
     record = json.loads((tmp_path / "exit_reason.json").read_text())
     assert (record["reason"], record["exit_code"]) == ("InterruptError", 130)
-    assert not list(tmp_path.glob("iter_*"))
+    assert re.match(rf"interrupted \(SIGINT\); {left}$", record["text"])
+    steps = sorted(path.name for path in tmp_path.glob("iter_*"))
+    assert (steps[-1:] == [f"iter_{int(line[1]):07d}"]) is (interval == 2)
 
 
 # Its third step is a long one, and says when it has begun.
@@ -238,7 +243,7 @@ def test_sigterm_without_the_handler_is_said_once_and_recorded(to: str, patience
     os.kill(_workers_of(process.pid)[int(to[-1])] if to.startswith("worker") else process.pid, signal.SIGTERM)
     _, err = process.communicate(timeout=BOUND)
     said, *more = [line for line in err.splitlines() if line.startswith("error")]
-    assert re.search(r"ended by SIGTERM at step \d+( \(.*\))?; start again with --load .* --exit-signal-handler", said)
+    assert re.search(r"ended by SIGTERM at step \d+( \(.*\))?; no checkpoint was saved, .* --exit-signal-handler", said)
     assert not (patience and more), err
     assert process.returncode == (143 if ranks == 1 else 1), err
     assert not to.startswith("worker") or "exitcode  : 143" in err, err

@@ -234,6 +234,14 @@ def test_without_torch_all_is_installed_from_the_lock(checkout: Path, index: Pat
     assert "is up to date" in set_up(checkout, python=plain_python).stdout
 
 
+def test_the_script_may_be_executed(checkout: Path, index: Path, plain_python: str) -> None:
+    environment = {**os.environ, "PYTHON": plain_python}
+    command = ["bash", "examples/setup.sh"]
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "source .venv/bin/activate" and "torch" in installed(checkout)
+
+
 def test_a_file_that_is_not_the_locked_one_is_not_installed(checkout: Path, index: Path, plain_python: str) -> None:
     right = (checkout / "constraints.lock").read_text()
     wheel(index, "needed", "1.0", "value = 'of a stranger'")

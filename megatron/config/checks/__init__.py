@@ -1,20 +1,24 @@
 """All checks across settings. Each raises a ConfigError with the settings, their values, the reason and the fix.
 
 `check_settings` needs only the settings, `check_world` the number of ranks and `check_paths` the file system.
+The sizes that an error of the first two suggests pass all checks of that function.
 `distributed/device.py` checks device and backend.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
 from itertools import chain
 
 from megatron.config.checks import checkpoint, data, model, moe, parallel, training
 from megatron.config.checks.paths import check_paths
-from megatron.config.checks.world import check_world
+from megatron.config.checks.world import find_in_world
 from megatron.config.flag import Exclude, Need, Setting
 from megatron.config.notices import spelled, without_effect
 from megatron.config.refusals import Refusals
 from megatron.config.run import RunConfig, all_settings, settings_by_name
 from megatron.errors import ConfigError
+from megatron.layout import PROCESSES
 
 
 def check_settings(
@@ -26,6 +30,43 @@ def check_settings(
     --use-checkpoint-args takes them from the checkpoint. Errors are collected in `refusals`, or else raised.
     """
     found = Refusals() if refusals is None else refusals
+    with found.with_sizes_that(_passes(config)):
+        _find_in_settings(config, found, needs_data=needs_data, complete=complete)
+    if refusals is None:
+        found.end()
+
+
+def check_world(config: RunConfig, world_size: int, refusals: Refusals | None = None) -> None:
+    """Checks that the layout and the batch sizes fit the number of ranks. Errors are collected in `refusals`, or else
+    raised."""
+    found = Refusals() if refusals is None else refusals
+    with found.with_sizes_that(_passes(config, world_size)):
+        find_in_world(config, world_size, found)
+    if refusals is None:
+        found.end()
+
+
+def _passes(config: RunConfig, world_size: int | None = None) -> Callable[[str, int], bool]:
+    """Returns a function of a flag (or PROCESSES) and another size: whether it leaves only errors of other causes."""
+
+    @cache
+    def lines(flag: str = "", size: int = 0) -> frozenset[str]:
+        other, ranks, found = config, world_size, Refusals()
+        if flag == PROCESSES:
+            ranks = size
+        elif flag:
+            setting = settings_by_name()[flag.removeprefix("--").replace("-", "_")]
+            section = replace(getattr(config, setting.section), **{setting.name: size})
+            other = replace(config, origins={**config.origins, setting.name: "flag"}, **{setting.section: section})
+        _find_in_settings(other, found, needs_data=False, complete=False)
+        if ranks is not None:
+            find_in_world(other, ranks, found)
+        return frozenset(found.lines)
+
+    return lambda flag, size: lines(flag, size) <= lines()
+
+
+def _find_in_settings(config: RunConfig, found: Refusals, *, needs_data: bool, complete: bool) -> None:
     if complete:
         missing = [flag for flag in model.missing(config) if not found.doubts(flag)]
         if missing:
@@ -41,8 +82,6 @@ def check_settings(
     for check_one in checks:
         with found.of_checking():
             check_one(config)
-    if refusals is None:
-        found.end()
 
 
 def _unmet(config: RunConfig) -> Iterator[str]:

@@ -1,10 +1,10 @@
 """Checks of mixture-of-experts settings that do not depend on the number of ranks."""
 
-from megatron.config.checks.parallel import nearest_tensor_sizes
+from megatron.config.checks.parallel import other_tensor_size
 from megatron.config.notices import spelled
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
-from megatron.layout import nearest_divisors
+from megatron.layout import EP_FLAG, SizesError, Way, divisors
 
 
 def check_layers(config: RunConfig) -> None:
@@ -60,10 +60,10 @@ def check_groups(config: RunConfig) -> None:
     if groups is None or chosen is None:
         return
     if experts % groups:
-        fitting = " or ".join(map(str, nearest_divisors(experts, groups)))
-        raise ConfigError(
-            f"{spelled(config, 'num_experts')} is not divisible by {spelled(config, 'moe_router_num_groups')}; "
-            f"use --moe-router-num-groups {fitting}"
+        flag = "--moe-router-num-groups"
+        raise SizesError(
+            f"{spelled(config, 'num_experts')} is not divisible by {spelled(config, 'moe_router_num_groups')}",
+            Way(f"use {flag} {{}}", flag, groups, divisors(experts)),
         )
     topk, each = moe.moe_router_topk, experts // groups
     if chosen > groups or topk % chosen or topk // chosen > each:
@@ -84,10 +84,9 @@ def check_experts(config: RunConfig) -> None:
             "--num-experts N, or use --expert-model-parallel-size 1"
         )
     if experts is not None and experts % ep:
-        fitting = " or ".join(map(str, nearest_divisors(experts, ep)))
-        raise ConfigError(
-            f"{spelled(config, 'num_experts')} is not divisible by {spelled(config, 'expert_model_parallel_size')}; "
-            f"use --expert-model-parallel-size {fitting}"
+        raise SizesError(
+            f"{spelled(config, 'num_experts')} is not divisible by {spelled(config, 'expert_model_parallel_size')}",
+            Way(f"use {EP_FLAG} {{}}", EP_FLAG, ep, divisors(experts)),
         )
     tp, width = config.parallel.tensor_model_parallel_size, config.moe.moe_ffn_hidden_size
     for name, size in (
@@ -95,9 +94,9 @@ def check_experts(config: RunConfig) -> None:
         ("moe_shared_expert_intermediate_size", config.moe.moe_shared_expert_intermediate_size),
     ):
         if experts is not None and size is not None and size % tp:
-            raise ConfigError(
-                f"{spelled(config, name)} is not divisible by {spelled(config, 'tensor_model_parallel_size')}; "
-                f"use --tensor-model-parallel-size {nearest_tensor_sizes(config)}"
+            raise SizesError(
+                f"{spelled(config, name)} is not divisible by {spelled(config, 'tensor_model_parallel_size')}",
+                other_tensor_size(config),
             )
     if experts is not None and config.parallel.expert_tensor_parallel_size not in (None, tp):
         raise ConfigError(

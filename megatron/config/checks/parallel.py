@@ -6,7 +6,7 @@ from megatron.config.notices import spelled
 from megatron.config.run import RunConfig
 from megatron.config.stages import stage_layers
 from megatron.errors import ConfigError
-from megatron.layout import nearest_divisors, nearest_multiples
+from megatron.layout import CP_FLAG, TP_FLAG, SizesError, Way, divisors, multiples_around
 from megatron.pipeline_schedules import SCHEDULES
 
 
@@ -33,13 +33,16 @@ def _check_sequence(config: RunConfig) -> None:
         pieces = lcm(2, parallel.tensor_model_parallel_size)
         given += f" with {spelled(config, 'tensor_model_parallel_size')} --sequence-parallel"
     if seq_length % (cp * pieces):
-        lengths = " or ".join(map(str, nearest_multiples(seq_length, cp * pieces)))
-        fitting = nearest_divisors(seq_length // pieces, cp) if seq_length % pieces == 0 else ()
-        sizes = f", or --context-parallel-size {' or '.join(map(str, fitting))}" if fitting else ""
-        raise ConfigError(
-            f"{spelled(config, 'seq_length')} is not divisible into chunks of equal length for {given}; "
-            f"use --seq-length {lengths}{sizes}"
+        sizes = divisors(seq_length // pieces) if seq_length % pieces == 0 else [1]
+        raise SizesError(
+            f"{spelled(config, 'seq_length')} is not divisible into chunks of equal length for {given}",
+            _other_length(seq_length, cp * pieces),
+            Way(f"use {CP_FLAG} {{}}", CP_FLAG, cp, sizes),
         )
+
+
+def _other_length(seq_length: int, unit: int) -> Way:
+    return Way("use --seq-length {}", "--seq-length", seq_length, multiples_around(seq_length, unit))
 
 
 def _check_heads(config: RunConfig) -> None:
@@ -48,10 +51,11 @@ def _check_heads(config: RunConfig) -> None:
     if not heads or heads % tp or heads // tp % cp == 0:
         return
     whose = f" over {spelled(config, 'tensor_model_parallel_size')}" if tp > 1 else ""
-    fitting = " or ".join(map(str, nearest_divisors(heads // tp, cp)))
-    raise ConfigError(
+    raise SizesError(
         f"{spelled(config, 'cp_comm_type')}: {spelled(config, 'num_attention_heads')}{whose} is not divisible by "
-        f"{spelled(config, 'context_parallel_size')}; use --context-parallel-size {fitting}, or --cp-comm-type p2p"
+        f"{spelled(config, 'context_parallel_size')}",
+        Way(f"use {CP_FLAG} {{}}", CP_FLAG, cp, divisors(heads // tp)),
+        "use --cp-comm-type p2p",
     )
 
 
@@ -65,17 +69,18 @@ def check_tensor(config: RunConfig) -> None:
     _check_divides(config, "ffn_hidden_size", model.ffn_size)
     groups = model.query_groups
     if groups % tp and tp % groups:
-        raise ConfigError(
+        raise SizesError(
             f"{spelled(config, 'num_query_groups')}: {spelled(config, 'tensor_model_parallel_size')} must be a "
-            "divisor or a multiple of the number of query groups; use --tensor-model-parallel-size "
-            f"{nearest_tensor_sizes(config)}"
+            "divisor or a multiple of the number of query groups",
+            other_tensor_size(config),
         )
     shared = parallel.context_parallel_size > 1  # checked together with --context-parallel-size
     if parallel.sequence_parallel and not shared and config.data.seq_length % tp:
-        lengths = " or ".join(map(str, nearest_multiples(config.data.seq_length, tp)))
-        raise ConfigError(
+        raise SizesError(
             f"{spelled(config, 'seq_length')} is not divisible by {spelled(config, 'tensor_model_parallel_size')} for "
-            f"--sequence-parallel; use --seq-length {lengths}, or remove --sequence-parallel"
+            "--sequence-parallel",
+            _other_length(config.data.seq_length, tp),
+            "remove --sequence-parallel",
         )
 
 
@@ -83,25 +88,16 @@ def _check_divides(config: RunConfig, setting: str, size: int) -> None:
     tp, named = config.parallel.tensor_model_parallel_size, f"--{setting.replace('_', '-')} {size}"
     if size % tp:
         unset = " (computed from --hidden-size)" if getattr(config.model, setting) is None else ""
-        raise ConfigError(
-            f"{named}{unset} is not divisible by {spelled(config, 'tensor_model_parallel_size')}; "
-            f"use --tensor-model-parallel-size {nearest_tensor_sizes(config)}"
+        raise SizesError(
+            f"{named}{unset} is not divisible by {spelled(config, 'tensor_model_parallel_size')}",
+            other_tensor_size(config),
         )
 
 
-def nearest_tensor_sizes(config: RunConfig) -> str:
-    """Returns the next valid tensor-parallel sizes below and above the given one, for messages."""
-    model, moe, tp = config.model, config.moe, config.parallel.tensor_model_parallel_size
-    heads, groups = model.num_attention_heads, model.query_groups
-    of_experts = (moe.moe_ffn_hidden_size, moe.moe_shared_expert_intermediate_size) if moe.is_on else ()
-    widths = [model.ffn_size, *filter(None, of_experts)]
-    fitting = [
-        n
-        for n in range(1, (heads or max(widths)) + 1)
-        if all(size % n == 0 for size in (heads, *widths)) and (groups % n == 0 or n % groups == 0)
-    ]
-    below, above = [n for n in fitting if n < tp], [n for n in fitting if n > tp]
-    return " or ".join(map(str, (*below[-1:], *above[:1])))
+def other_tensor_size(config: RunConfig) -> Way:
+    """Returns the tensor-parallel sizes to use instead of one that does not divide a size of the model."""
+    heads, tp = config.model.num_attention_heads, config.parallel.tensor_model_parallel_size
+    return Way(f"use {TP_FLAG} {{}}", TP_FLAG, tp, divisors(heads or config.model.ffn_size))
 
 
 def check_pipeline(config: RunConfig) -> None:

@@ -5,7 +5,7 @@ from megatron.config.notices import spelled, to_add
 from megatron.config.run import RunConfig
 from megatron.config.sections.deepspeed_scheduler import REQUIRED
 from megatron.errors import ConfigError
-from megatron.layout import nearest_divisors, nearest_multiples
+from megatron.layout import SizesError, Way, divisors, multiples_around, nearest_multiples
 
 _MOST_RAMP_STEPS = 1_000_000
 """Limit on the steps of a ramp-up, because a loop counts them."""
@@ -23,11 +23,11 @@ def check_batch(config: RunConfig) -> None:
     training = config.training
     micro, final = training.micro_batch_size, training.global_batch_size
     if final is not None and micro and final % micro:
-        raise ConfigError(
-            f"{spelled(config, 'global_batch_size')} is not divisible by {spelled(config, 'micro_batch_size')}; "
-            f"use --global-batch-size {' or '.join(map(str, nearest_multiples(final, micro)))}, or --micro-batch-size "
-            f"{' or '.join(map(str, nearest_divisors(final, micro)))}; the global batch size must be a multiple of "
-            "--micro-batch-size x data-parallel ranks"
+        raise SizesError(
+            f"{spelled(config, 'global_batch_size')} is not divisible by {spelled(config, 'micro_batch_size')} "
+            "(it must be a multiple of --micro-batch-size x data-parallel ranks)",
+            Way("use --global-batch-size {}", "--global-batch-size", final, multiples_around(final, micro)),
+            Way("use --micro-batch-size {}", "--micro-batch-size", micro, divisors(final)),
         )
     if training.step_batch_size_schedule is not None:
         parse_schedule(training.step_batch_size_schedule)

@@ -1,21 +1,17 @@
 """Checks that depend on the number of ranks."""
 
-from collections.abc import Sequence
-
 from megatron.config.batch import BatchPlan
 from megatron.config.notices import spelled
 from megatron.config.refusals import Refusals
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
-from megatron.layout import nearest_divisors, nearest_multiples
+from megatron.layout import SizesError, Way, divisors, multiples_around
 from megatron.pipeline_schedules import fills_groups
 from megatron.utils.numerals import LARGEST_WORLD
 
 
-def check_world(config: RunConfig, world_size: int, refusals: Refusals | None = None) -> None:
-    """Checks that the layout and the batch sizes fit the number of ranks. `refusals` collects the errors; without it
-    they are raised."""
-    found = Refusals() if refusals is None else refusals
+def find_in_world(config: RunConfig, world_size: int, found: Refusals) -> None:
+    """Collects the errors of a layout and batch sizes that do not fit the number of ranks."""
     with found.of_checking():
         if world_size > LARGEST_WORLD:
             raise ConfigError(f"world size {world_size}: at most {LARGEST_WORLD} ranks; lower the parallel sizes")
@@ -27,20 +23,23 @@ def check_world(config: RunConfig, world_size: int, refusals: Refusals | None = 
         for check_one in (_check_batch, _check_interleaved, _check_evaluation, _check_changing_batch, _check_start):
             with found.of_checking():
                 check_one(plan)
-    if refusals is None:
-        found.end()
 
 
 def _check_batch(plan: BatchPlan) -> None:
     config, dp, micro, final = plan.config, plan.dp, plan.micro_batch_size, plan.final_batch_size
     step = micro * dp
     if final % step and config.training.step_batch_size_schedule is None:
-        fitting = f", or --micro-batch-size {_either(nearest_divisors(final // dp, micro))}" if final % dp == 0 else ""
-        raise ConfigError(
+        fitting = divisors(final // dp) if final % dp == 0 else []
+        raise SizesError(
             f"{spelled(config, 'global_batch_size')} is not divisible by {spelled(config, 'micro_batch_size')} x "
-            f"{dp} data-parallel ranks; use --global-batch-size {_either(nearest_multiples(final, step))} (a multiple "
-            f"of {step}){fitting}"
+            f"{dp} data-parallel ranks",
+            _other_batch(f"use --global-batch-size {{}} (a multiple of {step})", final, step),
+            Way("use --micro-batch-size {}", "--micro-batch-size", micro, fitting),
         )
+
+
+def _other_batch(words: str, size: int, unit: int) -> Way:
+    return Way(words, "--global-batch-size", size, multiples_around(size, unit))
 
 
 def _check_profiled_ranks(config: RunConfig, world_size: int) -> None:
@@ -76,15 +75,16 @@ def check_accumulation(plan: BatchPlan) -> None:
     final, unit = plan.final_batch_size, (steps or 1) * dp
     if not training.micro_batch_size:
         if final % unit:
-            sizes = _either(nearest_multiples(final, unit))
-            raise ConfigError(
-                f"{spelled(config, 'global_batch_size')} is not divisible by {parts} = {unit}; make it {sizes}"
+            raise SizesError(
+                f"{spelled(config, 'global_batch_size')} is not divisible by {parts} = {unit}",
+                _other_batch("make it {}", final, unit),
             )
     elif steps is not None and final != training.micro_batch_size * unit:
-        raise ConfigError(
-            f"{spelled(config, 'global_batch_size')} is not {spelled(config, 'micro_batch_size')} x {parts} = "
-            f"{training.micro_batch_size * unit}; make it {training.micro_batch_size * unit}, or remove one of the "
-            "three settings"
+        product, micro = training.micro_batch_size * unit, spelled(config, "micro_batch_size")
+        raise SizesError(
+            f"{spelled(config, 'global_batch_size')} is not {micro} x {parts} = {product}",
+            Way("make it {}", "--global-batch-size", final, [product]),
+            "remove one of the three settings",
         )
 
 
@@ -108,15 +108,12 @@ def _check_evaluation(plan: BatchPlan) -> None:
     unit = plan.evaluation_micro_batch_size * plan.dp
     if given and size % unit:
         micro = "--eval-micro-batch-size" if "eval_micro_batch_size" in given else "--micro-batch-size"
-        raise ConfigError(
+        flag = "--eval-global-batch-size"
+        raise SizesError(
             f"{spelled(config, given[0])}: {size} samples per evaluation step are not a multiple of {unit} ({micro} x "
-            f"{plan.dp} data-parallel ranks); use "
-            f"--eval-global-batch-size {_either(nearest_multiples(size, unit))}"
+            f"{plan.dp} data-parallel ranks)",
+            Way(f"use {flag} {{}}", flag, size, multiples_around(size, unit)),
         )
-
-
-def _either(sizes: Sequence[int]) -> str:
-    return " or ".join(map(str, sizes))
 
 
 def _check_interleaved(plan: BatchPlan) -> None:
@@ -130,11 +127,12 @@ def _check_interleaved(plan: BatchPlan) -> None:
         unit = step * group
         changing = [n for n in ("rampup_batch_size", "step_batch_size_schedule") if getattr(training, n) is not None]
         named = next(iter(changing), "global_batch_size")
-        nearest = "" if changing else f", such as {_either(nearest_multiples(sizes[0], unit))}"
+        way = f"use multiples of {unit} (--micro-batch-size x {dp} data-parallel ranks x {group})"
         by = "pipeline_model_parallel_size" if group == pp else "microbatch_group_size_per_virtual_pipeline_stage"
         rest = "" if group == pp else f" and at least {pp} in the last"
-        raise ConfigError(
+        raise SizesError(
             f"{spelled(config, named)}: the interleaved schedule takes micro-batches in groups of "
-            f"{spelled(config, by)}{rest}; use multiples of {unit} (--micro-batch-size x {dp} data-parallel ranks x "
-            f"{group}){nearest}, or remove --num-layers-per-virtual-pipeline-stage"
+            f"{spelled(config, by)}{rest}",
+            way if changing else _other_batch(f"{way}, such as {{}}", sizes[0], unit),
+            "remove --num-layers-per-virtual-pipeline-stage",
         )

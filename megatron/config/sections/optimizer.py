@@ -51,6 +51,22 @@ _WARMUP = Need(
     lambda run: bool(run.schedule.lr_warmup_iters or run.schedule.lr_warmup_samples or run.schedule.lr_warmup_fraction),
 )
 _WSD = Need("--lr-decay-style WSD", lambda run: run.schedule.lr_decay_style == "WSD")
+_OTHER_OPTIMIZERS = {
+    **dict.fromkeys(("adaptive_muon", "soap"), "not supported yet; use muon or adam"),
+    **dict.fromkeys(
+        ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf"), "AdamW has the name adam here; use adam"
+    ),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit"), "8-bit AdamW has the name adam8bit here; use adam8bit"),
+}
+_OTHER_CURVES = {
+    "cosine_with_min_lr": "use cosine with --min-lr",
+    "cosine_with_restarts": "restarts are not supported; use cosine",
+    "constant_with_warmup": "use constant with --lr-warmup-iters",
+    "inverse_sqrt": "use inverse-square-root",
+    "warmup_stable_decay": "use WSD with --lr-wsd-decay-iters",
+    "polynomial": "not supported; use linear or cosine",
+}
+"""Values of other trainers -> the answer."""
 _muon_flag = partial(flag, needs=_MUON)
 _adafactor_flag = partial(flag, needs=_ADAFACTOR)
 
@@ -62,7 +78,7 @@ class OptimizerConfig:
         "Update rule. adam: AdamW; adam8bit: AdamW with 8-bit moments; muon: orthogonalised updates of matrices "
         "(dist_muon is the same); adafactor: a second moment of row and column means.",
         choices=("adam", "sgd", "lion", "adam8bit", "adafactor", *_MUONS),
-        refused=dict.fromkeys(("adaptive_muon", "soap"), "not supported yet; use muon or adam"),
+        refused=_OTHER_OPTIMIZERS,
     )
     weight_decay: float = flag(
         0.01,
@@ -257,7 +273,10 @@ class ScheduleConfig:
         needs=(_DECOUPLED, _DECAY),
     )
     lr_decay_style: str = flag(
-        "linear", "Shape of the decay.", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
+        "linear",
+        "Shape of the decay.",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+        refused=_OTHER_CURVES,
     )
     lr_decay_iters: int | None = flag(
         None, "Length of the decay in steps. Unset: --train-iters.", at_least=1, needs=(_DECAY_OR_SHARE,)

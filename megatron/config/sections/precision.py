@@ -10,6 +10,8 @@ _FULL = Need("--recompute-granularity full", lambda run: run.recompute.full)
 RECOMPUTES = Need("recomputation", lambda run: run.recompute.full or run.recompute.selective)
 _SELECTIVE = Need("--recompute-granularity selective", lambda run: run.recompute.selective)
 
+_NO_FP8 = "fp8 is not built; remove the flag"
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
@@ -39,13 +41,13 @@ class PrecisionConfig:
         note="there is one implementation; --kernels chooses its operations",
     )
     fp8_format: str | None = flag(
-        None, "fp8 format of the linear layers.", choices=("e4m3", "hybrid"), status="later", note="use --bf16"
+        None, "fp8 format of the linear layers.", choices=("e4m3", "hybrid"), status="later", note=_NO_FP8
     )
-    fp8_recipe: str = flag("delayed", "Method to compute fp8 scales.", status="later", note="remove the flag")
-    fp8_margin: int = flag(0, "Margin of delayed scaling.", status="later", note="remove the flag")
-    fp8_amax_history_len: int = flag(1, "History of delayed scaling.", status="later", note="remove the flag")
+    fp8_recipe: str = flag("delayed", "Method to compute fp8 scales.", status="later", note=_NO_FP8)
+    fp8_margin: int = flag(0, "Margin of delayed scaling.", status="later", note=_NO_FP8)
+    fp8_amax_history_len: int = flag(1, "History of delayed scaling.", status="later", note=_NO_FP8)
     fp8_amax_compute_algo: str = flag(
-        "most_recent", "Choice of the maximum from the history.", status="later", note="remove the flag"
+        "most_recent", "Choice of the maximum from the history.", status="later", note=_NO_FP8
     )
 
     @property

@@ -92,7 +92,7 @@ class RuntimeConfig:
         try:
             return size_in_bytes(self.device_memory)
         except ValueError as error:
-            raise ConfigError(f"--device-memory {self.device_memory}: {error}; give a size such as 80GB") from None
+            raise ConfigError(f"--device-memory {self.device_memory}: {error}") from None
 
     @property
     def plans(self) -> bool:

@@ -84,6 +84,12 @@ def _settings(
         f"{_layout(config, ranks)} on {ranks} ranks, and one process: {options.steps} steps on the CPU, in fp64, "
         "without dropout, at a constant learning rate, each token's loss with its own weight"
     ]
+    fewest = given.parallel.fewest_ranks
+    if options.ranks is None and 1 < fewest < ranks:
+        data = ranks // given.parallel.model_parallel_size
+        introduction[0] += (
+            f" (data {data} added to check the sums of data-parallel gradients; --ranks {fewest} for your layout)"
+        )
     if options.plant:
         introduction.append(f"planted fault: {options.plant}")
     config = _with_kernels_of_a_cpu(config, introduction)

@@ -46,8 +46,9 @@ def test_its_files_are_a_gpt2_tokenizer_and_the_same_every_time(folder: Path) ->
 
 
 def test_too_little_text_is_said(folder: Path) -> None:
-    done = run(folder, *FLAGS, "--vocab-size", "50000")
-    assert done.returncode == 0
+    done = run(folder, *FLAGS, "--vocab-size", "50000", "--log-interval", "1")
+    assert done.returncode == 0 and "Processed" in done.stderr
+    assert "0 tokens," not in done.stderr and "s), 0 tokens" not in done.stderr
     assert "--vocab-size 50000: this text only gives" in done.stderr
 
 

@@ -16,7 +16,7 @@ SIX_HEADS = {"num_attention_heads": 6, "hidden_size": 48}
     [
         (
             {"context_parallel_size": 3},
-            ["--seq-length 16", "2 x --context-parallel-size 3", "--seq-length 12 or 18", "size 2 or 4"],
+            ["--seq-length 16", "2 x --context-parallel-size 3", "use --seq-length 12,", "size 2 or 4"],
         ),
         ({"context_parallel_size": 2, "seq_length": 15}, ["--seq-length 15", "--seq-length 12 or 16"]),
         (
@@ -25,11 +25,15 @@ SIX_HEADS = {"num_attention_heads": 6, "hidden_size": 48}
         ),
         (
             {"context_parallel_size": 4, "cp_comm_type": "a2a", **SIX_HEADS},
-            ["--cp-comm-type a2a", "--num-attention-heads 6", "--context-parallel-size 3 or 6", "p2p"],
+            [
+                "--cp-comm-type a2a",
+                "--num-attention-heads 6",
+                "use --context-parallel-size 2, or use --cp-comm-type p2p",
+            ],
         ),
         (
             {"context_parallel_size": 2, "cp_comm_type": "a2a", "tensor_model_parallel_size": 2, **SIX_HEADS},
-            ["--num-attention-heads 6 over --tensor-model-parallel-size 2", "--context-parallel-size 1 or 3"],
+            ["--num-attention-heads 6 over --tensor-model-parallel-size 2", "use --context-parallel-size 1,"],
         ),
         ({"context_parallel_size": 2, "cp_comm_type": ["p2p", "a2a"]}, ["--cp-comm-type p2p a2a", "give one value"]),
         ({"context_parallel_size": 2, "cp_comm_type": "ring"}, ["--cp-comm-type ring", "choose from p2p, a2a"]),

@@ -23,7 +23,7 @@ ADDED = {
     "--max_steps 5": ("--max_steps", "here it is --train-iters)"),
     "-num-layers 3": ("-num-layers", "give --num-layers"),
     "-lr 1": ("-lr", "give --lr"),
-    "--split 969 30 1": ("'30' after --split 969", "quote it"),
+    "--split 969 30 1": ("--split 969 30 1: one value", "use --split 969,30,1"),
     "--fp16 true": ("'true' after --fp16", "remove it"),
     "--fp16=maybe": ("--fp16=maybe", "--fp16=false"),
     "stray": ("'stray'", "remove it"),
@@ -35,6 +35,11 @@ ADDED = {
     "--weight-decay nan": ("--weight-decay nan", "finite"),
     "--tensorboard-dir ''": ("--tensorboard-dir", "remove the flag"),
     "--lr-decay-style cosin": ("--lr-decay-style cosin", "did you mean cosine?"),
+    "--lr-decay-style cosine_with_restarts": ("restarts are not supported", "use cosine"),
+    "--lr-decay-style warmup_stable_decay": ("--lr-decay-style warmup_stable_decay", "use WSD"),
+    "--optimizer adamw_torch": ("--optimizer adamw_torch: AdamW", "use adam"),
+    "--optimizer adamw_hf": ("--optimizer adamw_hf: AdamW", "use adam"),
+    "--optimizer adamw_8bit": ("--optimizer adamw_8bit: 8-bit AdamW", "use adam8bit"),
     "--hidden-dropout 1.5": ("--hidden-dropout 1.5", "below 1"),
     "--adam-beta1 1.0": ("--adam-beta1 1.0", "below 1"),
     "--adam-beta1 -0.1": ("--adam-beta1 -0.1", "at least 0"),
@@ -145,7 +150,12 @@ ADDED = {
     "--position-embedding-type relative": ("--position-embedding-type relative", "use learned_absolute"),
     "--cp-comm-type ring": ("--cp-comm-type ring", "choose from p2p, a2a"),
     "--num-experts 8": ("--num-experts 8: experts have no biases", "--disable-bias-linear"),
-    "--fp8-format hybrid": ("--fp8-format hybrid: not supported yet", "--bf16"),
+    "--fp8-format hybrid": ("--fp8-format hybrid: not supported yet", "remove the flag"),
+    "--bf16 --fp8-format hybrid --fp8-margin 1": ("--fp8-format hybrid: not supported yet", "remove the flag"),
+    "--virtual-pipeline-model-parallel-size 2": (
+        "--virtual-pipeline-model-parallel-size 2: not supported yet",
+        "use --num-virtual-stages-per-pipeline-rank 2",
+    ),
     "--moe-router-load-balancing-type sinkhorn": ("--moe-router-load-balancing-type sinkhorn", "use seq_aux_loss"),
     "--moe-shared-expert-gate": ("--moe-shared-expert-gate: not supported yet", "remove the flag"),
     "--fp4-format e2m1": ("--fp4-format e2m1: not supported", "--bf16"),
@@ -375,3 +385,17 @@ def test_names_of_the_hub_print_the_command_that_downloads(tmp_path: Path) -> No
     (tmp_path / "weights.npy").write_bytes(b"\x93NUMPY\x01\x00\xff\xfe")
     with pytest.raises(ConfigError, match="this is not a dataset"):
         check_paths(parse_args(argv(without(SMALL, "--mock-data"), f"--data-path {tmp_path}/weights.npy", NULL)))
+
+
+@pytest.mark.parametrize("given", ["mine/story", "mine/story.txt"])
+def test_the_output_prefix_or_the_text_of_a_dataset_is_told_its_name(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    for name in ("story.txt", "story_text_document.idx", "story_text_document.bin"):
+        Path("mine", name).touch()
+    with pytest.raises(ConfigError, match=r"did you mean mine/story_text_document\?$"):
+        check_paths(parse_args(argv(without(SMALL, "--mock-data"), f"--data-path {given}", NULL)))
+    with pytest.raises(ConfigError, match=r"mine/other.idx: no such file; give the prefix"):  # no name of the Hub
+        check_paths(parse_args(argv(without(SMALL, "--mock-data"), "--data-path mine/other", NULL)))

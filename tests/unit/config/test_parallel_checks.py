@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,13 +10,15 @@ import pytest
 from megatron.config import parse_args
 from megatron.config.checks import check_settings, check_world
 from megatron.config.checks.parallel import check_zero
-from megatron.config.run import build
+from megatron.config.run import RunConfig, build
 from megatron.errors import ConfigError
 from tests.helpers.runs import flags
+from tests.unit.config.commands import argv
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 VIRTUAL = "num_layers_per_virtual_pipeline_stage"
 GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
+TP_FLAG, PP_FLAG = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 
 
@@ -92,7 +95,7 @@ FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_la
                 "such as 6 or 12",
             ],
         ),
-        ({TP: 2}, 3, ["--tensor-model-parallel-size 2", "processes, 3, is not", "start 2 or 4", "1 or 3"]),
+        ({TP: 2}, 3, ["--tensor-model-parallel-size 2", "processes, 3, is not", "start 2 or 4 processes"]),
         (
             {TP: 4},
             2,
@@ -184,3 +187,77 @@ def test_spellings_of_zero_that_contradict_each_other_are_refused(settings: dict
     with pytest.raises(ConfigError) as refusal:
         check_zero(build(settings))
     assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+SEVEN = {"num_layers": 6, "hidden_size": 96, "num_attention_heads": 12, "micro_batch_size": 2, "global_batch_size": 48}
+EXPERTS = {"num_experts": 4, "disable_bias_linear": True, "moe_router_topk": 2}
+FULL = {"max_position_embeddings": 16, "seq_length": 15}
+WRONG: list[tuple[dict[str, Any], int]] = [
+    ({TP: 4, PP: 2}, 100),
+    ({TP: 4}, 20),
+    ({PP: 3}, 40),
+    ({TP: 4, PP: 2, "global_batch_size": 14}, 100),
+    ({TP: 2, "context_parallel_size": 2, "cp_comm_type": "a2a"}, 30),
+    ({TP: 5}, 8),
+    ({TP: 8, "num_query_groups": 6, "group_query_attention": True}, 8),
+    ({TP: 5, "sequence_parallel": True, "seq_length": 12}, 8),
+    ({TP: 4, "sequence_parallel": True, **FULL}, 8),
+    ({PP: 4}, 8),
+    ({PP: 4, "pipeline_schedule": "gpipe", "num_layers": 7}, 8),
+    ({PP: 4, "account_for_loss_in_pipeline_split": True}, 8),
+    ({PP: 2, VIRTUAL: 2}, 8),
+    ({PP: 2, "num_virtual_stages_per_pipeline_rank": 2, "pipeline_schedule": "interleaved"}, 8),
+    ({PP: 2, VIRTUAL: 1, "global_batch_size": 44}, 4),
+    ({"context_parallel_size": 3}, 3),
+    ({"context_parallel_size": 2, **FULL}, 2),
+    ({"context_parallel_size": 8, "cp_comm_type": "a2a"}, 8),
+    ({"expert_model_parallel_size": 3, **EXPERTS}, 6),
+    ({"expert_model_parallel_size": 4, **EXPERTS}, 6),
+    ({TP: 4, **EXPERTS, "moe_ffn_hidden_size": 6}, 4),
+    ({**EXPERTS, "moe_router_num_groups": 3, "moe_router_group_topk": 2}, 1),
+    ({"global_batch_size": 13}, 1),
+    ({"micro_batch_size": 8}, 4),
+    ({"global_batch_size": 32, "rampup_batch_size": [8, 8, 100], "train_samples": 999, "train_iters": None}, 3),
+    ({"gradient_accumulation_steps": 5, "micro_batch_size": None}, 2),
+    ({"gradient_accumulation_steps": 5}, 2),
+    ({"eval_global_batch_size": 5}, 2),
+    ({"num_distributed_optimizer_instances": 3, "zero_stage": 2}, 4),
+]
+
+
+def refusal(settings: dict[str, Any], ranks: int) -> tuple[str, bool]:
+    """The error of these settings, and whether the number of ranks was looked at; "" if they pass all checks."""
+    try:
+        config: RunConfig = parse_args(flags(**settings))
+    except ConfigError as error:
+        return "\n".join(error.lines), False
+    try:
+        check_world(config, ranks)
+    except ConfigError as error:
+        return "\n".join(error.lines), True
+    return "", True
+
+
+@pytest.mark.parametrize(("settings", "ranks"), WRONG)
+def test_every_suggested_size_passes_all_checks(settings: dict[str, Any], ranks: int) -> None:
+    """Types each suggestion. An error of the settings alone cannot know the number of ranks."""
+    given = {**SEVEN, **settings}
+    told, in_world = refusal(given, ranks)
+    fix = told.partition("; ")[2]
+    assert fix, told
+    found = re.findall(r"(start|make it|use --[a-z-]+(?= \d))((?: or)? \d+(?: or \d+)?)", fix)
+    assert found or "change several" in fix or "remove" in fix or "give" in fix, told
+    for words, sizes in found:
+        name = "global_batch_size" if words == "make it" else words.removeprefix("use --").replace("-", "_")
+        for size in map(int, re.findall(r"\d+", sizes)):
+            again = refusal(given, size) if words == "start" else refusal({**given, name: size}, ranks)
+            left = set(again[0].splitlines()) - set(told.splitlines())
+            assert not left or (again[1] and not in_world), (told, words, size, left)
+
+
+def test_a_large_model_on_a_number_of_processes_that_does_not_fit() -> None:
+    command = "--model llama3-70b --mock-data --vocab-size 9 --seq-length 64 "
+    command += f"{TP_FLAG} 8 {PP_FLAG} 4 --lr 1 --train-iters 9"
+    config = parse_args(argv(command, "--micro-batch-size 1 --global-batch-size 512"))
+    with pytest.raises(ConfigError, match=r"is not divisible by 32; start 512 or 1024 processes$"):
+        check_world(config, 1000)

@@ -7,6 +7,7 @@ import pytest
 from megatron.config import ModelConfig, MoEConfig, parse_args
 from megatron.config.presets import PRESETS
 from megatron.config.run import settings_by_name
+from megatron.errors import ConfigError
 from tests.unit.config.commands import argv
 
 
@@ -86,3 +87,20 @@ def test_the_shapes_of_the_eight_device_recipe() -> None:
         (32, 2560, 32),
         (32, 3072, 32),
     ]
+
+
+@pytest.mark.parametrize(
+    ("names", "preset"),
+    [
+        ("gpt2 GPT2 openai-community/gpt2 gpt2-small gpt2_small gpt2-117m gpt2-125m gpt2-124M", "gpt2-124m"),
+        ("gpt2-medium gpt2-355m openai-community/gpt2-medium", "gpt2-345m"),
+        ("gpt2-large gpt2-762m", "gpt2-774m"),
+        ("gpt2-xl gpt2-1558M", "gpt2-1.5b"),
+        ("Qwen/Qwen3-0.6B qwen3_0.6b", "qwen3-0.6b"),
+        ("mistralai/Mistral-7B-v0.1", "mistral-7b"),
+    ],
+)
+def test_the_name_of_a_model_elsewhere_is_told_its_preset(names: str, preset: str) -> None:
+    for name in names.split():
+        with pytest.raises(ConfigError, match=rf"--model {name}: no such preset \(did you mean {preset}\?\)"):
+            parse_args(["--model", name])

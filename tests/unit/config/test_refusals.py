@@ -53,6 +53,7 @@ def test_every_kind_of_mistake_has_its_line() -> None:
         ("--seq-length x --num-workers y", 2),
         ("--model gpt2 --hidden-size 66", 1),  # the shape is unknown without the preset
         ("--config nowhere.yaml", 1),
+        ("--yaml-cfg run.yaml --hidden-size 66", 1),
         ("--moe-layer-freq abc --num-experts 4 --disable-bias-linear", 1),
         ("--min-los-scale 3 --fp16 --min-loss-scale 1e30", 1),
     ],

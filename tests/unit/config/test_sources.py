@@ -147,6 +147,22 @@ def test_adopting_the_arguments_of_a_checkpoint() -> None:
         adopt_checkpoint_args(config, saved)
 
 
+@pytest.mark.parametrize(
+    ("positions", "flags", "line"),
+    [
+        ("rope", "", "32 positions of the checkpoint raised to 64; the RoPE base is unchanged"),
+        ("rope", "--rotary-base 20000", "32 positions of the checkpoint raised to 64"),
+        ("learned_absolute", "", None),  # rejected when the weights are loaded
+    ],
+)
+def test_raised_positions_are_reported(positions: str, flags: str, line: str | None) -> None:
+    saved: dict[str, dict[str, Any]] = to_dict(parse_args(argv(SMALL, f"--position-embedding-type {positions}")))
+    rest = without(SMALL, "--num-layers", "--hidden-size", "--num-attention-heads", "--max-position-embeddings")
+    raised = f"--max-position-embeddings 64 --load x --use-checkpoint-args --finetune {flags}"
+    adopted = adopt_checkpoint_args(parse_args(argv(rest, raised)), saved)
+    assert [notice for notice in adopted.notices if "positions of the checkpoint" in notice] == ([line] if line else [])
+
+
 def test_sections_are_frozen_and_keyword_only() -> None:
     config = RunConfig()
     for name in {setting.section for setting in all_settings()}:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 
@@ -32,7 +33,7 @@ ELSEWHERE = {
     "--train_file": "--data-path",
     "--model-name-or-path": "--load FOLDER --finetune",
     "--wandb": "--wandb-project",
-    "--report_to": "--wandb-project",
+    "--report_to": "--wandb-project, --tensorboard-dir or --metrics-jsonl",
     "--run_name": "--wandb-exp-name",
     "--output_dir": "--save",
     "--logging_steps": "--log-interval",
@@ -41,7 +42,7 @@ ELSEWHERE = {
     "--eval_steps": "--eval-interval",
     "--learning_rate": "--lr",
     "--warmup_steps": "--lr-warmup-iters",
-    "--warmup_ratio": "--lr-warmup-fraction",
+    "--warmup_ratio": "--lr-warmup-iters, with ceil(ratio x steps) for equal rates",
     "--lr_scheduler_type": "--lr-decay-style",
     "--max_grad_norm": "--clip-grad",
     "--gradient_checkpointing": "--recompute-granularity",
@@ -89,6 +90,8 @@ ELSEWHERE = {
     "--rope_theta": "--rotary-base",
     "--grad_accum_steps": "--gradient-accumulation-steps",
     "--config_file": "--config",
+    "--tf32": "--allow-tf32",
+    "--logging_strategy": "--log-interval",
 }
 SENTENCES = {
     "--dp": "the data-parallel size is ranks / (TP x PP x CP)",
@@ -115,6 +118,8 @@ SENTENCES = {
     "--eval_strategy": "--eval-interval",
     "--load_best_model_at_end": "the best model is not tracked",
     "--prediction_loss_only": "evaluation keeps only the loss",
+    "--overwrite_output_dir": "older steps in --save are renamed",
+    "--disable_tqdm": "no progress bar is shown",
 }
 TYPOS = {
     "--nm-layers": "--num-layers",
@@ -157,15 +162,15 @@ TYPOS = {
     "--init-method": "--init-method-std",
 }
 NOTHING = """
-    --accelerator-config --api-key --attention-config --auto-find-batch-size --bar --baz-size --color
-    --converters --dataloader-drop-last --dataloader-pin-memory --ddp-static-graph --debug --depth
-    --disable-tqdm --disable-y --dry --enable-x --eval-table-size --foo --force --gmlp-attn-dim --gradient
-    --height --host --image-size --include-for-metrics --input --label-names --label-smoothing-factor --learning
-    --log-level --log-on-each-node --logging --logging-first-step --max-foo --min-foo --name
-    --neftune-noise-alpha --no-foo --num-foos --optim-args --output --plugh --port --quiet --rpe-num-buckets
-    --s5cmd-path --sampler --save-on-each-node --scheduler-gamma --sf --skip-memory-metrics --soft-prompt-tuning
-    --sparsity-config --tf32 --threads-per --token --tp-mode --trackio-space-id --url --use-cache --use-plugh
-    --use-shared-fs --user --verbose --wandb-watch --width --xp --xyzzy --xyzzy-interval --yes
+    --aim-repo --api-key --attention-config --audio-encoder --bar --baz-size --beam-search --color --color-jitter
+    --comet-key --completions --converters --crop --cutmix --depth --disable-y --dry --email --enable-x --entity
+    --epsilon-high --eval-table-size --foo --force --gamma --gmlp-attn-dim --gradient --gres --height --host
+    --image-size --image-token --input --kl-coef --learning --logging --max-foo --mem --min-foo --mixup
+    --mlflow-uri --name --no-foo --num-foos --num-generations --output --partition --plugh --port --queue --quiet
+    --ref-model --region --reward-model --reward-weights --rpe-num-buckets --s5cmd-path --sampler
+    --scheduler-gamma --sf --slurm-account --soft-prompt-tuning --sparsity-config --spec-augment --spot-instances
+    --tags --team --threads-per --token --tp-mode --url --use-plugh --use-shared-fs --user --verbose --vf-coef
+    --wd-mask --wandb-watch --width --xp --xyzzy --xyzzy-interval --yes
 """
 """Names without an answer."""
 
@@ -227,3 +232,14 @@ def test_unknown_flags_are_reported_alone() -> None:
 def test_a_stray_word_is_an_unexpected_argument() -> None:
     with pytest.raises(ConfigError, match=r"unexpected argument 'hello' after --lr 0.1: remove it, or quote it"):
         parse_args([*argv(SMALL), "--lr", "0.1", "hello"])
+
+
+@pytest.mark.parametrize("before", [[], ["--lr", "0.1"]])
+@pytest.mark.parametrize("name", ["mine.yaml", "mine.yml", "mine.json"])
+def test_a_settings_file_without_its_flag_is_reported_alone(name: str, before: list[str], tmp_path: Path) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError) as raised:
+        parse_args([*before, f"{tmp_path}/{name}", "--micro-batch-size", "1"])
+    after = " after --lr 0.1" if before else ""
+    meant = f"did you mean --config {tmp_path}/{name}?"
+    assert raised.value.lines == (f"unexpected argument '{tmp_path}/{name}'{after}: {meant}",)

@@ -13,7 +13,7 @@ from megatron.cli import convert_checkpoint as convert_cli
 from megatron.errors import CheckpointError, ConfigError
 from megatron.interop.hf.families import by_model_type
 from megatron.interop.hf.importer import open_folder
-from megatron.utils.foreign import hub_hint, is_hugging_face
+from megatron.utils.foreign import is_hugging_face, model_meant
 from tests.helpers.other_programs import read_settings
 from tests.helpers.runs import flags
 
@@ -99,4 +99,18 @@ def test_a_name_of_the_hub_is_told_how_to_fetch_it(capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("path", ["/data/model", "../model", "a/b/c", ".hidden"])
 def test_other_paths_are_no_names_of_the_hub(path: str) -> None:
-    assert hub_hint(Path(path)) == ""
+    assert model_meant(Path(path)) == ""
+
+
+def test_a_misspelt_folder_is_told_the_nearest_model(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine/run", "mine/hf", "mine/rune"):
+        Path(name).mkdir(parents=True)
+    Path("mine/run/latest_checkpointed_iteration.txt").write_text("1")
+    Path("mine/hf/config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"give a directory with checkpoints; did you mean mine/run\?$"):
+        find_candidates(Path("mine/rnu"))
+    assert convert("--load", "mine/hfx", capsys=capsys).endswith("no such directory; did you mean mine/hf?\n")
+    assert convert("--load", "mine/other", capsys=capsys).endswith("mine/other: no such directory\n")

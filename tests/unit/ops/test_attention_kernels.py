@@ -44,6 +44,10 @@ REFUSED: Refused = {
             (ones(1, 4, 3, 5), *[ones(1, 3, 3, 5)] * 2, PLAIN),
             "the kernel needs keys [batch, a divisor of heads, keys, width]",
         ),
+        (
+            (ones(1, 2, 3, 5).bfloat16(), *[ones(1, 2, 3, 5)] * 2, PLAIN),
+            "queries bfloat16 (1, 2, 3, 5), keys float32 (1, 2, 3, 5), values float32 (1, 2, 3, 5): the kernel needs",
+        ),
         ((*[ones(1, 2, 3, 5)] * 3, PLAIN | {"mask": ones(3, 3)}), "a mask float32 (3, 3) for scores (1, 2, 3, 3): "),
         (
             (*[ones(1, 2, 3, 5, dtype=torch.float64)] * 3, PLAIN),

@@ -34,6 +34,10 @@ REFUSED: Refused = {
             "x float32 (2, 3) and a weight bfloat16 (4, 3): the kernel needs one dtype",
         ),
         (
+            (ones(2, 3), ones(4, 3), ones(4).bfloat16()),
+            "x float32 (2, 3) and a bias bfloat16 (4,): the kernel needs one dtype",
+        ),
+        (
             (*[ones(3, 3, dtype=torch.float64)] * 2, None),
             "float64 (3, 3): the kernel needs float32, bfloat16 or float16",
         ),

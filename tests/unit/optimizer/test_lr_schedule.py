@@ -157,6 +157,28 @@ def test_resume_with_other_settings_is_refused_naming_each() -> None:
     assert "--min-lr" not in message and "\n" not in message
 
 
+def test_training_longer_is_told_which_flag_continues_the_rate() -> None:
+    saved = {**build(lr_decay_style="cosine").state(SAMPLES), "lr_decay_steps": SAMPLES // 2}
+    for longer in ({}, {"lr_warmup_fraction": 0.1}):
+        with pytest.raises(ConfigError, match=r"To train longer, give --override-opt_.* stays at 1e-05 after"):
+            build(lr_decay_style="cosine", **longer).load_state(saved)
+    for other in ({"lr": 2e-3}, {"lr_decay_iters": ITERS // 4}, {"lr_decay_style": "linear"}):
+        with pytest.raises(ConfigError, match="Give --override-opt_param-scheduler to use the settings of this run"):
+            build(**{"lr_decay_style": "cosine", **other}).load_state(saved)
+
+
+def test_a_rate_of_zero_in_all_remaining_steps_is_warned_about() -> None:
+    ended, step = range(SAMPLES, 2 * SAMPLES, BATCH), range(0, SAMPLES, BATCH)
+    warning = build(min_lr=0.0).warning_at_zero(ended)
+    assert warning is not None and warning.startswith("the learning rate is 0 in all ") and "--min-lr" in warning
+    saved = build(min_lr=0.0, use_checkpoint_opt_param_scheduler=True).warning_at_zero(ended)
+    assert saved is not None and "--override-opt_param-scheduler" in saved
+    assert build(lr=0.0, min_lr=0.0).warning_at_zero(step) is not None
+    for rates in ({}, {"min_lr": 0.0, "decoupled_lr": 1e-3, "decoupled_min_lr": 1e-4}):
+        assert build(**rates).warning_at_zero(ended) is None
+    assert build(min_lr=0.0, lr_warmup_iters=2).warning_at_zero(step) is None, "only the first is 0"
+
+
 def test_settings_that_play_no_part_may_differ() -> None:
     state = build(lr_wsd_decay_style="cosine").state(8)
     assert build(lr_wsd_decay_style="linear").load_state({**state, "wd_incr_steps": 5}) == 8

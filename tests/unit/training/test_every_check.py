@@ -168,11 +168,12 @@ def test_what_is_found_out_later_is_told_together(places: dict[str, Path], capsy
         assert sum(part in line for line in lines) == 1, (part, lines)
 
 
-def test_a_name_of_the_hub_is_told_with_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    """A newcomer omits the shape, which would come from the model."""
-    lines = refused(shlex.split("--load Owner/model-7b --finetune --mock-data --micro-batch-size 1"), capsys)
-    assert "if Owner/model-7b is a model on the Hugging Face Hub" in lines[0], lines
-    assert any("--num-layers" in line for line in lines[1:])
+def test_a_name_of_the_hub_is_told_without_what_it_would_give(capsys: pytest.CaptureFixture[str]) -> None:
+    """A newcomer omits the shape and the tokenizer, which would come from the model."""
+    words = "--load Owner/model-7b --finetune --data-path absent --micro-batch-size 1 --train-iters many"
+    many, load, data = refused(shlex.split(words), capsys)
+    assert "if Owner/model-7b is a model on the Hugging Face Hub" in load
+    assert "--train-iters many" in many and "--data-path absent: no such file" in data
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,20 @@ import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from megatron.checkpoint.run_state import RunHistory
+from megatron.config import parse_args
 from megatron.errors import ConfigError, HangError, MemoryShortError, PeerLostError
 from megatron.training.exit import as_megatron_error
-from tests.helpers.runs import REPOSITORY
+from megatron.training.watchdog import Position
+from tests.helpers.runs import REPOSITORY, flags
 
 
 def test_a_python_without_our_dependencies_is_told_how_to_get_them() -> None:
@@ -55,6 +61,46 @@ def test_too_little_memory_is_one_line_with_a_way_out() -> None:
 def test_a_collective_that_failed_is_one_line(text: str, kind: type[Exception]) -> None:
     told = as_megatron_error(RuntimeError(text))
     assert type(told) is kind and text in str(told) and "\n" not in str(told)
+
+
+@pytest.mark.parametrize(
+    ("given", "committed", "loaded", "text"),
+    [
+        (
+            {},
+            {},
+            {},
+            "so the 7 iterations are lost; give --save DIR and --save-interval 100 to save regularly, or --save",
+        ),
+        (
+            {"save": "B"},
+            {},
+            {},
+            "lost; give --save-interval 100 to save regularly, or --exit-signal-handler to save when",
+        ),
+        ({"save": "B", "save_interval": 9, "exit_signal_handler": True}, {}, {}, "below 9 to save more often"),
+        ({"save": "B", "load": "A"}, {}, {"A": 3}, "start again with --load A to continue from iteration 3"),
+        ({"save": "B", "load": "A"}, {"B": {4, 8}}, {"A": 3}, "start again with --load B to continue from iteration 8"),
+    ],
+)
+def test_a_signal_says_what_is_left(
+    given: dict[str, Any], committed: dict[str, set[int]], loaded: dict[str, int], text: str
+) -> None:
+    history = RunHistory("run", started_from=3)
+    history.loaded = {Path(folder): step for folder, step in loaded.items()}
+    history.committed = {Path(folder): steps for folder, steps in committed.items()}
+    run: Any = SimpleNamespace(config=parse_args(flags(**given)))
+    position = Position(run, history)
+    with pytest.raises(KeyboardInterrupt) as early, position.told_at_interrupt():
+        raise KeyboardInterrupt
+    assert str(as_megatron_error(early.value)) == "interrupted (SIGINT); start the same command again"
+    parts: Any = SimpleNamespace(engine=None, progress=SimpleNamespace(iteration=10))
+    position.parts = parts
+    with pytest.raises(KeyboardInterrupt) as interrupt, position.told_at_interrupt():
+        raise KeyboardInterrupt
+    told = str(as_megatron_error(interrupt.value))
+    assert told.startswith("interrupted (SIGINT); ") and text in told
+    assert told.endswith("--exit-signal-handler to save when interrupted" if "give --save" in told else text)
 
 
 HANGING = """

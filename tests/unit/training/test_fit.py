@@ -14,7 +14,7 @@ from megatron.distributed.launch import LaunchInfo
 from megatron.distributed.parallel_state import ParallelState
 from megatron.training import fit
 from megatron.training.memory import predicted
-from megatron.utils.device import total_memory
+from megatron.utils.device import human_bytes, total_memory
 from tests.helpers.runs import flags, make_run, pretrain_gpt, pretrain_here
 
 UNITS = {"B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
@@ -67,6 +67,34 @@ def test_no_other_candidate_saves_more(capsys: pytest.CaptureFixture[str]) -> No
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("axes", [{}, {"pipeline_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}])
+def test_ranks_of_one_machine_share_its_memory(
+    axes: dict[str, int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One rank per stage is computed; the sum is over all ranks."""
+    config = parse_args(flags(**SHAPE, **axes, dry_run=True))
+    run = replace(
+        make_run(parse_args(flags(**SHAPE))), config=config, launch=LaunchInfo(world_size=4, local_world_size=4)
+    )
+    run = replace(run, parallel=ParallelState.plan(config.parallel.layout(4), 0))
+    model = pretrain_gpt().model_provider(run)
+    together = sum(rank.total for rank in predicted(run, model, range(4)))
+    monkeypatch.setattr(fit, "memory_limit", lambda: 10**12)
+    shown = dict(fit.plan_rows(run, model))["memory in all"]
+    assert shown.startswith(f"{human_bytes(together)} for the ranks together")
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(("tp", "offered"), [(4, True), (8, False)])
+def test_tensor_ranks_stay_on_one_machine(tp: int, offered: bool) -> None:
+    config = parse_args(flags(**SHAPE, dry_run=True))
+    words = [
+        words
+        for words, *_ in fit._layouts(replace(config, parallel=replace(config.parallel, tensor_model_parallel_size=tp)))
+    ]
+    assert (f"--tensor-model-parallel-size {2 * tp}" in words) == offered
+
+
 @pytest.mark.parametrize(
     ("share", "verdict"), [(1.2, "fits into"), (1.05, "may not fit into"), (0.99, "does not fit into")]
 )
@@ -111,9 +139,19 @@ def test_a_limit_is_compared(limit: str, verdict: str, capsys: pytest.CaptureFix
     assert f"for the fullest rank (estimate): {verdict} into the " in line and line.endswith(f"--device-memory {limit}")
 
 
-@pytest.mark.parametrize("size", ["80", "80X", "GB", "0GB", "1.5GB", "8 iB"])
+@pytest.mark.parametrize("size", ["80GB", "80B", "80000000000", "80", "80X", "GB", "0GB", "1.5GB", "8 iB"])
 def test_a_size_is_read(size: str, capsys: pytest.CaptureFixture[str]) -> None:
-    fine = size == "80"
+    fine = size in ("80GB", "80B", "80000000000")
     assert pretrain_here(flags(dry_run=True, device_memory=size)) == (0 if fine else 2)
-    assert fine or f"--device-memory {size}: not a size; give a size such as 80GB" in capsys.readouterr().err
-    capsys.readouterr()
+    why = "a size without a unit; give a unit, such as 80GB" if size == "80" else "not a size; give a size such as 80GB"
+    said = capsys.readouterr().err
+    assert f"--device-memory {size}: {why}" in said or fine
+
+
+def test_the_plan_names_the_device_whose_memory_it_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    for size, said in (("80GB", "; memory is planned for an accelerator of 80GB in each rank\n"), (None, "")):
+        given = {} if size is None else {"device_memory": size}
+        assert pretrain_here(flags(dry_run=True, **given)) == 0
+        shown = capsys.readouterr().out
+        assert f"data parallel 1{said}" in shown and ("accelerator of" in shown) == bool(said)
+        assert "on the rank with most (estimate, without temporary tensors)" in shown  # a lower bound: not "at most"

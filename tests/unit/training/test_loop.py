@@ -125,6 +125,17 @@ def test_without_an_interval_there_is_one_save_at_the_end_and_a_restart_writes_i
     }
 
 
+@pytest.mark.parametrize(("flag", "warnings"), [("use_checkpoint", 1), ("override", 0)])
+def test_a_longer_run_whose_rate_stays_at_zero_says_so(
+    flag: str, warnings: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_here(flags(save=tmp_path, train_iters=3))
+    assert "learning rate is 0" not in "".join(capsys.readouterr())
+    longer = train_here(flags(load=tmp_path, **{f"{flag}_opt_param_scheduler": True}))
+    assert "".join(capsys.readouterr()).count("warning: the learning rate is 0 in all remaining") == warnings
+    assert any(record["learning_rate"] for record in longer["records"]) is (warnings == 0)
+
+
 def test_an_end_ahead_of_time_saves_without_an_interval_too(tmp_path: Path) -> None:
     train_here(flags(save=tmp_path, exit_interval=4))
     assert [p.name for p in tmp_path.glob("iter_*")] == ["iter_0000004"]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from megatron.cli import convert_checkpoint, evaluate, generate, preprocess_data, train_tokenizer
 from megatron.errors import ConfigError
+from megatron.utils import command_line, nearest_flag
 from megatron.utils.command_line import Parser, integer, number, run_tool
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -36,6 +39,40 @@ def test_a_wrong_command_is_one_line(tool: str, flags: list[str]) -> None:
     assert not flags or "--no-such-flag: no such flag" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("parser", "typed", "flag"),
+    [
+        (preprocess_data.build_parser, "--tokenizer_name", "--tokenizer-model"),
+        (preprocess_data.build_parser, "--text_column", "--json-keys"),
+        (train_tokenizer.build_parser, "--text_column", "--json-key"),
+        (convert_checkpoint.parser, "--torch_dtype", "--dtype"),
+        (convert_checkpoint.parser, "--output_dir", "--save"),
+        (evaluate.parser, "--model", "--load"),
+        (evaluate.parser, "--tasks", "--task"),
+        (generate.parser, "--model_name_or_path", "--load"),
+        (generate.parser, "--max_length", "--max-new-tokens"),
+    ],
+)
+def test_a_name_of_another_program(parser: Callable[[], Parser], typed: str, flag: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parser().parse_known_flags([typed, "x"])
+    assert str(raised.value) == f"{typed}: no such flag; here it is {flag}"
+
+
+def test_every_name_of_another_program_belongs_to_a_tool() -> None:
+    makers = (preprocess_data.build_parser, train_tokenizer.build_parser, convert_checkpoint.parser)
+    parsers = [make() for make in (*makers, evaluate.parser, generate.parser)]
+    known = [parser._option_string_actions.keys() for parser in parsers]
+    assert all(any(flag in flags for flags in known) for flag in nearest_flag._ELSEWHERE)
+
+
+@pytest.mark.parametrize(("typed", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
+def test_short_names_of_dtypes_are_accepted(typed: str, dtype: str) -> None:
+    converting = ["--load", "a", "--to", "hf", "--save", "b", "--dtype", typed]
+    assert convert_checkpoint.parser().parse_known_flags(converting).dtype == dtype
+    assert evaluate.parser().parse_known_flags(["--load", "a", "--data", "b", "--dtype", typed]).dtype == dtype
+
+
 def test_a_missing_dependency_is_one_line_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
     def needs(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
@@ -46,6 +83,20 @@ def test_a_missing_dependency_is_one_line_with_the_way_out(capsys: pytest.Captur
     assert "examples/quickstart.sh" in line and "pip install -r requirements.txt" in line
     with pytest.raises(ModuleNotFoundError):  # our own bugs keep their traceback
         run_tool("error", lambda: needs("megatron.nowhere"))
+
+
+def test_an_environment_that_was_not_entered_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").touch()
+    monkeypatch.setattr(command_line, "__file__", str(tmp_path / "megatron" / "utils" / "command_line.py"))
+
+    def needs_torch() -> None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    assert run_tool("error", needs_torch) == 2
+    assert capsys.readouterr().err.endswith(f"; source {tmp_path}/.venv/bin/activate\n")
 
 
 @pytest.mark.parametrize(

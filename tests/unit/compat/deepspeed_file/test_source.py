@@ -251,7 +251,7 @@ def test_two_sizes_give_the_third(
             8,
             "--global-batch-size 16 (train_batch_size 16 of ds.json) is not divisible by --micro-batch-size 4 "
             "(train_micro_batch_size_per_gpu 4 of ds.json) x 8 data-parallel ranks; use --global-batch-size 32 (a "
-            "multiple of 32), or --micro-batch-size 2",
+            "multiple of 32), or use --micro-batch-size 2",
         ),
         (
             {STEP: 16, ACCUMULATION: 3},
