@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from benchmarks.parts.adamw import (
     torchs_adamw_of_shards,
 )
 from benchmarks.parts.grown import grown
+from megatron.ops.documents import Documents
 from megatron.ops.library import library
 from megatron.ops.operation import Target
 from megatron.ops.proof import flat_tensors
@@ -134,6 +135,26 @@ def attention_inputs(batch: int, heads: int, seq: int, dtype: torch.dtype, devic
     return tuple(randn(batch, seq, heads, 64, dtype=dtype, device=device).transpose(1, 2) for _ in range(3))
 
 
+def packed_attention_case(batch: int, heads: int, seq: int, length: int) -> Case:
+    """Attention within documents of one length. PyTorch's function gets a mask that was made before."""
+    documents = Documents.of_starts(torch.arange(batch * seq).view(batch, seq) % length == 0)
+    masks = cache(lambda device: documents.to(torch.device(device)).mask(seq, None))
+
+    def masked(query: Tensor, key: Tensor, value: Tensor, **ignored: Any) -> Tensor:
+        return sdpa(query, key, value, mask=masks(query.device.type), causal=False, scale=0.125)
+
+    return case_of(
+        "packed_attention",
+        f"{batch}, {heads}, {seq}, 64, documents of {length}",
+        partial(attention_inputs, batch, heads, seq),
+        lambda args: size(args[0]) * 11,
+        arguments={"documents": documents, "left": None, "scale": 0.125},
+        eager=masked,
+        formula=masked,
+        cpu_only=True,
+    )
+
+
 CASES: tuple[Case, ...] = (
     norm_case("rms_norm"),
     norm_case("layer_norm", bias=True),
@@ -189,6 +210,7 @@ CASES: tuple[Case, ...] = (
         )
         for batch, heads, seq in ((8, 6, 256), (8, 8, 512), (4, 12, 1024), (2, 8, 2048))
     ),
+    packed_attention_case(4, 12, 2048, 256),
 )
 
 

@@ -1,6 +1,6 @@
 """Parts of attention without parameters: the keys that a query may see, and the core attention."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from megatron.ops.documents import Documents
 class AttentionContext:
     """Inputs of the attention that all layers of one forward pass share."""
 
-    visible: Visible
+    visible: Visible = field(default_factory=Visible)
     rope: tuple[Tensor, Tensor] | None = None  # cos and sin, [batch or 1, seq, 1, rotated / 2]
     cache: KVCache | None = None
 

@@ -15,11 +15,11 @@ class Visible:
     keys."""
 
     documents: Documents | None = None
-    """None: each row is one document."""
+    """Documents of the rows; None if each row is one document."""
     left: int | None = None
-    """Number of keys before its own that a query sees; None: all."""
+    """Number of keys before its own that a query sees; None if all."""
     rows: Tensor | None = None
-    """For one query per row, instead of the above: true for visible keys, [batch, 1, 1, keys]."""
+    """Mask [batch, 1, 1, keys], true for visible keys. Replaces the fields above in a pass with one query per row."""
 
     def is_packed(self, keys: int) -> bool:
         """True if a query may not see all keys up to its own."""

@@ -89,7 +89,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Runs the model on tokens, position_ids and labels [batch, seq].
 
-        document_ids: the loader's `Documents`, or ids [batch, seq]; queries see only keys of their document.
+        document_ids: the loader's `Documents`, or ids [batch, seq]. Queries see only keys of their document.
         `hidden` is the previous stage's result; position_ids may then replace the tokens. `stage` selects the layers to
         run; None runs all. Returns logits [batch, seq, vocabulary], or with labels the loss of every token [batch, seq]
         in fp32. A stage that is not the last returns its hidden states [batch, seq, hidden].

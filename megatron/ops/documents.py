@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron.errors import DataError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
@@ -39,7 +41,20 @@ class Documents:
 
     @staticmethod
     def of_boundaries(boundaries: Tensor, rows: int, seq: int, divide_rows: bool) -> "Documents":
-        longest = int(boundaries.diff().max())
+        """`boundaries`: int32 numbers of the host, as described above."""
+        lengths = boundaries.diff()
+        longest, total = int(lengths.max()), rows * seq
+        if boundaries[0] != 0 or boundaries[-1] != total or bool((lengths < 0).any()):
+            first, last = int(boundaries[0]), int(boundaries[-1])
+            raise DataError(
+                f"document boundaries from {first} to {last}: they must rise from 0 to {total} for {rows} rows of "
+                f"{seq} tokens; count the tokens of all rows"
+            )
+        if longest > seq or not bool(torch.isin(torch.arange(0, total, seq), boundaries).all()):
+            raise DataError(
+                f"document boundaries: a document crosses the end of a row of {seq} tokens (the longest document has "
+                f"{longest}); add the first token of each row to the boundaries"
+            )
         return Documents(
             keys=boundaries, queries=boundaries, rows=rows, seq=seq, longest=longest, divide_rows=divide_rows
         )
@@ -92,7 +107,8 @@ class Documents:
         return (torch.searchsorted(self.keys, places, right=True) - 1).view(self.rows, self.seq)
 
     def first_keys(self, queries: int, left: int | None) -> Tensor:
-        """Returns the first key of its row that each of the last `queries` tokens of a row sees, int64 [rows, queries].
+        """Returns int64 [rows, queries]: the first key that each of the last `queries` tokens of a row sees.
+
         `left`: number of keys before its own that a query sees; None: all."""
         rows = torch.arange(self.rows, device=self.keys.device).unsqueeze(1) * self.seq
         first = self.keys.long()[self.numbers()[:, self.seq - queries :]] - rows

@@ -20,8 +20,9 @@ CUDNN_FIRST = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, *_OTHERS)
 FLASH_FIRST = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, *_OTHERS)
 WITHOUT_CUDNN = (SDPBackend.FLASH_ATTENTION, *_OTHERS)
 # Older versions access memory out of bounds in the backward pass (pytorch #169849). On the generation after Hopper,
-# this and newer versions give wrong results with few groups of keys (pytorch #193893).
-_CUDNN_SINCE, _HOPPER = 91501, 9
+# this and newer versions give wrong results with few groups of keys (pytorch #193893). PyTorch itself does not use
+# cuDNN's attention in builds for older CUDA (pytorch #171627).
+_CUDNN_SINCE, _HOPPER, _CUDA_SINCE = 91501, 9, (12, 9)
 
 
 @cache
@@ -29,6 +30,8 @@ def trusts_cudnn() -> bool:
     """True if cuDNN's attention is known to be correct on this machine's GPU."""
     version = torch.backends.cudnn.version()
     if version is None or version < _CUDNN_SINCE or not torch.cuda.is_available():
+        return False
+    if torch.version.cuda is None or tuple(map(int, torch.version.cuda.split(".")[:2])) < _CUDA_SINCE:
         return False
     return torch.cuda.get_device_capability()[0] == _HOPPER
 
@@ -64,7 +67,8 @@ def sdpa(
     backends: Sequence[SDPBackend] = (),
 ) -> Tensor:
     """Attention through F.scaled_dot_product_attention. Its scores stay in fp32, so layer scaling is not needed.
-    `backends`: kernels to try, in this order; empty keeps PyTorch's order."""
+    `backends`: kernels to try, in this order; empty keeps PyTorch's order. cuDNN's kernel gets no call with a mask,
+    because its gradients are NaN with some masks (pytorch #196678)."""
     if causal and (mask is not None or query.shape[-2] != key.shape[-2]):
         triangle = causal_mask(query.shape[-2], key.shape[-2], query.device)
         mask, causal = triangle if mask is None else mask & triangle, False
@@ -76,6 +80,8 @@ def sdpa(
         rows = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])  # [batch, groups, heads of a group, d]
         found = sdpa(rows, key, value, mask=mask, causal=False, scale=scale, dropout_p=dropout_p, backends=backends)
         return found.reshape(query.shape)
+    if mask is not None:
+        backends = [backend for backend in backends if backend != SDPBackend.CUDNN_ATTENTION]
     with preferred(backends):
         return F.scaled_dot_product_attention(
             query,

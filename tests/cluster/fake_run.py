@@ -92,7 +92,7 @@ def on_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pinned_value(value: Any) -> Any:
-    """As torch's loader does it."""
+    """Returns what torch's loader makes of one value of a batch."""
     return pin(value) if isinstance(value, torch.Tensor) else getattr(value, "pin_memory", lambda: value)()
 
 

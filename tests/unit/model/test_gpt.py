@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron.config import MoEConfig, RecomputeConfig
 from megatron.model import GPT, initialise
+from megatron.model.attention_mask import Visible
 from megatron.model.factory import ModuleFactory
 from megatron.ops import resolve
 from tests.unit.model.helpers import GPT2, LLAMA, VOCAB, build, config, tokens
@@ -232,7 +233,7 @@ def test_submodules_can_be_replaced() -> None:
     model = build(config())
 
     class Core(torch.nn.Module):
-        def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> Tensor:
             return torch.zeros_like(query)
 
     class Head(torch.nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
+from megatron.errors import DataError
 from megatron.ops import resolve
 from megatron.ops.attention import attention
 from megatron.ops.documents import Documents
@@ -112,6 +115,22 @@ def test_ids_and_whole_rows() -> None:
     assert not whole.divide_rows and whole.keys.tolist() == [0, 4, 8]
 
 
+@pytest.mark.parametrize(
+    ("boundaries", "message"),
+    [
+        ([0, 3, 4, 7, 7], "boundaries from 0 to 7: they must rise from 0 to 8 for 2 rows of 4 tokens"),
+        ([1, 4, 8], "boundaries from 1 to 8: they must"),
+        ([0, 4, 3, 4, 8], "they must rise"),
+        ([0, 8, 8], "crosses the end of a row of 4 tokens (the longest document has 8); add the first token"),
+        ([0, 2, 6, 8], "crosses the end of a row of 4 tokens (the longest document has 4)"),
+    ],
+)
+def test_boundaries_that_do_not_fit(boundaries: list[int], message: str) -> None:
+    with pytest.raises(DataError, match=re.escape(message)) as error:
+        Documents.of_boundaries(torch.tensor(boundaries, dtype=torch.int32), 2, 4, True)
+    assert "\n" not in str(error.value)
+
+
 def inputs(queries: int, keys: int, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
     shapes = [(BATCH, HEADS, queries, WIDTH), (BATCH, GROUPS, keys, WIDTH), (BATCH, GROUPS, keys, WIDTH)]
@@ -156,6 +175,55 @@ def test_the_calls_of_a_gpu_have_the_right_shapes(dtype: torch.dtype, left: int 
         return
     grads = torch.autograd.grad(out.sum(), tensors)
     assert [grad.shape for grad in grads] == [tensor.shape for tensor in tensors]
+
+
+FLASH = (
+    "Tensor query, Tensor key, Tensor value, Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, SymInt max_k, "
+    "float dropout_p, bool is_causal, bool return_debug_mask, *, float? scale=None, SymInt? window_size_left=None, "
+    "SymInt? window_size_right=None, Tensor? seqused_k=None, Tensor? alibi_slopes=None"
+)
+EFFICIENT = (
+    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, float dropout_p, int custom_mask_type, "
+    "bool compute_log_sumexp=False, *, float? scale=None, Tensor? seqlen_k=None, int? window_size=None"
+)
+"""Arguments in torch 2.10 and 2.11, read from their libraries."""
+
+
+@pytest.mark.parametrize(
+    ("operator", "arguments", "newer"),
+    [
+        ("_flash_attention_forward", FLASH, ", Tensor? block_table=None, int? num_splits=None"),  # torch 2.12 and 2.13
+        ("_efficient_attention_forward", EFFICIENT, ""),
+    ],
+)
+def test_the_calls_of_a_gpu_fit_every_torch(operator: str, arguments: str, newer: str) -> None:
+    """torch 2.12 added optional arguments, which our call does not pass. A torch with other arguments fails here."""
+    schema = str(getattr(torch.ops.aten, operator).default._schema)
+    added = newer if torch.__version__ >= torch.torch_version.TorchVersion("2.12") else ""
+    assert schema.startswith(f"aten::{operator}({arguments}{added}) -> (Tensor output, Tensor")
+    passed: dict[str, Any] = {}
+    documents = Documents.of_starts(torch.arange(96).view(2, 48) % 7 == 0).to(torch.device("meta"))
+    three = [tensor.to("meta") for tensor in inputs(48, 48, torch.bfloat16 if "flash" in operator else torch.float32)]
+    with noted_calls(operator, passed):
+        varlen_attention(*three, documents=documents, left=5, scale=SCALE)
+    old = torch._C.parse_schema(f"aten::{operator}({arguments}) -> Tensor")
+    positional = [argument for argument in old.arguments if not argument.kwarg_only]
+    assert len(passed["args"]) <= len(positional)
+    assert set(passed["named"]) <= {argument.name for argument in old.arguments if argument.kwarg_only}
+
+
+class noted_calls(TorchFunctionMode):
+    """Notes the arguments of an operator's call."""
+
+    def __init__(self, operator: str, passed: dict[str, Any]) -> None:
+        super().__init__()
+        self.operator, self.passed = operator, passed
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.operator in str(function):
+            self.passed.update(args=args, named=kwargs)
+        return function(*args, **(kwargs or {}))
 
 
 def names_of_derivatives(out: Tensor) -> str:

@@ -26,11 +26,12 @@ def order() -> list[SDPBackend]:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Simulates a machine with the given cuDNN version and GPU capability."""
+    """Simulates a machine with the given version of cuDNN, capability of the GPU, and CUDA that torch was built for."""
 
-    def be(version: int | None, capability: tuple[int, int]) -> None:
+    def be(version: int | None, capability: tuple[int, int], cuda: str | None = "12.9") -> None:
         module.trusts_cudnn.cache_clear()
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         monkeypatch.setattr(wgrad, "widens", lambda device_type: False)  # would try it out there
@@ -49,12 +50,19 @@ def test_cudnn_comes_first_on_hopper_and_the_order_is_put_back(machine: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("version", "capability"), [(91002, HOPPER), (91500, HOPPER), (92000, BLACKWELL), (92000, (8, 0)), (None, HOPPER)]
+    "found",
+    [
+        (91002, HOPPER),
+        (91500, HOPPER),
+        (92000, BLACKWELL),
+        (92000, (8, 0)),
+        (None, HOPPER),
+        (92000, HOPPER, "12.8"),
+        (92000, HOPPER, None),
+    ],
 )
-def test_a_cudnn_that_is_known_to_be_wrong_is_left_out(
-    machine: Any, version: int | None, capability: tuple[int, int]
-) -> None:
-    machine(version, capability)
+def test_a_cudnn_that_is_known_to_be_wrong_is_left_out(machine: Any, found: tuple[Any, ...]) -> None:
+    machine(*found)
     for flash_first in (False, True):
         with module.preferred(module.order(flash_first=flash_first)):
             assert order()[0] == SDPBackend.FLASH_ATTENTION and SDPBackend.CUDNN_ATTENTION not in order()
@@ -76,8 +84,17 @@ def test_flash_that_was_asked_for_comes_first(machine: Any) -> None:
     assert all("cudnn before flash" in reasons[name] for name in ("auto", "fused"))
 
 
-def first_of_a_call(attention: Any) -> SDPBackend:
-    """First kernel in the order of a CUDA tensor's call, made on a CPU."""
+def test_cudnn_gets_no_call_with_a_mask(machine: Any) -> None:
+    """cuDNN's gradients are NaN with some masks (pytorch #196678)."""
+    machine(92000, HOPPER, "13.0")
+    attention = resolve("auto", "cuda").attention
+    assert first_of_a_call(attention) == SDPBackend.CUDNN_ATTENTION
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    assert first_of_a_call(attention, mask) == SDPBackend.FLASH_ATTENTION
+
+
+def first_of_a_call(attention: Any, mask: Tensor | None = None) -> SDPBackend:
+    """First kernel in the order of a CUDA tensor's call, made on a CPU. `mask`: causal, or None for a call without."""
     seen: list[SDPBackend] = []
     call = F.scaled_dot_product_attention
 
@@ -88,7 +105,7 @@ def first_of_a_call(attention: Any) -> SDPBackend:
     x = torch.randn(1, 2, 5, 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "scaled_dot_product_attention", noted)
-        found = attention(x, x, x, mask=None, causal=True, scale=0.5)
+        found = attention(x, x, x, mask=mask, causal=mask is None, scale=0.5)
     torch.testing.assert_close(found, call(x, x, x, is_causal=True, scale=0.5))
     return seen[0]
 
