@@ -67,8 +67,8 @@ def sdpa(
     backends: Sequence[SDPBackend] = (),
 ) -> Tensor:
     """Attention through F.scaled_dot_product_attention. Its scores stay in fp32, so layer scaling is not needed.
-    `backends`: kernels to try, in this order; empty keeps PyTorch's order. cuDNN's kernel gets no call with a mask,
-    because its gradients are NaN with some masks (pytorch #196678)."""
+    `backends`: kernels to try, in this order. Empty keeps PyTorch's order. cuDNN gets no call with a mask, because its
+    gradients are NaN with some masks (pytorch #196678)."""
     if causal and (mask is not None or query.shape[-2] != key.shape[-2]):
         triangle = causal_mask(query.shape[-2], key.shape[-2], query.device)
         mask, causal = triangle if mask is None else mask & triangle, False
