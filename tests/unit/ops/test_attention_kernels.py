@@ -345,30 +345,33 @@ def test_long_sequences_keep_no_scores() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     ops, x = backend("cpu").ops, torch.randn(2, 5, 4, 8)  # [batch, positions, heads, width]
     mask = torch.ones(1, 1, 5, 5, dtype=torch.bool)
-    seed = torch.zeros(1, dtype=torch.int64)
+    seed, first = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 5, dtype=torch.int64)
     for arguments, message in (
-        ((x, x[:, :, :3], x, None, 0, 1.0, 0.0, None), "multiple of the key's heads"),
-        ((x, x, x[:, :4], None, 0, 1.0, 0.0, None), "not of one type and"),
-        ((x, x, x.bfloat16(), None, 0, 1.0, 0.0, None), "not of one type and"),
-        ((x.double(), x.double(), x.double(), None, 0, 1.0, 0.0, None), "only float32, bfloat16 and float16"),
-        ((x.transpose(1, 3), x, x, None, 0, 1.0, 0.0, None), "multiple of the key's heads|must be contiguous"),
-        ((x, x, x, mask.float(), 0, 1.0, 0.0, None), "4 dimensions of bool"),
-        ((x, x, x, mask[..., :4], 0, 1.0, 0.0, None), "4 dimensions of bool"),
-        ((x, x, x, mask.expand(1, 3, 5, 5), 0, 1.0, 0.0, None), "does not fit dimension 1"),
-        ((x, x, x, None, 0, 1.0, 0.5, None), "dropout needs a seed"),
-        ((x, x, x, None, 0, 1.0, 0.5, seed.float()), "dropout needs a seed"),
+        ((x, x[:, :, :3], x, None, None, 0, 1.0, 0.0, None), "multiple of the key's heads"),
+        ((x, x, x[:, :4], None, None, 0, 1.0, 0.0, None), "not of one type and"),
+        ((x, x, x.bfloat16(), None, None, 0, 1.0, 0.0, None), "not of one type and"),
+        ((x.double(), x.double(), x.double(), None, None, 0, 1.0, 0.0, None), "only float32, bfloat16 and float16"),
+        ((x.transpose(1, 3), x, x, None, None, 0, 1.0, 0.0, None), "multiple of the key's heads|must be contiguous"),
+        ((x, x, x, mask.float(), None, 0, 1.0, 0.0, None), "4 dimensions of bool"),
+        ((x, x, x, mask[..., :4], None, 0, 1.0, 0.0, None), "4 dimensions of bool"),
+        ((x, x, x, mask.expand(1, 3, 5, 5), None, 0, 1.0, 0.0, None), "does not fit dimension 1"),
+        ((x, x, x, None, first.int(), 0, 1.0, 0.0, None), r"first keys are not int64 \[batch or 1, queries\]"),
+        ((x, x, x, None, first[:, :4], 0, 1.0, 0.0, None), "first keys are not int64"),
+        ((x, x, x, None, first.expand(3, 5), 0, 1.0, 0.0, None), "first keys are not int64"),
+        ((x, x, x, None, None, 0, 1.0, 0.5, None), "dropout needs a seed"),
+        ((x, x, x, None, None, 0, 1.0, 0.5, seed.float()), "dropout needs a seed"),
     ):
         with pytest.raises(RuntimeError, match=message):
             ops.attention_forward(*arguments)
-    out, log_sum_exp = ops.attention_forward(x, x, x, None, 0, 1.0, 0.0, None)
+    out, log_sum_exp = ops.attention_forward(x, x, x, None, None, 0, 1.0, 0.0, None)
     for rest, message in (
-        ((x, out, log_sum_exp[:1], None, 0, 1.0, 0.0, None, False), "a float for every row"),
-        ((x, out[:, :4], log_sum_exp, None, 0, 1.0, 0.0, None, False), "not of one type and"),
+        ((x, out, log_sum_exp[:1], None, None, 0, 1.0, 0.0, None, False), "a float for every row"),
+        ((x, out[:, :4], log_sum_exp, None, None, 0, 1.0, 0.0, None, False), "not of one type and"),
     ):
         with pytest.raises(RuntimeError, match=message):
             ops.attention_backward(x, x, x, *rest)
     with pytest.raises(RuntimeError, match="only equal shapes can be thirds"):
-        ops.attention_backward(x, x, x[:, :, :2], x[:, :, :2], out, log_sum_exp, None, 0, 1.0, 0.0, None, True)
+        ops.attention_backward(x, x, x[:, :, :2], x[:, :, :2], out, log_sum_exp, None, None, 0, 1.0, 0.0, None, True)
 
 
 def test_it_is_the_function_of_the_other_ways() -> None:
@@ -388,8 +391,8 @@ MISTAKES = {
     "a query left out of a key": (BLOCKS, "first_key + key - diagonal", "first_key + key + 4 - diagonal"),
     "the mask's first key": (
         BLOCKS,
-        "i = 0; i < seen && allowed",
-        "i = 1; i < seen && allowed",
+        "i = hidden; i < seen && allowed",
+        "i = hidden + 1; i < seen && allowed",
     ),
     "what came before not put right": (FORWARD, "sum_[row] = sum_[row] * factor;", ""),
     "the peak of this block alone": (FORWARD, "most = peak_[row]", "most = -INFINITY"),

@@ -36,7 +36,7 @@ for name, call in {
     "few_rows": lambda: (ops.few_rows(x, weight, weight[:, 0].contiguous()), ops.few_rows(x, weight, None)),
     "softmax": lambda: (ops.softmax_forward(scores, mask, 0, 1.0), ops.softmax_forward(scores, None, 0, 1.0)),
     "norm": lambda: [ops.norm_backward(x, grad, x, row, few, few, True) for grad in (x, None)],
-    "attention": lambda: ops.attention_forward(heads, heads, heads, None, 0, 1.0, 0.5, seed),
+    "attention": lambda: ops.attention_forward(heads, heads, heads, None, None, 0, 1.0, 0.5, seed),
     "refused": refused,
 }.items():
     for _ in range(1000):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,9 @@ from megatron.ops.proof import Call, Draw, Proof
 from megatron.ops.proof.rounding import Near
 from tests.helpers.declared import Refused
 from tests.helpers.kernels import kernel
+from tests.helpers.planted import Mistake
 from tests.unit.ops import test_attention_kernels
+from tests.unit.ops.test_attention_kernels import BLOCKS
 
 SCALE = test_attention_kernels.SCALE
 BATCH, HEADS, GROUPS, WIDTH = 2, 4, 2, 24
@@ -224,6 +227,27 @@ class noted_calls(TorchFunctionMode):
         if self.operator in str(function):
             self.passed.update(args=args, named=kwargs)
         return function(*args, **(kwargs or {}))
+
+
+MISTAKES = {
+    "first keys of another row": (
+        BLOCKS,
+        "batch * shape.from_batch + pair.first_query + row]",
+        "pair.first_query + row]",
+    ),
+    "first keys of the block's first query": (BLOCKS, "+ pair.first_query + row] - pair", "+ pair.first_query] - pair"),
+    "blocks left out too early": (
+        BLOCKS,
+        "std::min_element(from, from + queries)",
+        "std::max_element(from, from + queries)",
+    ),
+    "keys of a document left out": (BLOCKS, "i >= first && i < last", "i > first && i < last"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_planted_bugs_are_seen(tmp_path: Path, name: str) -> None:
+    Mistake(*MISTAKES[name], "packed_attention", on_cpu=True).must_be_seen(tmp_path)
 
 
 def names_of_derivatives(out: Tensor) -> str:
