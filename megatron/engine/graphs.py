@@ -33,9 +33,13 @@ class _Recording:
     loss_sum: Tensor
     count: Tensor
 
+    def fits(self, batch: Batch) -> bool:
+        """True unless the batch has more documents than this graph takes."""
+        return all(place.fits(batch[name]) for name, place in self.inputs.items() if isinstance(place, Documents))
+
     def run(self, batch: Batch, factor: float | Tensor) -> tuple[Tensor, Tensor]:
         for name, place in self.inputs.items():
-            _tensor(place).copy_(_tensor(batch[name]))
+            place.copy_(batch[name])
         self.factor.fill_(factor) if isinstance(factor, float) else self.factor.copy_(factor)
         self.graph.replay()
         return self.loss_sum.clone(), self.count.clone()
@@ -57,7 +61,11 @@ class GraphedPasses:
     ) -> list[tuple[Tensor, Tensor]]:
         """Replays all batches. Never calls `arm`: no reduction starts before the last replay."""
         for batch in batches:
-            if _signature(batch) not in self._recordings:
+            recording = self._recordings.get(_signature(batch))
+            if recording is None:
+                self._recordings[_signature(batch)] = self._record(batch)
+            elif not recording.fits(batch):
+                del self._recordings[_signature(batch)], recording  # frees its memory
                 self._recordings[_signature(batch)] = self._record(batch)
         self._grads.fill_with_zeros()  # also after a warm-up
         return [self._recordings[_signature(batch)].run(batch, factor) for batch in batches]
@@ -74,7 +82,7 @@ class GraphedPasses:
                 "each holds the memory of a whole pass; give all micro-batches one shape, or remove the flag"
             )
         inputs = {name: _place_for(value) for name, value in batch.items() if isinstance(value, (Tensor, Documents))}
-        device = _tensor(next(iter(inputs.values()))).device
+        device = next(value.device for value in inputs.values() if isinstance(value, Tensor))
         factor = torch.ones((), dtype=torch.float32, device=device)
 
         def work() -> tuple[Tensor, Tensor]:
@@ -89,14 +97,9 @@ class GraphedPasses:
         return _Recording(graph, inputs, factor, loss_sum, count)
 
 
-def _tensor(value: Tensor | Documents) -> Tensor:
-    return value.keys if isinstance(value, Documents) else value
-
-
 def _place_for(value: Tensor | Documents) -> Tensor | Documents:
     return value.for_recording() if isinstance(value, Documents) else value.clone()
 
 
 def _signature(batch: Batch) -> Signature:
-    tensors = {name: _tensor(value) for name, value in sorted(batch.items()) if isinstance(value, (Tensor, Documents))}
-    return tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
+    return tuple((name, tuple(v.shape), v.dtype) for name, v in sorted(batch.items()) if isinstance(v, Tensor))

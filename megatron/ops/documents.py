@@ -92,6 +92,16 @@ class Documents:
         place = self.keys.clone()
         return replace(self, keys=place, queries=place, longest=self.seq, divide_rows=True)
 
+    def fits(self, other: "Documents") -> bool:
+        """True if `copy_` can take the boundaries of `other`."""
+        return len(other.keys) <= len(self.keys)
+
+    def copy_(self, other: "Documents") -> None:
+        """Overwrites the boundaries of a recording; the documents that `other` lacks become empty."""
+        given = len(other.keys)
+        self.keys[:given].copy_(other.keys)
+        self.keys[given:].fill_(self.rows * self.seq)
+
     def part(self, first: int, end: int) -> "Documents":
         """Returns the documents for the queries [first, end) and the keys [0, end) of each row."""
         row = torch.div(self.keys[:-1], self.seq, rounding_mode="floor") * self.seq
