@@ -213,7 +213,7 @@ def _optimizer(
         held = {piece: entries[place.at].get((place.chunk, place.name), {}) for piece, place in places[name].items()}
         kinds = set.intersection(*(set(each) for each in held.values()))
         if not {"exp_avg", "exp_avg_sq"} <= kinds:
-            raise UnknownOptimizerError(f"{tree.directory} has no optimizer state of {name}")
+            raise UnknownOptimizerError(f"{tree.directory} has no optimizer state of {name}; {SAVE_AGAIN}")
         for kind in sorted(kinds):
             slices = []
             for piece in places[name]:

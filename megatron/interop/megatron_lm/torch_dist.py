@@ -220,7 +220,9 @@ def _optimizer(
         if match := STATE.fullmatch(key):
             kind, of = _KINDS[match[1]], match[2]
             if other := state.get((kind, of)):
-                raise UnknownOptimizerError(f"{found.directory} has the {kind} of {of} twice, as {other} and as {key}")
+                raise UnknownOptimizerError(
+                    f"{found.directory} has the {kind} of {of} twice, as {other} and as {key}; {SAVE_AGAIN}"
+                )
             state[kind, of] = key
     if not state:
         flat = [key for key in found.tensors if _OF_OPTIMIZER.fullmatch(key)]
@@ -239,10 +241,12 @@ def _optimizer(
         dtype = found.tensors[place.key].dtype
         for kind in ("exp_avg", "exp_avg_sq", *(["master"] if dtype in _HALF else [])):
             if (kind, place.key) not in state:
-                raise UnknownOptimizerError(f"{found.directory} has no {kind} of {place.key}")
+                raise UnknownOptimizerError(f"{found.directory} has no {kind} of {place.key}; {SAVE_AGAIN}")
             key = state[kind, place.key]
             whole, shape = found.tensors[place.key].shape, found.tensors[key].shape
             if shape != whole and not _is_grid(whole, shape):
-                raise UnknownOptimizerError(f"{found.directory}: {key} has shape {shape}, but its parameter {whole}")
+                raise UnknownOptimizerError(
+                    f"{found.directory}: {key} has shape {shape}, but its parameter {whole}; {SAVE_AGAIN}"
+                )
             records.setdefault(name, {})[kind] = _record(found, parameter, place, key, sources)
     return records
