@@ -185,7 +185,8 @@ def _show(
 ) -> dict[str, Any]:
     if number >= data.num_documents:
         raise ConfigError(
-            f"--document {number}: must be below {data.num_documents}, the number of documents of {data.prefix}"
+            f"--document {number}: {data.prefix} has {data.num_documents} documents, numbered from 0; give a smaller "
+            "number"
         )
     first, stop = (int(data.document_indices[n]) for n in (number, number + 1))
     limit, ids = arguments.tokens or _SHOWN, list[int]()
