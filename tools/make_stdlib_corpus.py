@@ -74,7 +74,9 @@ def make() -> None:
     if not args.max_megabytes > 0:
         raise ConfigError(f"--max-megabytes {args.max_megabytes}: nothing would be written; give a number above 0")
     if args.json_key in ("", "path"):
-        raise ConfigError(f"--json-key {args.json_key}: the key is empty, or has the file's name; give another key")
+        raise ConfigError(
+            f"--json-key {args.json_key!r}: must not be empty or path, the key of the file's name; give another key"
+        )
     if args.output.is_dir():
         raise ConfigError(f"--output {args.output}: is a directory; name a file in it")
     library = Path(sysconfig.get_paths()["stdlib"])

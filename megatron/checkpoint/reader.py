@@ -144,7 +144,7 @@ class StepReader:
         """The first rank's file, which holds everything that is not split."""
         names = sorted(name for name in self.manifest.files if name.endswith(paths.MODEL_FILE))
         if not names:
-            raise CheckpointError(f"{self.directory} holds no {paths.MODEL_FILE}")
+            raise CheckpointError(f"{self.directory} holds no {paths.MODEL_FILE}; copy the whole step again")
         return names[0]
 
     # ---------------------------------------------------------------- which files a rank reads

@@ -97,7 +97,10 @@ class OwnSteps:
 
 
 def _not_read(folder: Path) -> ConfigError:
-    return ConfigError(f"--load {folder}: holds another program's model, which only megatron.pretrain reads")
+    return ConfigError(
+        f"--load {folder}: holds another program's model, which only megatron.pretrain reads; start with "
+        "pretrain_gpt.py"
+    )
 
 
 OWN_STEPS = OwnSteps()

@@ -84,7 +84,7 @@ def _add_stopping_flags(group: argparse._ArgumentGroup) -> None:
         help="Most tokens to add (default 64, or the positions that are left).",
     )
     group.add_argument(
-        "--stop", action="append", default=[], help="Text before which the output ends; may be given several times."
+        "--stop", action="append", default=[], help="End the output before this text; may be given several times."
     )
     group.add_argument("--ignore-eod", action="store_true", help="Continue after an end-of-document token.")
 

@@ -36,7 +36,9 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--document", type=integer(0), nargs="+", metavar="N", help="show these documents (text, with a tokenizer)"
     )
-    parser.add_argument("--tokens", type=integer(1), metavar="N", help=f"most tokens to show of each ({_SHOWN})")
+    parser.add_argument(
+        "--tokens", type=integer(1), metavar="N", help=f"most tokens to show of each document ({_SHOWN})"
+    )
     parser.add_argument(
         "--histogram", nargs="?", const=_TERMINAL, metavar="FILE",
         help="histogram of the documents' lengths: in the terminal, or a FILE.svg or FILE.png",
@@ -182,7 +184,10 @@ def _show(
     data: IndexedDataset, number: int, arguments: argparse.Namespace, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
     if number >= data.num_documents:
-        raise ConfigError(f"--document {number}: {data.prefix} has {data.num_documents} documents, numbered from 0")
+        raise ConfigError(
+            f"--document {number}: {data.prefix} has {data.num_documents} documents, numbered from 0; give a smaller "
+            "number"
+        )
     first, stop = (int(data.document_indices[n]) for n in (number, number + 1))
     limit, ids = arguments.tokens or _SHOWN, list[int]()
     length = int(data.sequence_lengths[first:stop].sum(dtype="int64"))

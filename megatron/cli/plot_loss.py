@@ -30,7 +30,9 @@ def build_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     several: dict[str, Any] = {"type": Path, "nargs": "+", "default": [], "metavar": "FILE"}
-    parser.add_argument("--metrics-jsonl", **several, help="metrics files of runs with --metrics-jsonl (all digits)")
+    parser.add_argument(
+        "--metrics-jsonl", **several, help="files that runs wrote with --metrics-jsonl (numbers in full)"
+    )
     parser.add_argument("--log", **several, help="logs of runs (any --log-format), or of Megatron-LM")
     parser.add_argument("--output", type=Path, metavar="FILE.png", help="the picture (needs matplotlib)")
     parser.add_argument("--value", default="lm_loss", help="number to draw, by its key in the metrics file (lm_loss)")

@@ -197,7 +197,7 @@ def _add_partition_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--partitions", type=integer(1, LARGEST_WORLD), metavar="N",
-        help="the same as --world, with --rank; without --rank a no-op: all --workers share the files",
+        help="with --rank: the same as --world; without --rank: no-op, because all --workers share the files",
     )  # fmt: skip
 
 
@@ -282,7 +282,7 @@ def _world(arguments: argparse.Namespace) -> int:
     if world is None:
         raise ConfigError(f"--rank {arguments.rank}: --world is missing; give the number of partitions")
     if arguments.rank >= world:
-        raise ConfigError(f"--rank {arguments.rank}: there are {world} partitions, 0 to {world - 1}")
+        raise ConfigError(f"--rank {arguments.rank}: there are {world} partitions; give 0 to {world - 1}")
     return world
 
 

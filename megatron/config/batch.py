@@ -46,7 +46,7 @@ class BatchPlan:
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """All batch sizes of the run. A ramp-up is given by its first size and its increment."""
+        """Sizes to check: the final one, those of a schedule, and a ramp-up's first size and increment."""
         ramp = self.config.training.rampup_batch_size or ()
         return (self.final_batch_size, *ramp[:2], *(size for _, size in self._scheduled))
 

@@ -139,8 +139,8 @@ def _read_per_split(path: str) -> list[Blend | None]:
             continue
         if not isinstance(words, list) or not all(type(word) in (str, int, float) for word in words):
             raise ConfigError(f"{flag}: {name} is not a list of weights and prefixes; {way_out}")
-        if not all(_is_text(str(word)) for word in words):
-            raise ConfigError(f"{flag}: {name} has a prefix with invalid characters; {way_out}")
+        if invalid := [str(word) for word in words if not _is_text(str(word))]:
+            raise ConfigError(f"{flag}: {name} has {invalid[0][:80]!r}, which cannot be a file's name; {way_out}")
         blends.append(parse_blend(f"{flag}: {name}", [str(word) for word in words]) if words else None)
     return blends
 

@@ -118,7 +118,7 @@ def _checked(result: int, too_few: str = "") -> int:
     if result == _TOO_FEW:
         raise IndexError(too_few)
     if result == _OUTSIDE:
-        raise IndexError("document number outside the dataset")
+        raise IndexError("a document number is outside the dataset")
     if result == _OUT_OF_MEMORY:
         raise MemoryError("the index builders ran out of memory or threads")
     return result

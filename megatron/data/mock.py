@@ -30,7 +30,7 @@ class MockDataset:
 
     def __getitem__(self, index: int) -> np.ndarray:
         if not 0 <= index < self.size:
-            raise IndexError(f"sample {index} of {self.size}")
+            raise IndexError(f"sample {index} does not exist; the dataset has {self.size}, numbered from 0")
         start, step, end = np.random.SeedSequence([self.seed, self.split, index]).generate_state(3).astype(np.int64)
         tokens = (start + (1 + step % 8) * np.arange(self.seq_length + 1, dtype=np.int64)) % self.vocab_size
         if self.eod_id is not None:

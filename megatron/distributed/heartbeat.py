@@ -282,9 +282,11 @@ class Heartbeat:
         self._end(kind, text, prints=True)
 
     def _end_by(self, announced: bytes) -> NoReturn:
-        """Ends this process because of an announcement, which the announcing rank prints. But another program may have
-        written the announcement, and the status of the rank that it names. Therefore the first rank of each machine
-        prints it too if that rank's status does not confirm it; so does the named rank itself."""
+        """Ends this process because of an announcement. Usually only the announcing rank prints it.
+
+        Another program may have written the announcement in the name of a rank. Therefore the rank that it names prints
+        it too, and so does the first rank of each machine unless the status of the named rank confirms it.
+        """
         found = parse_announcement(announced, self._info.world_size)
         if announced == self._announced:
             assert isinstance(found, Announcement)

@@ -162,8 +162,8 @@ def _listed_tasks(env: Mapping[str, str]) -> tuple[int, ...]:
     size = _number(env, "SLURM_STEP_NUM_TASKS", 1)
     if tasks and (_number(env, "SLURM_PROCID", 0) not in tasks or not all(0 <= task < size for task in tasks)):
         raise ConfigError(
-            f"SLURM_GTIDS={text!r} in the environment: not the tasks of a node that has SLURM_PROCID="
-            f"{env.get('SLURM_PROCID', 0)} of {size}; start with srun"
+            f"SLURM_GTIDS={text!r} in the environment: must contain SLURM_PROCID="
+            f"{env.get('SLURM_PROCID', 0)} and only tasks from 0 to {size - 1}; start with srun"
         )
     return tasks
 
@@ -252,7 +252,7 @@ def shutdown(*, barrier: bool = True, timeout: timedelta = timedelta(minutes=10)
     except RuntimeError as error:
         raise PeerLostError(
             f"rank {dist.get_rank()} waited {time.monotonic() - began:.0f} s for the others to finish: "
-            f"{str(error).splitlines()[0]}"
+            f"{str(error).splitlines()[0]}; read the logs of the other ranks"
         ) from error
     finally:
         has_threads = dist.get_backend() not in _WITHOUT_THREADS

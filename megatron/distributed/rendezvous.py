@@ -111,7 +111,7 @@ def _standalone(info: LaunchInfo) -> bool:
 def meet(
     info: LaunchInfo, timeout: timedelta, told_every: float = TOLD_EVERY, started_with: Mapping[str, str] | None = None
 ) -> dist.Store:
-    """Returns the store of the run's ranks, when all have connected with the same `started_with`.
+    """Returns the store of the run's ranks, after all have connected. Raises if their `started_with` differ.
 
     Every restart uses its own key prefix, because the keys of a killed attempt would make it connect to processes that
     no longer exist.

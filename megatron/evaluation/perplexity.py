@@ -87,4 +87,7 @@ def perplexity_of(value: float) -> float:
     try:
         return math.exp(value)
     except OverflowError:
-        raise DataError(f"the loss is {value:.1f} per token or word: its perplexity is too large to compute") from None
+        raise DataError(
+            f"the loss is {value:.1f} per token or word: its perplexity is too large to compute; check --load and the "
+            "data"
+        ) from None

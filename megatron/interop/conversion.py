@@ -32,7 +32,7 @@ def no_progress(done: int, total: int) -> None:
 
 @dataclass
 class Reading:
-    """Makes the deferred tensors of a conversion, and calls `show` after each tensor that was read."""
+    """Makes tensors that a conversion reads only when it writes them; `show` reports the progress."""
 
     show: Show
     total: int = 0

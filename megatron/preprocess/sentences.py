@@ -204,7 +204,7 @@ def _load(path: Path, language: str) -> tuple[PunktParameters, str, str]:
         content = json.loads(path.read_bytes())
         checksum = content.pop("checksum")
         if content["format"] != FORMAT or content["version"] != VERSION or checksum != _checksum(content):
-            raise ValueError("format, version or checksum")
+            raise ValueError("another format, version or checksum")
         parameters = PunktParameters(
             frozenset(content["abbreviations"]),
             frozenset((first, second) for first, second in content["collocations"]),

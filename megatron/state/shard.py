@@ -25,7 +25,7 @@ class Shard:
     dim: int = 0
     """The dimension of the logical view that is split."""
     ranges: tuple[Range, ...] | None = None
-    """Index ranges of `dim` held here, in their order in memory; None is all of it, () is nothing."""
+    """Index ranges of `dim` that this rank holds, in their order in memory; None is all of it, () is nothing."""
     replica_axes: tuple[str, ...] = ()
     """Axes whose ranks hold a copy of this part and see different inputs: their gradients are summed."""
     fold: int = 1

@@ -27,7 +27,9 @@ class Bytes:
             size = path.stat().st_size
             whole = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8) if size else torch.empty(0)
         except (OSError, RuntimeError) as error:
-            raise CheckpointError(f"{path} cannot be read ({str(error).splitlines()[0][:200]})") from error
+            raise CheckpointError(
+                f"{path} cannot be read ({str(error).splitlines()[0][:200]}); check that it exists and is readable"
+            ) from error
         return Bytes(path, whole, 0, size)
 
     def part(self, start: int, length: int) -> "Bytes":

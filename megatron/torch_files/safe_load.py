@@ -39,7 +39,7 @@ def load_file(path: Path, *, allow: Sequence[Callable | tuple[Callable, str]] = 
     except Exception as error:
         first_line = (str(error).splitlines() or [""])[0][:200]
         raise UnsafeFileError(
-            f"{path} cannot be read as plain weights ({type(error).__name__}: {first_line})"
+            f"{path} cannot be read as plain weights ({type(error).__name__}: {first_line}); copy or download it again"
         ) from error
     check_storages(content, path)
     return content
@@ -52,7 +52,9 @@ def check_container(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
     except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a checkpoint file of torch's zip format ({error})") from error
+        raise CheckpointError(
+            f"{path} is not a checkpoint file of torch's zip format ({error}); copy or download it again"
+        ) from error
     check_members(path, members, size)
 
 
@@ -65,9 +67,9 @@ def check_members(path: Path, members: Sequence[zipfile.ZipInfo], size: int) -> 
             f"{path} has compressed members, which torch never writes; write it again with torch.save"
         )
     if sum(m.file_size for m in members) > size:
-        raise UnsafeFileError(f"{path} has members that claim more bytes than the file has")
+        raise UnsafeFileError(f"{path} has members that claim more bytes than the file has; copy or download it again")
     if len({m.filename for m in members}) != len(members):
-        raise UnsafeFileError(f"{path} has two members with the same name")
+        raise UnsafeFileError(f"{path} has two members with the same name; copy or download it again")
 
 
 def check_pickle(path: Path, allow: Sequence[Callable | tuple[Callable, str]]) -> None:
@@ -76,7 +78,10 @@ def check_pickle(path: Path, allow: Sequence[Callable | tuple[Callable, str]]) -
         scan(torch._C.PyTorchFileReader(str(path)).get_record("data.pkl"), names)  # as torch.load reads it
     except (PickleRefused, RuntimeError) as error:
         first_line = str(error).partition("\n")[0][:200]
-        raise UnsafeFileError(f"{path} cannot be read as plain weights: {first_line}") from error
+        raise UnsafeFileError(
+            f"{path} cannot be read as plain weights: {first_line}; use a file that torch.save wrote with only tensors "
+            "and plain values"
+        ) from error
 
 
 def check_storages(content: Any, path: Path) -> None:
@@ -90,7 +95,9 @@ def check_storages(content: Any, path: Path) -> None:
             raise UnsafeFileError(f"{path} holds a tensor that is larger than its storage; save it after contiguous()")
         seen[storage._cdata] = storage.nbytes()
     if sum(seen.values()) > path.stat().st_size:
-        raise UnsafeFileError(f"{path} holds tensors that claim more bytes than the file has")
+        raise UnsafeFileError(
+            f"{path} holds tensors that claim more bytes than the file has; copy or download it again"
+        )
 
 
 def tensors_in(content: Any) -> list[Tensor]:

@@ -71,7 +71,10 @@ class TorchFile:
             raise
         except Exception as error:  # a hostile file makes zipfile and others raise many kinds of errors
             text = str(error) if isinstance(error, PickleRefused) else f"{type(error).__name__}: {error}"
-            raise UnsafeFileError(f"{data.path} cannot be read as plain weights: {text[:200]}") from error
+            raise UnsafeFileError(
+                f"{data.path} cannot be read as plain weights: {text[:200]}; use a file that torch.save wrote with "
+                "only tensors and plain values"
+            ) from error
 
     @staticmethod
     def open(path: Path, checks: MemberChecks | None) -> "TorchFile":
@@ -88,9 +91,13 @@ class TorchFile:
         check_members(self.path, members, self._data.length)
         found = {member.filename.partition("/")[2]: member for member in members}
         if "data.pkl" not in found:
-            raise CheckpointError(f"{self.path} is not a checkpoint file of torch (it has no data.pkl)")
+            raise CheckpointError(
+                f"{self.path} is not a checkpoint file of torch (it has no data.pkl); copy or download it again"
+            )
         if "byteorder" in found and self._member(found["byteorder"]).read() != b"little":
-            raise CheckpointError(f"{self.path} was written on a machine of another byte order")
+            raise CheckpointError(
+                f"{self.path} was written on a machine of another byte order; save it again on a little-endian one"
+            )
         self._members = {
             name.removeprefix("data/"): member for name, member in found.items() if name.startswith("data/")
         }
@@ -112,7 +119,10 @@ class TorchFile:
         stream.seek(len(_BEFORE_ZIP))
         version, system, content, keys = (read_next(stream) for _ in range(4))
         if version != 1001 or not isinstance(system, dict) or system.get("little_endian") is not True:
-            raise CheckpointError(f"{self.path} was written by an unknown version of torch, or in another byte order")
+            raise CheckpointError(
+                f"{self.path} was written by an unknown version of torch, or in another byte order; save it again with "
+                "torch 1.6 or newer"
+            )
         sizes = _storage_sizes(content)
         position = stream.tell()
         for key in keys:
@@ -120,7 +130,8 @@ class TorchFile:
             dtype, expected = sizes[key]
             if elements != expected:
                 raise CheckpointError(
-                    f"{self.path}: a storage has {elements} elements, but its tensors need {expected}"
+                    f"{self.path}: a storage has {elements} elements, but its tensors need {expected}; copy or "
+                    "download it again"
                 )
             self._storages[key] = self._data.part(position + 8, elements * dtype.itemsize)
             position += 8 + elements * dtype.itemsize
@@ -165,11 +176,13 @@ class TorchFile:
             self._storages[found.storage] = self._member(self._members[found.storage])
         storage = self._storages.get(found.storage)
         if storage is None:
-            raise CheckpointError(f"{self.path} has a tensor whose bytes are missing")
+            raise CheckpointError(f"{self.path} has a tensor whose bytes are missing; copy or download it again")
         elements, count = storage.length // found.dtype.itemsize, prod(found.shape)
         last = found.offset + sum((n - 1) * s for n, s in zip(found.shape, found.stride, strict=True))
         if count and (last >= elements or count > elements):
-            raise UnsafeFileError(f"{self.path} has a tensor of {found.shape} that is larger than its storage")
+            raise UnsafeFileError(
+                f"{self.path} has a tensor of {found.shape} that is larger than its storage; copy or download it again"
+            )
         return storage
 
     def _name_of(self, storage: str) -> str:
@@ -188,7 +201,9 @@ class TorchFile:
     def _described(self, value: Any) -> "_Description":
         found = self._description(value)
         if found is None:
-            raise CheckpointError(f"{self.path} has a {type(value).__name__} where a tensor is expected")
+            raise CheckpointError(
+                f"{self.path} has a {type(value).__name__} where a tensor is expected; copy or download it again"
+            )
         return found
 
     def _description(self, value: Any) -> "_Description | None":

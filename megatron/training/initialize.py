@@ -59,7 +59,7 @@ class Run:
     store: dist.Store | None = None
     """Store where the ranks meet; None for a single rank, or if the caller joined the process group."""
     source: StepSource = OWN_STEPS
-    """Reads other programs' checkpoints."""
+    """Reads other programs' checkpoints; the default rejects them."""
 
     @property
     def batch_plan(self) -> BatchPlan:

@@ -10,7 +10,7 @@ PPL_CAP = 20.0  # exp() of a larger loss is meaningless; Megatron has the same c
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRecord:
-    """One iteration, as logged. `lm_loss` is its own loss, `mean_lm_loss` the mean since the last log line."""
+    """One iteration, as logged. `lm_loss` is its loss; `mean_lm_loss` is the mean loss since the last log line."""
 
     iteration: int
     total_iterations: int

@@ -78,11 +78,11 @@ def read_finite_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except FileNotFoundError as error:
-        raise ConfigError(f"{path} does not exist: not a Hugging Face model folder") from error
+        raise ConfigError(f"{path} does not exist; give the folder of a Hugging Face model") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON ({error})") from error
+        raise CheckpointError(f"{path} cannot be read as JSON ({error}); download it again") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
+        raise CheckpointError(f"{path} is not a JSON object; download it again")
     return values
 
 

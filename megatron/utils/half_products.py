@@ -135,7 +135,7 @@ def _baddbmm(
 ) -> Tensor:
     """Computes the same for batches of matrices, as many at a time as a tile holds."""
     if a.dim() != 3 or b.dim() != 3 or a.shape[0] != b.shape[0] or a.shape[2] != b.shape[1]:
-        raise RuntimeError(f"batches of matrices cannot be multiplied ({tuple(a.shape)} and {tuple(b.shape)})")
+        raise RuntimeError(f"batches of matrices of shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be multiplied")
     out = _resized(out, a, (*a.shape[:2], b.shape[2]))
     added = first.expand(out.shape)
     together = _SIDE * _SIDE // max(*a.shape[1:], 1) // max(a.shape[2], b.shape[2], 1)

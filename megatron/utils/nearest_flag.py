@@ -59,7 +59,7 @@ def _mean_the_same(one: frozenset[str], other: frozenset[str]) -> bool:
 
 
 def _differs_little(one: str, other: str) -> bool:
-    """True if at most two letters differ, and fewer in short names: two of three letters make another word."""
+    """True if at most two letters differ. Short names may differ in fewer letters."""
     allowed = min(2, (min(len(one), len(other)) - 2) // 3)
     return abs(len(one) - len(other)) <= allowed and _edits(one, other) <= allowed
 

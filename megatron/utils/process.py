@@ -1,4 +1,4 @@
-"""This process as the system sees it: its memory, its CPUs, its parent."""
+"""Memory, CPUs and parent of this process, as the system reports them."""
 
 import ctypes
 import os

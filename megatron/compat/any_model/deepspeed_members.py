@@ -139,7 +139,7 @@ METHODS: Mapping[str, Any] = MappingProxyType(
         ),
     }
 )
-"""Method -> what it returns, or why it raises."""
+"""Method -> its return value, or the text of the error that it raises."""
 
 ATTRIBUTES: Mapping[str, Any] = MappingProxyType(
     {
@@ -189,7 +189,7 @@ ATTRIBUTES: Mapping[str, Any] = MappingProxyType(
         ),
     }
 )
-"""Attribute -> its value, or why it raises."""
+"""Attribute -> its value, or the text of the error that it raises."""
 
 
 def deepspeed_member(name: str) -> Any:

@@ -82,7 +82,7 @@ class KeptGradients(BucketStore):
 
 
 class GuardedWeights(FullySharded):
-    """Sharded weights, with errors for a program whose changes to them would be lost."""
+    """Sharded weights. Raises if a program changes weights or gradients in a way that would be lost."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from megatron.distributed.parallel_state import Axis
 from megatron.errors import ConfigError
 
 _PASSES = 16
-"""Number of passes of a step with their own bit in a parameter's number; later passes share these bits."""
+"""Number of bits that record the passes of a step; with more passes, several passes share a bit."""
 _WAY_OUT = (
     "at stages 2 and 3 of ZeRO all ranks gather a layer together; use the same layers on all ranks, or "
     "zero_optimization.stage 1"
@@ -48,7 +48,7 @@ class SameUse:
             unit.register_forward_hook(self._listen)
 
     def compare_gathers(self) -> None:
-        """Registers hooks that run before those of `fully_shard`, which gather. Must run after `fully_shard`."""
+        """Registers hooks that run before the gathers of `fully_shard`. Call it after `fully_shard`."""
         for number, (unit, _) in enumerate(self._units):
             unit.register_forward_pre_hook(partial(self._before, number), prepend=True)
         self._units[-1][0].register_forward_hook(self._after)

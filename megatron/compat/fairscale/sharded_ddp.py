@@ -101,7 +101,7 @@ class ShardedDataParallel(AveragingWrapper):
         if apart:
             raise ConfigError(
                 f"ShardedDataParallel: no optimizer has {', '.join(apart[:4])}{' and others' if apart[4:] else ''}; "
-                "make OSS from the parameters of this module (and move the module to its device before)"
+                "move the module to its device, then create OSS from its parameters"
             )
         return owners
 

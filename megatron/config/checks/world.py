@@ -96,7 +96,7 @@ def _check_start(plan: BatchPlan) -> None:
     length = "train_iters" if config.training.train_iters is not None else "train_samples"
     raise ConfigError(
         f"{spelled(config, 'override_ckpt_iteration')}: nothing is left of {spelled(config, length)} after that "
-        f"iteration; give a smaller one, or a longer --{length.replace('_', '-')}"
+        f"iteration; give an earlier iteration, or a larger --{length.replace('_', '-')}"
     )
 
 

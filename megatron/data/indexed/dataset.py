@@ -80,12 +80,13 @@ class IndexedDataset:
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Returns tokens [offset, offset + length) of one sequence, or all from `offset` if `length` is None."""
         if not 0 <= sequence < len(self):
-            raise IndexError(f"sequence {sequence} of {len(self)}")
+            raise IndexError(f"sequence {sequence} does not exist; the dataset has {len(self)}, numbered from 0")
         available = int(self.sequence_lengths[sequence]) - offset
         count = available if length is None else length
         if offset < 0 or not 0 <= count <= available:
             raise IndexError(
-                f"tokens {offset}..{offset + count} of sequence {sequence}, which has {available + offset}"
+                f"sequence {sequence} has {available + offset} tokens; tokens {offset} to {offset + count} are outside "
+                "of it"
             )
         start = int(self._offsets[sequence]) // self.dtype.itemsize + offset
         if self._tokens is not None:

@@ -19,7 +19,7 @@ def regular_file_size(path: Path, setting: str) -> int:
     try:
         info = path.stat()
     except FileNotFoundError:
-        raise ConfigError(f"{setting}: {path} does not exist") from None
+        raise ConfigError(f"{setting}: {path} does not exist; check the path") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be opened ({error.strerror}); check the path and its permissions") from error
     if not stat.S_ISREG(info.st_mode):

@@ -72,6 +72,9 @@ def _check_tokenizer(export: Export, folder: Path, log: Callable[[str], object],
     log(f"check: {compare_tokenizer(expected, 'nothing was exported')}")
 
 
+_AGAIN = "export it again"
+
+
 def _not_compared(why: str, log: Callable[[str], object], insist: bool) -> None:
     if insist:
         raise ConfigError(f"--verify: logits cannot be compared: {why}; remove --verify to compare only the weights")
@@ -85,13 +88,13 @@ def compare_weights(export: Export, folder: Path, show: Show = no_progress) -> N
     for name, _, tensor in read_tensors(source):
         read = ours.pop(name, None)
         if read is None:
-            raise CheckpointError(f"{folder}: has a parameter {name} that was not exported")
+            raise CheckpointError(f"{folder}: has a parameter {name} that was not exported; {_AGAIN}")
         if not torch.equal(read(), tensor):
-            raise CheckpointError(f"{folder}: {name} has other values than those that were written")
+            raise CheckpointError(f"{folder}: {name} has other values than those that were written; {_AGAIN}")
         done += tensor.nbytes
         show(done, export.bytes)
     if ours:
-        raise CheckpointError(f"{folder}: the export lacks {', '.join(ours)}")
+        raise CheckpointError(f"{folder}: the export lacks {', '.join(ours)}; {_AGAIN}")
 
 
 @torch.no_grad()

@@ -61,7 +61,9 @@ def _fill(source: HuggingFaceFolder, params: Mapping[str, Sharded], take: Take |
     exchanges = {exchange.parameter.name: exchange for exchange in source.exchanges()}
     missing = [name for name in params if name not in exchanges]
     if missing:
-        raise CheckpointError(f"{source.folder} does not fit the model (missing: {', '.join(missing[:8])})")
+        raise CheckpointError(
+            f"{source.folder} lacks parameters of the model ({', '.join(missing[:8])}); give the folder of this model"
+        )
     for name, (spec, tensor) in params.items():
         with in_memory(name, tensor, take) as target:
             _fill_one(source, exchanges[name], spec, target)

@@ -125,7 +125,7 @@ class Family(ABC):
         try:
             given, moe = self.model_from_json(values), self.experts_from_json(values)
         except KeyError as error:
-            raise ConfigError(f"config.json: {error.args[0]} is missing") from error
+            raise ConfigError(f"config.json: {error.args[0]} is missing; add the model's") from error
         _check_heads(given)
         own = values.get(_OWN_KEY) or {}
         given |= {name: bool(own[name]) for name in _OWN_SETTINGS if name in own}
@@ -163,7 +163,7 @@ def _check_heads(given: Mapping[str, Any]) -> None:
     ):
         raise ConfigError(
             f"config.json: {heads} attention heads are not divisible by {groups} key-value heads, or the hidden size "
-            f"{given['hidden_size']} is not divisible by {heads}"
+            f"{given['hidden_size']} is not divisible by {heads}; use the model's own config.json"
         )
 
 

@@ -75,7 +75,10 @@ class HuggingFaceFolder:
         _check_names(self, {name for exchange in wanted for name in exchange.theirs} | zeros.keys())
         for name in zeros:
             if bool(self.tensor(name).any()):
-                raise CheckpointError(f"{self.folder}: {name} is not zero, but this project's model has no such bias")
+                raise CheckpointError(
+                    f"{self.folder}: {name} is not zero, but this project's model has no such bias; choose another "
+                    "model"
+                )
         for exchange in wanted:
             self._check_described(exchange)
         return wanted
@@ -110,7 +113,7 @@ def open_folder(folder: Path, say: Say = lambda text: None, *, compare: bool = T
     files = _stored_tensors(weights_files(folder, MemberChecks(say) if compare else None), family)
     vocab_size = values.get("vocab_size")
     if not isinstance(vocab_size, int):
-        raise ConfigError(f"{folder / 'config.json'}: vocab_size is missing")
+        raise ConfigError(f"{folder / 'config.json'}: vocab_size is missing; add the model's")
     _refuse_more_than_stored(folder, config, moe, len(files))
     source = HuggingFaceFolder(folder, family, config, moe, vocab_size, _stored_dtype(files, family), files)
     source.exchanges()  # rejects missing tensors and other shapes before a model is made
@@ -193,7 +196,9 @@ def _stored_tensors(files: Iterable[WeightsFile], family: Family) -> dict[str, S
 def _stored_dtype(files: Mapping[str, Stored], family: Family) -> str:
     name = family.table(WORD_TABLE)
     if name not in files:
-        raise CheckpointError(f"no {name} in the folder: it is not a {family.architecture}")
+        raise CheckpointError(
+            f"no {name} in the folder, so it is not a {family.architecture}; correct model_type in config.json"
+        )
     _, found = files[name].file.described(files[name].name)
     if found not in DTYPES:
         raise CheckpointError(f"{name} is {found}; supported: {', '.join(DTYPES)}")

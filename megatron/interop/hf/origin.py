@@ -14,6 +14,7 @@ from megatron.tokenizer.huggingface import refuse_outside
 from megatron.utils.foreign import read_finite_json
 
 GENERATION = "generation_config.json"
+_AGAIN = "download the model again"
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -47,17 +48,21 @@ def origin_of(saved: Mapping[str, Any], where: Path) -> Origin | None:
     try:
         origin = Origin(saved["model_type"], saved["token_ids"], saved["generation"])
     except KeyError as error:
-        raise CheckpointError(f"{where}: its manifest's origin has no {error.args[0]}") from error
+        raise CheckpointError(
+            f"{where}: its manifest's origin has no {error.args[0]}; import the model again"
+        ) from error
     return _checked(origin, str(where))
 
 
 def _checked(origin: Origin, where: str) -> Origin:
     if not isinstance(origin.token_ids, Mapping) or not isinstance(origin.generation, Mapping | None):
-        raise CheckpointError(f"{where}: the ids of special tokens or the generation settings are not a JSON object")
+        raise CheckpointError(
+            f"{where}: the ids of special tokens or the generation settings are not a JSON object; {_AGAIN}"
+        )
     for name, value in origin.token_ids.items():
         several = value if isinstance(value, list) else [value]
         if name not in _IDS or not all(one is None or (type(one) is int and one >= 0) for one in several):
-            raise CheckpointError(f"{where}: {name} {value!r} is not the id of a token")
+            raise CheckpointError(f"{where}: {name} {value!r} is not the id of a token; {_AGAIN}")
     return origin
 
 

@@ -78,10 +78,14 @@ class Pickled(WeightsFile):
         content = file.content if isinstance(file.content, dict) else {None: None}
         for name, value in content.items():
             if isinstance(value, Made) and not file.is_tensor(value):
-                raise UnsafeFileError(f"{self.path} cannot be read as plain weights: it has {value.kind.text[:60]!r}")
+                raise UnsafeFileError(
+                    f"{self.path} cannot be read as plain weights: it has {value.kind.text[:60]!r}; save it with only "
+                    "tensors"
+                )
             if not isinstance(name, str) or not file.is_tensor(value):
                 raise CheckpointError(
-                    f"{self.path} is not a dictionary of tensors by name: not weights of transformers"
+                    f"{self.path} is not a dictionary of tensors by name, as transformers saves; save it with "
+                    "save_pretrained"
                 )
         return file
 
@@ -142,13 +146,15 @@ def _all_there(index: Path) -> list[Path]:
 def _shards(index: Path) -> list[str]:
     names = read_finite_json(index).get("weight_map")
     if not isinstance(names, dict):
-        raise CheckpointError(f"{index} has no weight_map")
+        raise CheckpointError(f"{index} has no weight_map, which lists the files; download it again")
     return sorted({str(shard) for shard in names.values()})
 
 
 def _member(folder: Path, name: str) -> Path:
     if Path(name).name != name or not name.isprintable() or len(name.encode()) > _LONGEST_NAME:
-        raise CheckpointError(f"{folder}: its index names {name[:100]!r}, which is not a file of its folder")
+        raise CheckpointError(
+            f"{folder}: its index names {name[:100]!r}, which is not a file of its folder; download the model again"
+        )
     path = folder / name
     refuse_outside(folder, path)
     return path

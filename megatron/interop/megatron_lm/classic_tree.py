@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron.checkpoint import paths
 from megatron.checkpoint.manifest import Slice, TensorRecord
 from megatron.errors import CheckpointError
+from megatron.interop.megatron_lm.advice import NOT_A_GPT, SAVE_AGAIN
 from megatron.interop.megatron_lm.names import HEAD_COPY, candidates, flat_names
 from megatron.model.parameters import HEAD_TABLE, QKV, VOCABULARY_TABLES, WORD_TABLE, Parameter, layer_of
 from megatron.state.division import even_ranges
@@ -52,7 +53,8 @@ class ModelChunk:
         numbers = {int(match[1]) for name in self.tensors if (match := _OF_LAYER.match(name))}
         if numbers != set(range(len(numbers))):
             raise CheckpointError(
-                f"{self.key} has layers {sorted(numbers)[:8]}, but some numbers before the last one are missing"
+                f"{self.key} has layers {sorted(numbers)[:8]}, but some numbers before the last one are missing; copy "
+                "the checkpoint again"
             )
         return len(numbers)
 
@@ -106,7 +108,8 @@ class ClassicTree:
         virtual = {len(layers) for layers in counts.values()}
         if len(virtual) != 1:
             raise CheckpointError(
-                f"{self.directory}: its pipeline stages have different numbers of virtual stages: {sorted(virtual)}"
+                f"{self.directory}: its pipeline stages have different numbers of virtual stages: {sorted(virtual)}; "
+                "copy all folders of one step"
             )
         found, first = [], 0
         for chunk in range(virtual.pop()):
@@ -146,7 +149,9 @@ class ClassicTree:
             held = self.chunks[at][chunk]
             found = next((each for each in names if each in held.tensors), None)
             if found is None:
-                raise CheckpointError(f"{self.directory} has no {names[0]}: its args describe another model")
+                raise CheckpointError(
+                    f"{self.directory} has no {names[0]}: its args describe another model; {SAVE_AGAIN}"
+                )
             file, stored = self.files[at], held.tensors[found]
             shape = file.shape(stored)
             dtypes.add(str(file.dtype(stored)))
@@ -154,7 +159,9 @@ class ClassicTree:
             _check_shape(self.directory, parameter, ranges, shape)
             places[Slice(f"{tp}.{pp}.{ep}", (held.key, found), ranges, shape)] = SliceLocation(at, held.key, found)
         if len(dtypes) != 1:
-            raise CheckpointError(f"{self.directory}: {name} is {' and '.join(sorted(dtypes))} on different ranks")
+            raise CheckpointError(
+                f"{self.directory}: {name} is {' and '.join(sorted(dtypes))} on different ranks; {SAVE_AGAIN}"
+            )
         record = TensorRecord(parameter.shape, dtypes.pop(), row.split_dim or 0, tuple(places), row.fold)
         return record, places
 
@@ -168,7 +175,7 @@ class ClassicTree:
         if row.shape[row.split_dim] % self.tp:
             raise CheckpointError(
                 f"{self.directory}: {parameter.name} has {row.shape[row.split_dim]} parts, which {self.tp} "
-                "ranks cannot share equally"
+                f"ranks cannot share equally; {SAVE_AGAIN}"
             )
         return even_ranges(size, self.tp, tp)
 
@@ -201,7 +208,7 @@ class ClassicTree:
                 if copy.shape != words.shape or (copy[rows] - words[rows]).norm() > 0.5 * words[rows].norm():
                     raise CheckpointError(
                         f"{self.directory}: its {name} differs from its token embedding, but its args state that they "
-                        "are tied (untie_embeddings_and_output_weights)"
+                        f"are tied (untie_embeddings_and_output_weights); {SAVE_AGAIN}"
                     )
 
     def unknown(self, used: set[SliceLocation], *, tied: bool) -> list[str]:
@@ -223,10 +230,12 @@ def open_tree(directory: Path, checks: MemberChecks | None) -> ClassicTree:
     matches = {name: _RANK.fullmatch(name) for name in ranks}
     if not all(matches.values()):
         strange = next(name for name, match in matches.items() if match is None)
-        raise CheckpointError(f"{directory / strange} is not a folder of a rank of Megatron-LM (mp_rank_TT_PPP_EEE)")
+        raise CheckpointError(
+            f"{directory / strange} is not a folder of a rank of Megatron-LM (mp_rank_TT_PPP_EEE); move it elsewhere"
+        )
     first = TorchFile.open(paths.member(directory, f"{ranks[0]}/{paths.MODEL_FILE}"), checks)
     if not isinstance(first.content, dict):
-        raise CheckpointError(f"{first.path} holds no dictionary: it is not a checkpoint of Megatron-LM")
+        raise CheckpointError(f"{first.path} holds no dictionary: it is not a checkpoint of Megatron-LM; {NOT_A_GPT}")
     args = plain_values(first.content.get("args"))
     args = args if isinstance(args, dict) else {}
     files: dict[ModelRank, TorchFile] = {}
@@ -237,7 +246,9 @@ def open_tree(directory: Path, checks: MemberChecks | None) -> ClassicTree:
         path = paths.member(directory, f"{name}/{paths.MODEL_FILE}")
         file = first if name == ranks[0] else TorchFile.open(path, checks)
         if not isinstance(file.content, dict):
-            raise CheckpointError(f"{file.path} holds no dictionary: it is not a checkpoint of Megatron-LM")
+            raise CheckpointError(
+                f"{file.path} holds no dictionary: it is not a checkpoint of Megatron-LM; {NOT_A_GPT}"
+            )
         files[at] = file
     sizes = [max(getattr(at, axis) for at in files) + 1 for axis in ("tp", "pp", "ep")]
     if prod(sizes) != len(files):
@@ -266,12 +277,12 @@ def _coordinates(numbers: list[int], args: Mapping[str, Any]) -> ModelRank:
 def _chunks(at: ModelRank, file: TorchFile) -> Iterator[ModelChunk]:
     keys = sorted((k for k in file.content if isinstance(k, str) and _CHUNK.fullmatch(k)), key=lambda k: (len(k), k))
     if not keys:
-        raise CheckpointError(f"{file.path} has no model: it is not a checkpoint of Megatron-LM")
+        raise CheckpointError(f"{file.path} has no model: it is not a checkpoint of Megatron-LM; {NOT_A_GPT}")
     for key in keys:
         tensors = dict(flat_names(file.content[key]))
         strange = [name for name, value in tensors.items() if not file.is_tensor(value)]
         if strange:
-            raise CheckpointError(f"{file.path} has an entry {strange[0][:100]} that is not a tensor")
+            raise CheckpointError(f"{file.path} has an entry {strange[0][:100]} that is not a tensor; {SAVE_AGAIN}")
         yield ModelChunk(at, key, tensors)
 
 
@@ -290,6 +301,7 @@ def _check_shape(
         raise CheckpointError(
             f"{directory}: {parameter.name} has shape {shape} on a rank, but its args describe {row.shape}"
             + ("" if ranges is None else f" of which a rank has {spec.local_shape}")
+            + f"; {SAVE_AGAIN}"
         )
 
 

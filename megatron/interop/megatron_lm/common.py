@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.checkpoint import paths
 from megatron.errors import CheckpointError
+from megatron.interop.megatron_lm.advice import NOT_A_GPT
 from megatron.interop.megatron_lm.dcp import METADATA, DistDirectory
 from megatron.torch_files.torch_file import TorchFile
 
@@ -22,7 +23,7 @@ def common_content(found: DistDirectory) -> tuple[Mapping[str, Any], TorchFile]:
     if path.exists():
         file = TorchFile.open(paths.member(found.directory, _COMMON), found.checks)
         if not isinstance(file.content, dict):
-            raise CheckpointError(f"{path} holds no dictionary: it is not a checkpoint of Megatron-LM")
+            raise CheckpointError(f"{path} holds no dictionary: it is not a checkpoint of Megatron-LM; {NOT_A_GPT}")
         return file.content, file
     content: dict[str, Any] = {}
     opened: TorchFile | None = None
@@ -40,7 +41,8 @@ def common_content(found: DistDirectory) -> tuple[Mapping[str, Any], TorchFile]:
         _put(content, names, value)
     if opened is None:
         raise CheckpointError(
-            f"{found.directory} has no {_COMMON} and no args in its {METADATA}: it is not a GPT of Megatron-LM"
+            f"{found.directory} has no {_COMMON} and no args in its {METADATA}: it is not a GPT of Megatron-LM; "
+            f"{NOT_A_GPT}"
         )
     for key, tensor in found.tensors.items():
         if key.startswith("optimizer.") and prod(tensor.shape) == 1 and not STATE.fullmatch(key):

@@ -92,7 +92,7 @@ class DistDirectory:
         if found.dtype != tensor.dtype or tuple(found.shape) != chunk.sizes:
             raise CheckpointError(
                 f"{file.path}: {key} is {found.dtype} {tuple(found.shape)}, but in {METADATA} {tensor.dtype} "
-                f"{chunk.sizes}"
+                f"{chunk.sizes}; copy the checkpoint again"
             )
         return found
 
@@ -103,13 +103,15 @@ def open_directory(directory: Path, checks: MemberChecks | None) -> DistDirector
         raise MissingPartError(f"{path} is missing: the checkpoint was never completed")
     size = path.stat().st_size
     if size > _ALWAYS_READ and size > sum(entry.lstat().st_size for entry in directory.glob("*.distcp")):
-        raise CheckpointError(f"{path} has {size} bytes, more than the files that it describes")
+        raise CheckpointError(
+            f"{path} has {size} bytes, more than the files that it describes; copy the checkpoint again"
+        )
     try:
         tensors, blobs = _described(read_pickle(path.read_bytes()))
     except PickleRefused as error:
-        raise UnsafeFileError(f"{path} cannot be read: {error}") from error
+        raise UnsafeFileError(f"{path} cannot be read: {error}; copy it again") from error
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); check its permissions") from error
     return DistDirectory(directory, tensors, blobs, checks)
 
 

@@ -10,6 +10,7 @@ from megatron.checkpoint import classic
 from megatron.checkpoint.architecture import model_config, moe_config
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError
+from megatron.interop.megatron_lm.advice import NOT_A_GPT, SAVE_AGAIN
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 _OTHER_NAMES = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
@@ -63,10 +64,12 @@ def settings_from_args(args: Mapping[str, Any], where: Path, *, core: bool = Fal
     args = {name: value for name, value in args.items() if not (core and name in _NOT_READ_BY_CORE)}
     lacking = [name for name in _NEEDED if type(args.get(name)) is not int]
     if lacking:
-        raise CheckpointError(f"{where}: its args have no {', '.join(lacking)}: it is not a GPT of Megatron-LM")
+        raise CheckpointError(
+            f"{where}: its args have no {', '.join(lacking)}: it is not a GPT of Megatron-LM; {NOT_A_GPT}"
+        )
     _refuse_what_is_not_built(args, where)
     if args.get("position_embedding_type") == "yarn" and args.get("yarn_rotary_scaling_factor") is None:
-        raise CheckpointError(f"{where}: its args have YaRN positions but no yarn_rotary_scaling_factor")
+        raise CheckpointError(f"{where}: its args have YaRN positions but no yarn_rotary_scaling_factor; {SAVE_AGAIN}")
     model = asdict(model_config(_section(args, ModelConfig) | _attention(args) | _positions(args) | _activation(args)))
     moe = asdict(moe_config({"moe": _experts(args)}))
     precision = {"bf16": bool(args.get("bf16")), "fp16": bool(args.get("fp16"))}
@@ -82,16 +85,18 @@ def settings_from_args(args: Mapping[str, Any], where: Path, *, core: bool = Fal
 def _refuse_what_is_not_built(args: Mapping[str, Any], where: Path) -> None:
     for name, off in _NOT_BUILT.items():
         if name in args and args[name] not in off:
-            raise CheckpointError(f"{where}: its args have {name} = {str(args[name])[:60]}, which is not supported")
+            raise CheckpointError(
+                f"{where}: its args have {name} = {str(args[name])[:60]}, which is not supported; choose another model"
+            )
     balancing = args.get("moe_router_load_balancing_type")
     if "sinkhorn" in (balancing if isinstance(balancing, list) else [balancing]):  # chooses the experts differently
         name = "moe_router_load_balancing_type"
-        raise CheckpointError(f"{where}: its args have {name} = sinkhorn, which is not supported")
+        raise CheckpointError(f"{where}: its args have {name} = sinkhorn, which is not supported; choose another model")
     for name, other in _OTHER_NAMES.items():
         one, two = args.get(name), args.get(other)
         if one is not None and two is not None and one != two:
             raise CheckpointError(
-                f"{where}: its args have {name} = {one} and {other} = {two}, but both are one setting"
+                f"{where}: its args have {name} = {one} and {other} = {two}, but both are one setting; {SAVE_AGAIN}"
             )
 
 

@@ -16,6 +16,7 @@ from megatron.checkpoint.reader import StepReader
 from megatron.config import ModelConfig, MoEConfig
 from megatron.errors import CheckpointError
 from megatron.interop.megatron_lm import classic_tree, optimizer_state
+from megatron.interop.megatron_lm.advice import NOT_A_GPT, SAVE_AGAIN
 from megatron.interop.megatron_lm.classic_tree import ClassicTree, SliceLocation
 from megatron.interop.megatron_lm.megatron_args import settings_from_args, true_vocabulary
 from megatron.interop.megatron_lm.optimizer_state import UnknownOptimizerError
@@ -139,7 +140,9 @@ def described_model(
     config, moe = model_config(settings["model"]), moe_config(settings)
     experts = len(moe.expert_layers(min(config.num_layers, _MOST_LAYERS))) * (moe.num_experts or 0)
     if config.num_layers != layers:
-        raise CheckpointError(f"{directory}: its args have {config.num_layers} layers, but its files have {layers}")
+        raise CheckpointError(
+            f"{directory}: its args have {config.num_layers} layers, but its files have {layers}; {SAVE_AGAIN}"
+        )
     if layers + experts > _MOST_LAYERS:  # before generating all names
         raise CheckpointError(
             f"{directory}: its args have {layers} layers and {experts} experts in all; at most {_MOST_LAYERS} together "
@@ -154,9 +157,13 @@ def refuse_unknown_tensors(directory: Path, names: Iterable[str]) -> None:
     """Rejects tensors that belong to no parameter of the model."""
     unknown = sorted(set(names))
     if bias := next((name for name in unknown if name.endswith(".mlp.router.bias")), None):
-        raise CheckpointError(f"{directory}: its routers have a bias, {bias}, which is not supported")
+        raise CheckpointError(
+            f"{directory}: its routers have a bias, {bias}, which is not supported; choose another model"
+        )
     if unknown:
-        raise CheckpointError(f"{directory} has tensors that its args do not describe: {', '.join(unknown[:6])}")
+        raise CheckpointError(
+            f"{directory} has tensors that its args do not describe: {', '.join(unknown[:6])}; {SAVE_AGAIN}"
+        )
 
 
 def _table_rows(tree: ClassicTree) -> int:
@@ -165,7 +172,7 @@ def _table_rows(tree: ClassicTree) -> int:
         at = classic_tree.ModelRank(tp, 0, 0)
         table = tree.chunks[at][0].tensors.get(WORD_TABLE)
         if table is None:
-            raise CheckpointError(f"{tree.directory} has no {WORD_TABLE} on its first stage")
+            raise CheckpointError(f"{tree.directory} has no {WORD_TABLE} on its first stage; {NOT_A_GPT}")
         rows += tree.files[at].shape(table)[0]
     return rows
 
@@ -206,7 +213,7 @@ def _optimizer(
         held = {piece: entries[place.at].get((place.chunk, place.name), {}) for piece, place in places[name].items()}
         kinds = set.intersection(*(set(each) for each in held.values()))
         if not {"exp_avg", "exp_avg_sq"} <= kinds:
-            raise UnknownOptimizerError(f"{tree.directory} has no optimizer state of {name}")
+            raise UnknownOptimizerError(f"{tree.directory} has no optimizer state of {name}; {SAVE_AGAIN}")
         for kind in sorted(kinds):
             slices = []
             for piece in places[name]:

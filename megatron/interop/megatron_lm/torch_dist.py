@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron.checkpoint import paths
 from megatron.checkpoint.manifest import Slice, TensorRecord
 from megatron.errors import CheckpointError
+from megatron.interop.megatron_lm.advice import NOT_A_GPT, SAVE_AGAIN
 from megatron.interop.megatron_lm.common import STATE, common_content
 from megatron.interop.megatron_lm.dcp import METADATA, DistDirectory, open_directory
 from megatron.interop.megatron_lm.names import layer_pattern
@@ -90,7 +91,7 @@ def _check_backend(directory: Path) -> None:
         values = json.loads(path.read_text(encoding="utf-8"))
         backend = values.get("sharded_backend")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__})") from error
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}); copy it again") from error
     if backend != "torch_dist":
         raise CheckpointError(
             f"{directory} is in the distributed format {_printable(backend)}, which is not supported; with the "
@@ -115,7 +116,7 @@ def _layers(found: DistDirectory) -> int:
 
 def _table_rows(found: DistDirectory) -> int:
     if WORD_TABLE not in found.tensors:
-        raise CheckpointError(f"{found.directory} has no {WORD_TABLE}: it is not a GPT of Megatron-LM")
+        raise CheckpointError(f"{found.directory} has no {WORD_TABLE}: it is not a GPT of Megatron-LM; {NOT_A_GPT}")
     return found.tensors[WORD_TABLE].shape[0]
 
 
@@ -142,7 +143,7 @@ def _place(found: DistDirectory, parameter: Parameter) -> _Source:
     tried = list(_candidates(parameter))
     source = next((each for each in tried if each.key in found.tensors), None)
     if source is None:
-        raise CheckpointError(f"{found.directory} has no {tried[0].key}: its args describe another model")
+        raise CheckpointError(f"{found.directory} has no {tried[0].key}: its args describe another model; {SAVE_AGAIN}")
     shape, lead = found.tensors[source.key].shape, source.lead
     inner = shape[len(lead) :]
     if parameter.row.name in VOCABULARY_TABLES:
@@ -219,7 +220,9 @@ def _optimizer(
         if match := STATE.fullmatch(key):
             kind, of = _KINDS[match[1]], match[2]
             if other := state.get((kind, of)):
-                raise UnknownOptimizerError(f"{found.directory} has the {kind} of {of} twice, as {other} and as {key}")
+                raise UnknownOptimizerError(
+                    f"{found.directory} has the {kind} of {of} twice, as {other} and as {key}; {SAVE_AGAIN}"
+                )
             state[kind, of] = key
     if not state:
         flat = [key for key in found.tensors if _OF_OPTIMIZER.fullmatch(key)]
@@ -238,10 +241,12 @@ def _optimizer(
         dtype = found.tensors[place.key].dtype
         for kind in ("exp_avg", "exp_avg_sq", *(["master"] if dtype in _HALF else [])):
             if (kind, place.key) not in state:
-                raise UnknownOptimizerError(f"{found.directory} has no {kind} of {place.key}")
+                raise UnknownOptimizerError(f"{found.directory} has no {kind} of {place.key}; {SAVE_AGAIN}")
             key = state[kind, place.key]
             whole, shape = found.tensors[place.key].shape, found.tensors[key].shape
             if shape != whole and not _is_grid(whole, shape):
-                raise UnknownOptimizerError(f"{found.directory}: {key} has shape {shape}, but its parameter {whole}")
+                raise UnknownOptimizerError(
+                    f"{found.directory}: {key} has shape {shape}, but its parameter {whole}; {SAVE_AGAIN}"
+                )
             records.setdefault(name, {})[kind] = _record(found, parameter, place, key, sources)
     return records

@@ -286,7 +286,9 @@ def to_megatron(
 def _plan(found: FoundStep, target: TargetLayout, reading: Reading, log: Callable[[str], object]) -> _Writer:
     manifest = found.manifest
     if "model" not in manifest.config or WORD_TABLE not in manifest.model:
-        raise ConfigError(f"--to megatron: {found.directory} holds no GPT of this project")
+        raise ConfigError(
+            f"--to megatron: {found.directory} holds no GPT of this project; give a native checkpoint of a GPT"
+        )
     config, moe = model_config(manifest.config["model"]), moe_config(manifest.config)
     vocab_size = manifest.model[WORD_TABLE].logical_shape[0]
     target.check(config, moe, vocab_size)

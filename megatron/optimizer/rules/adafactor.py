@@ -61,14 +61,14 @@ class Extent:
 
     rows: Shard
     columns: Shard
-    """Rows and columns of the whole matrix that are here. Each element of a non-matrix parameter is a row."""
+    """Rows and columns of the whole matrix that this rank holds. Each element of a non-matrix parameter is a row."""
     is_matrix: bool
     held: Range
     """Range of the stored elements that this rank updates, without rows that pad a vocabulary."""
     axes: Axes
     """Axes to sum over: their ranks hold the other parts."""
     counted: Tensor | None
-    """[rows here]: 1, or 0 if another of these ranks counts the same row. None means 1 everywhere."""
+    """[rows of this rank]: 1, or 0 if another of these ranks counts the same row. None means 1 everywhere."""
 
     @staticmethod
     def of(grads: TrainingStore, name: str, matrix: Matrix) -> "Extent":

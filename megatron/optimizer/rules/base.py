@@ -36,7 +36,7 @@ class Control(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Tensors of a store as rules see them: a slot and a gradient by name."""
+    """Tensors that an update rule reads and writes: the slot and the gradient of each shard, by name."""
 
     slots: Mapping[str, Slot]
     grad: Callable[[str], Tensor]

@@ -22,7 +22,7 @@ _SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 @dataclass(frozen=True)
 class InBlocks:
-    """Quantised part of one parameter: this rank's piece of a matrix."""
+    """Position of this rank's piece of a matrix among the blocks that are quantised together."""
 
     section: Section
     axis: Axis

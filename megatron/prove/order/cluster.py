@@ -128,7 +128,8 @@ def record_clusters(
     workers: int = 1,
     report: Report = lambda: None,
 ) -> dict[str, ClusterRecording]:
-    """Records one rank of each class, and `copies`, by default those of `compared_ranks`."""
+    """Records the representative of each class of ranks, and `copies`: ranks to compare with it, by default those of
+    `compared_ranks`."""
     config = next(iter(runs.values()))
     layout = config.parallel.layout(world_size)
     chosen, compared = representatives(layout), compared_ranks(config, world_size) if copies is None else copies

@@ -56,7 +56,7 @@ class RecordError(MegatronError):
 class _Task:
     run: str
     ranks: tuple[int, ...]
-    heard: bytes
+    known: bytes
     """Packed broadcasts that the group recorded before (`waves`) sent or received."""
 
 
@@ -64,8 +64,8 @@ class _Task:
 class _Answer:
     task: _Task
     recordings: Mapping[int, Recording]
-    said: bytes
-    """Packed broadcasts: those in `heard`, and those that these ranks sent."""
+    broadcasts: bytes
+    """Packed broadcasts: those of `known`, and those that the ranks of this task sent."""
 
 
 def record_ranks(
@@ -80,14 +80,14 @@ def record_ranks(
     """Records each of `ranks` in each of `runs`, on the CPU, with made-up peers, in `workers` processes at a time. The
     recordings do not depend on `workers`."""
     recordings: Recordings = {run: {} for run in runs}
-    said: dict[tuple[str, int | None], bytes] = {(run, None): pack_broadcasts({}) for run in runs}
+    broadcasts: dict[tuple[str, int | None], bytes] = {(run, None): pack_broadcasts({}) for run in runs}
     with _answering(_Recorder(runs, layout, script), workers, report) as answers_to:
         for wave in waves(layout, ranks):
-            tasks = [_Task(run, group, said[run, before]) for run in runs for group, before in wave.items()]
+            tasks = [_Task(run, group, broadcasts[run, before]) for run in runs for group, before in wave.items()]
             for answer in answers_to(tasks):
                 run, first = answer.task.run, answer.task.ranks[0]
                 recordings[run] |= answer.recordings
-                said[run, first] = answer.said
+                broadcasts[run, first] = answer.broadcasts
     return recordings
 
 
@@ -153,7 +153,7 @@ class _Recorder:
     script: ModuleType
 
     def __call__(self, task: _Task, note: Callable[[None], None]) -> _Answer:
-        peers = Script(partial(representative, self.layout), unpack_broadcasts(task.heard))
+        peers = Script(partial(representative, self.layout), unpack_broadcasts(task.known))
         config, recordings = _in_own_directories(self.runs[task.run], task.ranks[0]), {}
         with as_large_on_accelerators():
             for rank in task.ranks:

@@ -238,7 +238,9 @@ class _Process:
                 start_new_session=True,  # the terminal's signals are for this process, which ends the other one
             )
         except OSError as error:
-            raise ConfigError(f"{named}: its rendering process could not be started ({error})") from None
+            raise ConfigError(
+                f"{named}: its rendering process could not be started ({error}); free memory, or allow more processes"
+            ) from None
         self._named, self._owner = named, os.getpid()
         os.set_blocking(_open(self._popen.stdin).fileno(), False)  # partial writes; `send` waits for the rest
         self.end = weakref.finalize(self, _end, self._popen, self._owner)

@@ -269,7 +269,7 @@ def test_the_job_loads_no_torch(workshop: Workshop) -> None:
         ("--input in.jsonl --output-prefix o --dataset-impl map", "--dataset-impl: invalid choice"),
         ("--input in.jsonl --output-prefix o --rank 0", "--rank 0: --world is missing"),
         ("--input in.jsonl --output-prefix o --world 2", "--world 2: --rank is missing"),
-        ("--input in.jsonl --output-prefix o --rank 2 --world 2", "--rank 2: there are 2 partitions, 0 to 1"),
+        ("--input in.jsonl --output-prefix o --rank 2 --world 2", "--rank 2: there are 2 partitions; give 0 to 1"),
         ("--input in.jsonl --output-prefix o --rank 0 --world 2 --partitions 3", "--partitions 3: --world is 2"),
         ("--input in.jsonl --output-prefix o --resume --overwrite", "give one of the two"),
         ("--input in.jsonl --output-prefix o --keep-newlines", "--keep-newlines: only used with --split-sentences"),

@@ -62,7 +62,7 @@ def test_a_part_of_a_model_is_one_that_lacks_something(folder: Path, tmp_path: P
     with pytest.raises(CheckpointError, match=r"but \.cache/.*incomplete; the download is not complete: run it again"):
         read_settings(started)
     (folder / "config.json").rename(tmp_path / "model/model.safetensors")
-    with pytest.raises(ConfigError, match=r"config\.json does not exist: not a Hugging Face model folder"):
+    with pytest.raises(ConfigError, match=r"config\.json does not exist; give the folder of a Hugging Face model"):
         read_settings(started)
     with pytest.raises(ConfigError, match=r"model\.safetensors: is not a directory; give a directory"):
         read_settings(["--load", str(folder / "model.safetensors"), *started[2:]])

@@ -29,13 +29,21 @@ class Qwen2(LlamaLike):
         kinds = set(values.get("layer_types") or [])
         if values.get("sliding_window") is None or not values.get("use_sliding_window", False):
             if kinds - {"full_attention"}:
-                raise ConfigError("config.json: layer_types names layers with a window, but sliding_window sets none")
+                raise ConfigError(
+                    "config.json: layer_types names layers with a window, but sliding_window sets none; set it, or "
+                    "remove layer_types"
+                )
             return None
         if not self.may_have_window:
-            raise ConfigError(f"config.json: a sliding window with experts is not supported for {self.model_type}")
+            raise ConfigError(
+                f"config.json: a sliding window with experts is not supported for {self.model_type}; choose another "
+                "model"
+            )
         from_layer = values.get("max_window_layers", 28)
         if kinds == {"full_attention"} or (not kinds and from_layer >= values["num_hidden_layers"]):
             return None
         if kinds != {"sliding_attention"} and (kinds or from_layer > 0):
-            raise ConfigError("config.json: a sliding window in some layers only is not supported")
+            raise ConfigError(
+                "config.json: a sliding window in some layers only is not supported; choose another model"
+            )
         return window_of(values["sliding_window"])
