@@ -93,8 +93,8 @@ def _choose_gloo_interface(info: LaunchInfo) -> str | None:
 def open_to_other_machines(info: LaunchInfo) -> str | None:
     """Warns if the launcher's store accepts other machines although all ranks are on this one.
 
-    A run whose port torchrun chose at random, for ranks that meet on loopback, gets no warning: that is every run on a
-    machine of one's own, and docs/parallelism.md describes the remaining risk.
+    If torchrun chose the port, the ranks meet on loopback, and there is no warning: every run on a machine of one's own
+    is such a run. The remaining risk is in docs/parallelism.md.
     """
     if info.world_size == 1 or _standalone(info):
         return None

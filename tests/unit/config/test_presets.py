@@ -61,7 +61,7 @@ ROUNDED = {
 }  # fmt: skip
 """Sizes of the GPT-3 paper. It publishes no exact counts, and transformers has no class of the model."""
 OURS = {"gpt3-3.7b", "gpt2-tiny", "llama-tiny", "moe-tiny"}
-"""Sizes of an eight-device recipe and of our examples, which nobody else publishes."""
+"""Sizes of an eight-device recipe and of our examples, without a published model."""
 
 
 def test_every_preset_of_a_published_model_is_compared() -> None:
