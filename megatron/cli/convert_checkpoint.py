@@ -8,10 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from megatron.cli.model_flags import dtype_name
 from megatron.compat.renamed_tools import converting
 from megatron.errors import ConfigError
-from megatron.utils.command_line import Parser, integer, run_tool
+from megatron.utils.command_line import Parser, dtype_name, integer, run_tool
 from megatron.utils.foreign import is_hugging_face, is_not_a_directory
 from megatron.utils.log import print_line
 from megatron.utils.numerals import INT32, LARGEST_WORLD, size_in_bytes

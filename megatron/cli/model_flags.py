@@ -3,15 +3,8 @@
 import argparse
 from collections.abc import Sequence
 
-from megatron.utils.command_line import Parser, integer
+from megatron.utils.command_line import Parser, dtype_name, integer
 from megatron.utils.numerals import INT32, LARGEST_WORLD
-
-_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-
-def dtype_name(text: str) -> str:
-    """The `type` of --dtype. Returns the long name of a short one."""
-    return _SHORT.get(text, text)
 
 
 def add_model_flags(parser: Parser, *, batch: str, axes: Sequence[str]) -> argparse._ArgumentGroup:

@@ -99,6 +99,7 @@ def _refuse_file_on_the_way(directory: Path) -> None:
 def _texts(sources: "Sequence[InputFile]", key: str, progress: "ProgressDisplay") -> Iterator[str]:
     """Yields the texts. A line without text raises a DataError with its file and line."""
     from megatron.preprocess.input.segments import plan_segments, read_batches
+    from megatron.utils.plain_text import conversion
 
     path, before = "", 0
     for segment in plan_segments(sources):
@@ -107,11 +108,11 @@ def _texts(sources: "Sequence[InputFile]", key: str, progress: "ProgressDisplay"
         for batch in read_batches(segment, [key]):
             if batch.bad:
                 bad = batch.bad[0]
-                way_out = (
-                    f"give the text's key with --json-key, not {key}"
-                    if bad.kind == "key missing"
-                    else "correct the line"
-                )
+                way_out = "correct the line"
+                if bad.kind == "key missing":
+                    way_out = f"give the text's key with --json-key, not {key}"
+                elif bad.kind == "not JSON":
+                    way_out = conversion(segment.source.path) or way_out
                 raise DataError(f"{segment.source.place(before + bad.number - batch.first_line + 1)}: {bad}; {way_out}")
             for _, texts in batch.documents:
                 yield from texts[0]

@@ -3,6 +3,7 @@
 import glob
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 from megatron.config.split import Shares, parse_split
 from megatron.errors import ConfigError, without_secrets
 from megatron.utils.numerals import real_number
+from megatron.utils.plain_text import is_plain_text, json_lines_command
 from megatron.utils.regular_file import regular
 
 if TYPE_CHECKING:
@@ -170,7 +172,9 @@ def prefix_meant(prefix: str) -> str:
     if found := datasets_of(path):
         return f"did you mean {found[0]}?"
     if path.is_file() and path.suffix not in (".bin", ".idx"):
-        return f"this is not a dataset; if it is text, convert it: tools/preprocess_data.py --input {prefix}"
+        first, lines = json_lines_command(prefix) if is_plain_text(path) else ("", prefix)
+        steps = f"{first} && python tools/preprocess_data.py" if first else "python tools/preprocess_data.py"
+        return f"this is not a dataset; if it is text, convert it: {steps} --input {shlex.quote(lines)}"
     return "give the prefix that tools/preprocess_data.py wrote, without .bin or .idx"
 
 

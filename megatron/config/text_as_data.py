@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron.config.blend import datasets_of
 from megatron.config.run import RunConfig
 from megatron.utils.foreign import may_be_on_hub
+from megatron.utils.plain_text import is_plain_text, json_lines_command
 
 _PEEK = 65536
 
@@ -49,10 +50,12 @@ def _key_of_text(path: Path) -> str | None:
 
 def _preprocess(config: RunConfig, flag: str, path: Path, key: str) -> str:
     output, tokenizer = path.with_suffix(""), config.tokenizer
-    words = ["python", "tools/preprocess_data.py", "--input", str(path), "--output-prefix", str(output)]
+    first, lines = json_lines_command(str(path)) if is_plain_text(path) else ("", str(path))
+    words = ["python", "tools/preprocess_data.py", "--input", lines, "--output-prefix", str(output)]
     words += [] if key == "text" else ["--json-keys", key]
     for name in ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size"):
         value = getattr(tokenizer, name)
         words += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
-    line = shlex.join([*words, "--append-eod"])
+    words.append("--append-eod")
+    line = f"{first} && {shlex.join(words)}" if first else shlex.join(words)
     return f"this is text, not a dataset; make one: {line} ; then give {flag} {output}_{key}_document"

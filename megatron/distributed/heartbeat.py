@@ -50,7 +50,7 @@ _ERRORS: dict[ErrorKind, type[MegatronError]] = {
     "lost": PeerLostError,
     "terminated": TerminatedError,
 }
-_WAY_OUT = "Start again with --load to continue from the last checkpoint"
+_WAY_ON = "start the same command again"  # before the first step
 
 Where = Callable[[], tuple[int, str]]
 """Returns the step and the phase that this rank is in."""
@@ -73,7 +73,7 @@ class Heartbeat:
         keys: str = "heartbeat",
         connect: Callable[[], dist.Store] | None = None,
         now: Callable[[], float] = time.monotonic,
-        way_on: Callable[[], str] = lambda: _WAY_OUT,
+        way_on: Callable[[bool], str] = lambda interrupted: _WAY_ON,
     ) -> None:
         self._info, self._comm_log, self._where, self._on_end = info, comm_log, where, on_end
         self._interval = _interval(info.world_size)
@@ -149,8 +149,8 @@ class Heartbeat:
                 others = [rank for rank in self._info.ranks_here if rank != self._info.rank]
                 for status in self._board.read(others):
                     self._check(self._board, status)
-                self._announce("terminated", by_sigterm(self._where(), self._way_on()))
-        self._end("terminated", by_sigterm(self._where(), self._way_on()), prints=True)  # the store does not answer
+                self._announce("terminated", by_sigterm(self._where(), self._way_on(True)))
+        self._end("terminated", by_sigterm(self._where(), self._way_on(True)), prints=True)  # the store does not answer
 
     # ---- this rank
 
@@ -332,7 +332,7 @@ class Heartbeat:
             self._end_by(found)
 
     def _end(self, kind: ErrorKind, text: str, *, prints: bool) -> NoReturn:
-        error = _ERRORS[kind](text if kind == "terminated" else f"{text}. {_WAY_OUT}")
+        error = _ERRORS[kind](text if kind == "terminated" else f"{text}; {self._way_on(False)}")
         with self._ending:  # never released: the first thread ends the process
             self._on_end(error, prints)
             self._keep_store_alive()

@@ -91,20 +91,25 @@ def _choose_gloo_interface(info: LaunchInfo) -> str | None:
 
 
 def open_to_other_machines(info: LaunchInfo) -> str | None:
-    """Warns if the launcher's store accepts other machines although all ranks are on this one."""
-    if info.world_size == 1 or not (info.single_node and info.agent_store and reachable_port(info.master_port)):
+    """Warns if the launcher's store accepts other machines although all ranks are on this one.
+
+    If torchrun chose the port, the ranks meet on loopback, and there is no warning: every run on a machine of one's own
+    is such a run. The remaining risk is in docs/parallelism.md.
+    """
+    if info.world_size == 1 or _standalone(info):
+        return None
+    if not (info.single_node and info.agent_store and reachable_port(info.master_port)):
         return None
     return (
         f"torchrun's store listens on all network interfaces (port {info.master_port}), although all ranks are on this "
         "machine: a program on another machine that reaches the port can end the run. Start with "
-        f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1{'' if _standalone(info) else ' torchrun --standalone ...'} to let the "
-        "ranks meet on loopback "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone ... to let the ranks meet on loopback "
         "(docs/parallelism.md#who-can-connect)"
     )
 
 
 def _standalone(info: LaunchInfo) -> bool:
-    """True for torchrun --standalone, which chooses a UUID as the run's id; without it the id is "none" or given."""
+    """True if torchrun got no address: it then chooses a free port, and a UUID as the run's id."""
     return len(info.run_id) == 36 and info.run_id.count("-") == 4
 
 

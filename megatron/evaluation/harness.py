@@ -20,6 +20,7 @@ from megatron.evaluation.sequences import Scored, continuation
 from megatron.inference.answers import Answers, Prompt, Wanted
 from megatron.inference.model import ModelOptions, Subject, open_subject
 from megatron.inference.sampling import Sampling
+from megatron.utils.command_line import dtype_name
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -182,6 +183,8 @@ def model_options(arguments: dict[str, Any]) -> ModelOptions:
             raise ConfigError(f"--batch_size {size}: must be a number of sequences from 1 to 999999999, or auto")
         given["batch_size"] = int(size)
     given = {name: value for name, value in given.items() if value is not None}
+    if "dtype" in given:
+        given["dtype"] = dtype_name(str(given["dtype"]))
     return ModelOptions(**{**given, "load": str(given["load"])})
 
 

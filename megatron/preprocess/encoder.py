@@ -19,6 +19,7 @@ from megatron.preprocess.worker_output import PARTS, Encoded, OutputWriter, Segm
 from megatron.tokenizer import EncoderDifference, Tokenizer, build_tokenizer
 from megatron.tokenizer.base import Ids
 from megatron.utils.durable import storage_error
+from megatron.utils.plain_text import conversion
 
 EXAMPLES_SHOWN = 10  # bad lines that are printed; the rest are only counted
 
@@ -118,6 +119,8 @@ class SegmentEncoder:
             way = "correct the line, or give --on-error skip to skip it"
             if bad.kind == "key missing":
                 way = f"change --json-keys {' '.join(self._settings.json_keys)} to the key of the text, or {way}"
+            elif bad.kind == "not JSON":
+                way = conversion(result.source) or way
             raise _Stop(f"{bad}; {way}", bad.number)
         result.bad[bad.kind] = result.bad.get(bad.kind, 0) + 1
         if len(result.examples) < EXAMPLES_SHOWN:

@@ -21,6 +21,7 @@ from megatron.preprocess.outputs import GrowingOutput, shard_is_whole
 from megatron.preprocess.worker_output import SegmentFailure, SegmentResult, Totals
 from megatron.tokenizer import Tokenizer
 from megatron.utils.durable import writing
+from megatron.utils.plain_text import conversion
 from megatron.utils.process import signals_held
 
 
@@ -182,7 +183,8 @@ class Merger:
         if not report.documents and self._settings.world == 1:
             self._folder.resumable = False  # the same input would give the same outcome
             seen = f"{report.blank_lines} blank and {report.skipped} bad lines"
-            raise DataError(f"--input {given}: holds no documents ({seen}); nothing was written")
+            fixes = [f"; {fix}" for source in self.sources if (fix := conversion(source))][:1]
+            raise DataError(f"--input {given}: holds no documents ({seen}); nothing was written{''.join(fixes)}")
         fraction = report.skipped / max(report.skipped + report.documents, 1)
         if fraction > self._settings.max_skip_fraction:
             raise DataError(

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from megatron.checkpoint.found_step import describe_step
+from megatron.checkpoint.save import bytes_besides
 from megatron.config import MoEConfig, ParallelConfig, RunConfig
 from megatron.config.blend import data_sources, given_sets
 from megatron.config.refusals import Refusals
@@ -42,6 +43,8 @@ NOT_CHECKED = (
 """Last lines of the plan."""
 _SHOWN = 4
 """Longest list of groups, or of ranks in a group, that is shown whole."""
+_BYTES_OF_A_TOKEN = 100
+"""Bytes of a token in the files of a tokenizer: 70 with 1,024 tokens, 104 with 151,000."""
 _BUILT = 2048
 """Largest number of experts, over all layers, that are built one by one."""
 
@@ -140,7 +143,7 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
         ("iterations", f"{plan.total_iterations}"),
         ("samples", f"{train} train, {valid} validation, {test} test"),
         ("tokens", f"{tokens}"),
-        ("checkpoints", _checkpoints(config, parameters)),
+        ("checkpoints", _checkpoints(run, model, parameters)),
         *_compute(run, model, tokens),
         _memory(run, held),
         *plan_rows(run, model, moe),
@@ -182,15 +185,25 @@ def _described(run: Run, model_provider: Callable[[Run], nn.Module]) -> tuple[nn
         return model_provider(run), None
 
 
-def _checkpoints(config: RunConfig, parameters: int) -> str:
-    settings = config.checkpoint
+def _checkpoints(run: Run, model: nn.Module, parameters: int) -> str:
+    settings = run.config.checkpoint
     if settings.save is None:
         return "none (no --save): the weights are lost when the run ends"
     often = "" if settings.save_interval is None else f"every {settings.save_interval} iterations and "
     kind, interval = settings.non_persistent_ckpt_type, settings.non_persistent_save_interval
     between = "" if kind is None or interval is None else f"; {kind} non-persistent ones every {interval} iterations"
-    space = space_for(copy_bytes(config, parameters, 1), settings.save)
+    space = space_for(_step_bytes(run, model, parameters), settings.save)
     return f"{often}at the end, in {settings.save}{between}{space}"
+
+
+def _step_bytes(run: Run, model: nn.Module, parameters: int) -> float:
+    """Estimates the bytes of a checkpoint with all its files."""
+    config, tokenizer, ranks = run.config, run.tokenizer, run.launch.world_size
+    kinds = round(copy_bytes(config, 1, 1) / 4)  # of a parameter: its weight, fp32 master and moments
+    tensors = kinds * len(list(model.parameters())) * config.parallel.layout(ranks).tp
+    files = config.checkpoint.save_tokenizer_assets and tokenizer is not None and tokenizer.files()
+    texts = _BYTES_OF_A_TOKEN * run.vocab_size if files else 0
+    return copy_bytes(config, parameters, 1) + bytes_besides(tensors, ranks) + texts
 
 
 def _groups(layout: Layout) -> list[tuple[str, str]]:

@@ -144,9 +144,13 @@ def _end(error: BaseException) -> None:
         sys.exit(code)
 
 
-def as_megatron_error(error: BaseException) -> BaseException:
+_WAY_ON = "start again with --load to continue from the last checkpoint"
+
+
+def as_megatron_error(error: BaseException, way_on: str = _WAY_ON) -> BaseException:
     """Returns the MegatronError that explains an exception to a user, or the exception itself. It explains Ctrl-C, a
-    closed stdout, a missing dependency, too little memory, and a lost peer (a bare RuntimeError of gloo)."""
+    closed stdout, a missing dependency, too little memory, and a lost peer (a bare RuntimeError of gloo). `way_on` says
+    how a run without that peer can continue."""
     if isinstance(error, KeyboardInterrupt):
         return InterruptError(f"interrupted (SIGINT); {str(error) or 'start the same command again'}")
     if isinstance(error, BrokenPipeError) and stdout_is_unread():
@@ -164,14 +168,15 @@ def as_megatron_error(error: BaseException) -> BaseException:
     text = str(error)
     if not isinstance(error, torch.distributed.DistError) and not any(words in text for words in _GLOO_SAYS):
         return error
-    way_out = f"Start again with --load to continue from the last checkpoint ({text.splitlines()[0][:200]})"
+    first = text.splitlines()[0][:200]
     if is_timeout(error):
         return HangError(
-            "a collective did not end within --distributed-timeout-minutes, so another rank is stuck or cannot be "
-            f"reached. {way_out}"
+            f"a collective did not end within --distributed-timeout-minutes ({first}), so another rank is stuck or "
+            f"cannot be reached; {way_on}"
         )
     return PeerLostError(
-        f"a collective failed, so another rank has ended or cannot be reached; see its error for the cause. {way_out}"
+        f"a collective failed ({first}), so another rank has ended or cannot be reached: its error has the cause; "
+        f"{way_on}"
     )
 
 

@@ -43,6 +43,7 @@ class TrainingLog:
         self.total_iterations = done + self._batch_plan.iterations_left(done, consumed)
         self._last_told = time.perf_counter()
         self._since_logged: list[tuple[float, int, float, float]] = []  # loss, samples, seconds, waits for data
+        self._slow = 1  # of those, left out of the ETA: a run's first iteration allocates and compiles
         self._skipped = self._not_finite = 0
         self.skipped = SkippedSteps()
         training = run.config.training
@@ -84,6 +85,7 @@ class TrainingLog:
             self._log_times(result.times)
             self._log_memory(iteration.number)
             self._since_logged.clear()
+            self._slow = 0
             self._skipped = self._not_finite = 0
 
     def _log_times(self, mine: Mapping[str, float]) -> None:
@@ -107,6 +109,7 @@ class TrainingLog:
     def _record(self, iteration: Iteration, result: StepResult, reported: Mapping[str, float]) -> TrainRecord:
         losses, samples, seconds, waited = zip(*self._since_logged, strict=True)
         rates = self._throughput.rates(sum(samples), sum(seconds))
+        usual = self._slow if len(samples) > 1 else 0
         samples_left = self._batch_plan.samples_left(iteration.number, iteration.consumed_train_samples)
         return TrainRecord(
             iteration=iteration.number,
@@ -127,7 +130,7 @@ class TrainingLog:
             samples_per_second=rates.samples_per_second,
             tflops_per_device=rates.tflops_per_device,
             model_flops_utilisation=rates.utilisation,
-            eta_seconds=samples_left / rates.samples_per_second,
+            eta_seconds=samples_left * sum(seconds[usual:]) / sum(samples[usual:]),
             reported=reported,
         )
 

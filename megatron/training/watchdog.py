@@ -31,7 +31,7 @@ class Position:
         engine = self.parts.engine
         return self.parts.progress.iteration, engine.timers.current if isinstance(engine, Engine) else ""
 
-    def way_on(self) -> str:
+    def way_on(self, interrupted: bool = True) -> str:
         """Says from which checkpoint the run can continue, or that there is none and how to get one."""
         history, settings = self.history, self.run.config.checkpoint
         trained = self()[0] - history.started_from
@@ -46,17 +46,22 @@ class Position:
         fix = f"give {where}--save-interval 100 to save regularly"
         if settings.save and settings.save_interval:
             fix = f"give a --save-interval below {settings.save_interval} to save more often"
-        if not self.run.config.training.exit_signal_handler:
+        if interrupted and not self.run.config.training.exit_signal_handler:
             fix += f", or {where}--exit-signal-handler to save when interrupted"
         return f"no checkpoint was saved, so {lost}; {fix}"
 
     @contextmanager
-    def told_at_interrupt(self) -> Iterator[None]:
-        """Gives Ctrl-C its text for the user, while the run is known."""
+    def told_at_end(self) -> Iterator[None]:
+        """Gives Ctrl-C and a failed collective their text for the user, while the run is known."""
         try:
             yield
         except KeyboardInterrupt as interrupt:
             interrupt.args = (self.way_on(),)
+            raise
+        except RuntimeError as error:
+            told = as_megatron_error(error, self.way_on(interrupted=False))
+            if isinstance(told, (PeerLostError, HangError)) and told is not error:
+                raise told from error
             raise
 
 
@@ -79,7 +84,7 @@ def watched(run: Run, history: RunHistory, record: ExitRecord) -> Iterator[Posit
     # With --exit-signal-handler the loop handles the signal from its first step to its last.
     if run.launch.world_size == 1 or not patience:
         ended = on_sigterm(lambda: end(TerminatedError(by_sigterm(position(), position.way_on())), True))
-        with ended, position.told_at_interrupt():
+        with ended, position.told_at_end():
             yield position
         return
     limit = 60.0 * run.config.runtime.distributed_timeout_minutes
@@ -89,7 +94,7 @@ def watched(run: Run, history: RunHistory, record: ExitRecord) -> Iterator[Posit
     heartbeat.start()
     with on_sigterm(heartbeat.asked_to_end):
         try:
-            with position.told_at_interrupt():
+            with position.told_at_end():
                 yield position
         except BaseException as error:
             told = as_megatron_error(error)

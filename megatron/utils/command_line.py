@@ -97,6 +97,11 @@ def fields_from(arguments: argparse.Namespace, kind: type[Any]) -> dict[str, Any
     return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
+def dtype_name(text: str) -> str:
+    """The `type` of --dtype. Returns the long name of a short one."""
+    return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(text, text)
+
+
 def integer(at_least: int, at_most: int = LARGEST) -> Callable[[str], int]:
     """The `type` of a flag that takes a whole number within these bounds."""
 

@@ -95,7 +95,11 @@ def test_the_work_is_what_the_run_will_report(capsys: pytest.CaptureFixture[str]
 
 def test_a_world_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     code, rows = planned([*flags(tensor_model_parallel_size=2), "--dry-run-ranks", "3"], capsys)
-    assert code == 2 and "--tensor-model-parallel-size 2: the number of processes, 3, is not" in rows["error"]
+    assert (
+        code == 2
+        and "--tensor-model-parallel-size 2: --dry-run-ranks 3 is not divisible by 2; use --dry-run-ranks 2 or 4"
+        in rows["error"]
+    )
     assert pretrain_here([*flags(), "--dry-run-ranks", "3"]) == 2
     assert "--dry-run-ranks 3: requires one process with --dry-run" in capsys.readouterr().err
 

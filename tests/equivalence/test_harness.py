@@ -7,9 +7,11 @@ import json
 import os
 import sys
 import types
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -36,6 +38,21 @@ def test_without_the_package_it_is_said_once(
         main(["--model", "megatron"])
     assert ended.value.code == 2
     assert capsys.readouterr().err == "error: lm_eval: the package is not installed; run `pip install lm_eval`\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "name"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32"), ("bfloat16", "bfloat16")]
+)
+def test_short_names_of_dtypes_are_known(given: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not INSTALLED:
+        for module in ("", ".__main__", ".api", ".api.instance", ".api.model", ".api.registry", ".models", ".utils"):
+            monkeypatch.setitem(sys.modules, f"lm_eval{module}", MagicMock(TemplateLM=object))
+        monkeypatch.setitem(sys.modules, "lm_eval.models.utils", MagicMock())
+        monkeypatch.delitem(sys.modules, "megatron.evaluation.harness", raising=False)
+    harness = import_module("megatron.evaluation.harness")
+    if not INSTALLED:
+        monkeypatch.delitem(sys.modules, "megatron.evaluation.harness")
+    assert harness.model_options({"load": "x", "dtype": given}).dtype == name
 
 
 def test_only_the_first_rank_writes() -> None:

@@ -37,6 +37,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {**SMALL, "tie_word_embeddings": False, "pad_token_id": 38, "eos_token_id": 0}),
     "qwen2": ("Qwen2", {**SMALL, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {**SMALL, "sliding_window": None}),
+    "qwen3": ("Qwen3", {**SMALL, "tie_word_embeddings": True}),
+    "mixtral": ("Mixtral", {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3_moe": ("Qwen3Moe", {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
                                "norm_topk_prob": True}),
 }  # fmt: skip

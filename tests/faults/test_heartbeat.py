@@ -171,6 +171,7 @@ def test_a_lost_rank_is_named(how: str, words: str, whom: int, tmp_path: Path, s
     for line in said:
         assert f": rank {whom} (process {ranks.processes[whom].pid} on " in line and words in line, said
         assert "last seen in step " in line and " is at step 4, " in line and "all_reduce" in line, said
+        assert line.endswith("4 iterations are lost; give a --save-interval below 1000 to save more often"), said
     if whom != 0:
         assert len(said) == 1, said
     assert ranks.frames() == []

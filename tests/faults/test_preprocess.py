@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -106,8 +107,16 @@ def test_skipping_goes_on_with_exact_counts(workshop: Workshop) -> None:
 
 
 def test_plain_text_and_another_key_are_told_the_way_out(workshop: Workshop) -> None:
-    workshop.corpus("in.jsonl", [b"Once upon a time"])
-    assert_refused(workshop, workshop.run(*FLAGS), 11, "the line begins with 'Once upon a time'; is it plain text?")
+    workshop.corpus("in.jsonl", [b"Once upon a time", b"", "é".encode()])
+    for skip in ((), ("--on-error", "skip")):
+        done = workshop.run(*FLAGS, *skip)
+        assert done.returncode == 11 and "the line begins with 'Once upon a time'" in done.stderr, done.stderr
+        message = done.stderr.splitlines()[-1]
+        command = re.findall(r"convert the file: (.*) ; then give --input in\.jsonl\.jsonl$", message)
+        subprocess.run(command[0], shell=True, check=True, cwd=workshop.folder)
+        assert (
+            workshop.folder / "in.jsonl.jsonl"
+        ).read_text() == '{"text": "Once upon a time\\n"}\n{"text": "\\u00e9\\n"}\n'
     workshop.corpus("in.jsonl", [{"content": "a"}])
     assert_refused(workshop, workshop.run(*FLAGS), 11, "'content'); change --json-keys text to the key of the text")
 

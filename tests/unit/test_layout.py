@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -226,3 +227,11 @@ def test_groups_by_arithmetic_are_those_of_the_coordinates() -> None:
             assert all(layout.group_of(axis, rank) == group for group in groups for rank in (group[0], group[-1]))
             if len(groups) > 4 and axis != "embedding":
                 assert layout.first_groups(axis) == (groups[0], groups[1], groups[-1])
+
+
+def test_groups_of_a_hundred_thousand_ranks_are_fast() -> None:
+    """Work that grows with the square of the ranks would take a minute."""
+    started = time.process_time()
+    assert Layout(131072).groups("world") == (tuple(range(131072)),)
+    assert len(Layout(131072, tp=8, pp=16).groups("dp")) == 128
+    assert time.process_time() - started < 5

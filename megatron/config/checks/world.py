@@ -15,7 +15,10 @@ def find_in_world(config: RunConfig, world_size: int, found: Refusals) -> None:
     with found.of_checking():
         if world_size > LARGEST_WORLD:
             raise ConfigError(f"world size {world_size}: at most {LARGEST_WORLD} ranks; lower the parallel sizes")
-        config.parallel.layout(world_size)  # raises if a size does not fit
+        try:
+            config.parallel.layout(world_size)
+        except SizesError as error:
+            raise error if config.runtime.dry_run_ranks is None else error.planned() from None
         plan = BatchPlan.on(config, world_size)
         with found.of_checking():
             _check_profiled_ranks(config, world_size)

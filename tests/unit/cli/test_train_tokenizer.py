@@ -52,6 +52,13 @@ def test_too_little_text_is_said(folder: Path) -> None:
     assert "--vocab-size 50000: this text only gives" in done.stderr
 
 
+def test_plain_text_is_rejected_with_the_command_that_converts_it(folder: Path) -> None:
+    (folder / "in.txt").write_text("Once upon a time.\n")
+    done = run(folder, "--input", "in.txt", "--vocab-size", "300", "--output-dir", "out")
+    assert done.returncode == 11 and "in.txt:1: not JSON" in done.stderr
+    assert done.stderr.endswith(" < in.txt > in.txt.jsonl ; then give --input in.txt.jsonl\n")
+
+
 @pytest.mark.parametrize(
     ("flags", "code", "complaint"),
     [

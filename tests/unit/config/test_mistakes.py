@@ -370,7 +370,8 @@ def test_text_instead_of_a_dataset_prints_the_command_that_makes_one(content: st
     with pytest.raises(ConfigError) as raised:
         check_paths(parse_args(command))
     said = str(raised.value)
-    assert said.startswith(f"--data-path {tmp_path}/corpus.json: this is text, not a dataset; make one: python tools/")
+    assert said.startswith(f"--data-path {tmp_path}/corpus.json: this is text, not a dataset; make one: python ")
+    assert ("json.dumps" in said and "corpus.json.jsonl && python tools/" in said) == content.startswith("plain")
     assert TEXTS[content].format(folder=tmp_path) in said and "--vocab-size 100 --append-eod" in said
 
 

@@ -270,7 +270,7 @@ def test_an_announcement_that_its_own_rank_reads_at_once_is_its_own() -> None:
     with pytest.raises(Ended):
         rank._announce("hang", "rank 1 waits")
     ((number, error, prints),) = cluster.ended
-    assert (number, prints) == (3, True) and isinstance(error, HangError) and str(error).startswith("rank 1 waits. ")
+    assert (number, prints) == (3, True) and isinstance(error, HangError) and str(error).startswith("rank 1 waits; ")
 
 
 @pytest.mark.parametrize("key", ["identity", "identity_values", "outcome", "came", "number", "came_1", "told_0"])

@@ -91,16 +91,20 @@ def test_a_signal_says_what_is_left(
     history.committed = {Path(folder): steps for folder, steps in committed.items()}
     run: Any = SimpleNamespace(config=parse_args(flags(**given)))
     position = Position(run, history)
-    with pytest.raises(KeyboardInterrupt) as early, position.told_at_interrupt():
+    with pytest.raises(KeyboardInterrupt) as early, position.told_at_end():
         raise KeyboardInterrupt
     assert str(as_megatron_error(early.value)) == "interrupted (SIGINT); start the same command again"
     parts: Any = SimpleNamespace(engine=None, progress=SimpleNamespace(iteration=10))
     position.parts = parts
-    with pytest.raises(KeyboardInterrupt) as interrupt, position.told_at_interrupt():
+    with pytest.raises(KeyboardInterrupt) as interrupt, position.told_at_end():
         raise KeyboardInterrupt
     told = str(as_megatron_error(interrupt.value))
     assert told.startswith("interrupted (SIGINT); ") and text in told
     assert told.endswith("--exit-signal-handler to save when interrupted" if "give --save" in told else text)
+    with pytest.raises(PeerLostError) as lost, position.told_at_end():
+        raise RuntimeError("gloo/transport: Connection reset by peer")
+    told = str(as_megatron_error(lost.value))
+    assert text.split(", or --")[0] in told and "--exit-signal-handler" not in told
 
 
 HANGING = """

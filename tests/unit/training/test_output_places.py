@@ -15,7 +15,8 @@ from megatron.config import RunConfig, parse_args
 from megatron.errors import StorageError
 from megatron.training import dry_run
 from megatron.training.output_places import check_output_places
-from tests.helpers.runs import flags, pretrain_here
+from megatron.utils.device import human_bytes
+from tests.helpers.runs import flags, pretrain_here, train_here
 
 PROFILED = {"profile_dir": {"profile": True, "profile_step_start": 0, "profile_step_end": 1}}
 
@@ -69,3 +70,20 @@ def test_nothing_is_left_behind_and_the_space_is_compared(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     assert pretrain_here(command) == 0
     assert f"1000 B free in {tmp_path}; too little space for one" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("changes", [{}, {"bf16": True, "num_layers": 4}, {"no_save_optim": True}], ids=str)
+def test_the_size_of_a_small_checkpoint_is_estimated_with_its_headers(
+    changes: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values are a small part of it: a tensor has about 900 bytes besides."""
+    estimates: list[float] = []
+    needs: list[int] = []
+    monkeypatch.setattr(dry_run, "space_for", lambda size, save: estimates.append(size) or human_bytes(size))
+    monkeypatch.setattr("megatron.checkpoint.save.Save._check_space", lambda save, need: needs.append(need))
+    assert pretrain_here(flags(save=tmp_path, dry_run=True, train_iters=1, **changes)) == 0
+    train_here(flags(save=tmp_path, train_iters=1, **changes))
+    files = [path for path in next(tmp_path.glob("iter_*")).rglob("*") if path.is_file()]
+    real = sum(path.stat().st_size for path in files)
+    assert 0.97 * real < estimates[0] < 1.15 * real, (estimates, real)
+    assert 0.97 * real < needs[0] < 1.15 * real, (needs, real)

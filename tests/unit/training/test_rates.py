@@ -63,7 +63,21 @@ def test_an_interval_over_a_ramp_counts_the_samples_it_took() -> None:
     assert samples == 2 * 4 + 4 * 2 + 6
     seconds = 7 * record["seconds_per_iteration"]
     assert record["samples_per_second"] == pytest.approx(samples / seconds)
-    assert record["eta_seconds"] == pytest.approx((40 - samples) * seconds / samples)
+    assert 0 < record["eta_seconds"] < (40 - samples) * seconds / samples, "all but the slow first iteration"
+
+
+def test_the_time_left_leaves_out_the_slow_first_iteration() -> None:
+    _, parts = make_parts(flags(train_iters=1000, log_interval=3), hooks=[Recorder(records := [])])
+    with parts:
+        told = parts.trainer.reports
+        result = parts.trainer.iterate()
+        assert result is not None and records == []
+        told._since_logged[0] = (*told._since_logged[0][:2], 1e6, 0.0)  # seconds
+        for _ in range(5):
+            parts.trainer.iterate()
+    first, second = records
+    assert first["seconds_per_iteration"] > 1e5 and first["eta_seconds"] < 1e5
+    assert second["eta_seconds"] == pytest.approx(994 * second["seconds_per_iteration"])
 
 
 def test_the_time_left_ends_at_zero() -> None:
