@@ -58,5 +58,5 @@ class CoreAttention(nn.Module):
             return self.kernels.attention(query, key, value, mask=visible.rows, causal=False, **named)
         if not visible.is_packed(keys):
             return self.kernels.attention(query, key, value, mask=None, causal=query.shape[2] > 1, **named)
-        documents = visible.documents or Documents.of_rows(batch, keys, key.device)
+        documents = visible.documents or Documents.of_rows(batch, keys, key.device, query.shape[2])
         return self.kernels.packed_attention(query, key, value, documents=documents, left=visible.left, **named)

@@ -67,10 +67,11 @@ class Documents:
         return Documents.of_starts(starts)
 
     @staticmethod
-    def of_rows(rows: int, seq: int, device: torch.device) -> "Documents":
-        """Returns one document per row."""
-        boundaries = torch.arange(0, (rows + 1) * seq, seq, dtype=torch.int32, device=device)
-        return Documents(keys=boundaries, queries=boundaries, rows=rows, seq=seq, longest=seq, divide_rows=False)
+    def of_rows(rows: int, seq: int, device: torch.device, queries: int | None = None) -> "Documents":
+        """Returns one document per row. `queries`: number of queries of a row, which are the last of its keys."""
+        numbers = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        of_queries = numbers * (seq if queries is None else queries)
+        return Documents(keys=numbers * seq, queries=of_queries, rows=rows, seq=seq, longest=seq, divide_rows=False)
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> "Documents":
         """Returns the boundaries on another device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron.errors import DataError
+from megatron.model.attention import CoreAttention
+from megatron.model.attention_mask import Visible
 from megatron.ops import resolve
 from megatron.ops.attention import attention
 from megatron.ops.documents import Documents
@@ -25,6 +28,7 @@ from megatron.ops.proof.rounding import Near
 from tests.helpers.declared import Refused
 from tests.helpers.kernels import kernel
 from tests.helpers.planted import Mistake
+from tests.unit.model.helpers import config
 from tests.unit.ops import test_attention_kernels
 from tests.unit.ops.test_attention_kernels import BLOCKS
 
@@ -180,6 +184,97 @@ def test_the_calls_of_a_gpu_have_the_right_shapes(dtype: torch.dtype, left: int 
     assert [grad.shape for grad in grads] == [tensor.shape for tensor in tensors]
 
 
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("left", [None, 0, 5])
+@pytest.mark.parametrize("part", [None, (16, 32), (0, 33), (40, 48)])
+@pytest.mark.parametrize("rows", ["documents", "whole"])
+def test_the_calls_of_a_gpu_mean_the_formula(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    allowed: float,
+    left: int | None,
+    part: tuple[int, int] | None,
+    rows: str,
+) -> None:
+    """Replaces PyTorch's varlen kernels by their definition. The last keys of a row can have fewer queries, as in a
+    chunk of the sequence or a pass with a cache."""
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_by_definition)
+    monkeypatch.setattr(torch.ops.aten, "_efficient_attention_forward", efficient_by_definition)
+    first, end = part or (0, 48)
+    starts = torch.arange(BATCH * 48).view(BATCH, 48) % 11 == 0
+    if rows == "whole":
+        starts = torch.zeros_like(starts)
+        documents = Documents.of_rows(BATCH, end, torch.device("cpu"), end - first)
+    else:
+        documents = Documents.of_starts(starts)
+        documents = documents if part is None else documents.part(first, end)
+    tensors = inputs(end - first, end, dtype)
+    out = varlen_attention(*tensors, documents=documents, left=left, scale=SCALE)
+    mask = visible(starts.int().cumsum(1), left)[:, None, first:end, :end]
+    exact = attention(*[tensor.double() for tensor in tensors], mask=mask, causal=False, scale=SCALE)
+    assert out.dtype == dtype and (out.double() - exact).norm() <= allowed * exact.norm()
+
+
+def flash_by_definition(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    most_queries: int,
+    most_keys: int,
+    dropout_p: float,
+    is_causal: bool,
+    debug: bool,
+    *,
+    scale: float,
+    window_size_left: int,
+    window_size_right: int,
+) -> tuple[Tensor]:
+    """query [tokens, heads, d], key and value [tokens, groups, d]. The last query of a document sees its last key."""
+    assert is_causal and not debug and window_size_right == 0 and not dropout_p and query.shape[2] % 8 == 0
+    assert queries.dtype == keys.dtype == torch.int32 and len(queries) == len(keys)
+    assert (int(queries[-1]), int(keys[-1])) == (len(query), len(key)) and not queries[0] and not keys[0]
+    out = torch.full_like(query, torch.nan)
+    for (q, q_end), (k, k_end) in zip(queries.unfold(0, 2, 1).tolist(), keys.unfold(0, 2, 1).tolist(), strict=True):
+        assert q_end - q <= most_queries and k_end - k <= most_keys
+        three = (t[None].transpose(1, 2) for t in (query[q:q_end], key[k:k_end], value[k:k_end]))
+        distance = torch.arange(k_end - k - (q_end - q), k_end - k).unsqueeze(1) - torch.arange(k_end - k)
+        near = (distance >= 0) & (distance <= (len(key) if window_size_left < 0 else window_size_left))
+        found = attention(*(t.double() for t in three), mask=near, causal=False, scale=scale)
+        out[q:q_end] = found[0].transpose(0, 1).to(query.dtype)
+    return (out,)
+
+
+def efficient_by_definition(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: None,
+    queries: Tensor,
+    keys: Tensor,
+    most_queries: int,
+    most_keys: int,
+    dropout_p: float,
+    mask_type: int,
+    log_sum_exp: bool,
+    *,
+    scale: float,
+    window_size: int | None,
+) -> tuple[Tensor]:
+    """query, key and value [1, tokens, heads, d]; mask type 2 is causal from the bottom right. A window counts a
+    query's own key."""
+    assert mask_type == 2 and bias is None and query.shape[2] == key.shape[2]
+    query, key, value = (t[0] for t in (query, key, value))
+    left = -1 if window_size is None else window_size - 1
+    return (
+        flash_by_definition(
+            query, key, value, queries, keys, most_queries, most_keys, dropout_p, True, False,
+            scale=scale, window_size_left=left, window_size_right=0,
+        )[0][None],
+    )  # fmt: skip
+
+
 FLASH = (
     "Tensor query, Tensor key, Tensor value, Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, SymInt max_k, "
     "float dropout_p, bool is_causal, bool return_debug_mask, *, float? scale=None, SymInt? window_size_left=None, "
@@ -258,3 +353,15 @@ def names_of_derivatives(out: Tensor) -> str:
             names.append(node.name())
             nodes += [parent for parent, _ in node.next_functions]
     return " ".join(names)
+
+
+def test_a_pass_with_a_cache_has_its_own_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core attention of a pass of three tokens after six of a cache, with a window, by the calls of a GPU."""
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_by_definition)
+    kernels = dataclasses.replace(resolve("ref", "cpu"), packed_attention=varlen_attention)
+    core = CoreAttention(config(num_attention_heads=HEADS, hidden_size=HEADS * WIDTH, attention_dropout=0), 1, kernels)
+    query, key, value = inputs(3, 9, torch.bfloat16)
+    mask = visible(torch.zeros(BATCH, 9), 4)[:, None, 6:]
+    exact = attention(query.double(), key.double(), value.double(), mask=mask, causal=False, scale=core.scale)
+    out = core(query, key, value, Visible(left=4))
+    assert (out.double() - exact).norm() <= 1e-2 * exact.norm()
