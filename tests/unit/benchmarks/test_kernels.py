@@ -27,7 +27,12 @@ def small(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "case", [c for c in kernels.CASES if c.op not in ("rope", "adamw", "grad_norm")], ids=lambda c: c.op
+    "case",
+    [
+        *(c for c in kernels.CASES if c.op not in ("rope", "adamw", "grad_norm", "packed_attention")),
+        kernels.packed_attention_case(2, 2, 8, 4),
+    ],
+    ids=lambda c: c.op,
 )
 def test_the_contenders_of_a_case_compute_the_same(case: kernels.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     ops = backend("cpu").ops
@@ -70,4 +75,4 @@ def test_the_time_is_kept_and_attention_is_the_cpus_alone(capsys: pytest.Capture
     backend("cpu")
     words = ["--op", "rms_norm", "--rounds", "1", "--warmup", "0", "--only", "ours", "--seconds", "0"]
     assert len(kernels.main(words)) <= 1
-    assert [case.op for case in kernels.CASES if not case.runs_on("cuda")] == ["attention"] * 4
+    assert [case.op for case in kernels.CASES if not case.runs_on("cuda")] == [*["attention"] * 4, "packed_attention"]

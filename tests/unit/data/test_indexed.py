@@ -219,7 +219,7 @@ def test_missing_files_name_what_was_meant(golden: Path) -> None:
     with pytest.raises(ConfigError, match=r"did you mean .*golden_text_document\?$"):
         IndexedDataset(f"{golden}.jsonl")
     golden.with_name("other.jsonl").write_text("{}")
-    with pytest.raises(ConfigError, match=r"convert it: tools/preprocess_data.py --input .*other.jsonl"):
+    with pytest.raises(ConfigError, match=r"convert it: python tools/preprocess_data.py --input .*other.jsonl"):
         IndexedDataset(golden.with_name("other.jsonl"))
     golden.with_name("golden_text_document.bin").unlink()
     with pytest.raises(ConfigError, match=r"golden_text_document.bin does not exist"):

@@ -83,7 +83,9 @@ def test_a_recording_is_made_where_it_was_warmed_up(monkeypatch: pytest.MonkeyPa
 
 def test_a_batch_is_copied_beside_the_work_and_not_freed_under_it(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Recorder(monkeypatch)
-    moved = CopyStream(DEVICE)({"tokens": torch.arange(3), "name": "batch"})
+    moved = CopyStream(DEVICE, lambda x: x.clone() if isinstance(x, torch.Tensor) else x)(
+        {"tokens": torch.arange(3), "name": "batch"}
+    )
     assert moved["tokens"].tolist() == [0, 1, 2] and moved["name"] == "batch"
     assert cuda.events == [("current", "waits for", "side"), ("used by", "current")]
 
