@@ -1,7 +1,8 @@
 """Runs the public CodeParrot tutorial as its readers type it, in a fresh copy of the checkout.
 
 The commands are the tutorial's own, word for word. Flags behind a launcher's own make the model, batch and run smaller,
-and fewer processes are started. `python` is the one that runs the tests; launchers get a warm one.
+and fewer processes are started. The training and mistakes start real interpreters; all else forks warm ones
+(tests/helpers/warm).
 """
 
 from __future__ import annotations
@@ -67,15 +68,19 @@ def train(*more: str) -> str:
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     copy = copy_checkout(tmp_path_factory.mktemp("tutorial"))
-    copy.must_run("""
+    warm(copy).must_run("""
         python tools/make_stdlib_corpus.py --output codeparrot_data.json --max-megabytes 0.5
         python tools/train_tokenizer.py --input codeparrot_data.json --json-key content --vocab-size 512 --output-dir .
     """)
     return copy
 
 
+def warm(checkout: Checkout) -> Checkout:
+    return Checkout(checkout.root, warm=True)
+
+
 def test_preprocess(checkout: Checkout) -> None:
-    checkout.must_run(PREPROCESS)
+    warm(checkout).must_run(PREPROCESS)
     assert (checkout.root / "codeparrot_content_document.idx").is_file()
     assert (checkout.root / "codeparrot_content_document.bin").is_file()
 
@@ -98,7 +103,7 @@ def test_train_in_two_launches(checkout: Checkout) -> None:
 
 
 def test_open_with_transformers(checkout: Checkout) -> None:
-    checkout.must_run(
+    warm(checkout).must_run(
         "python tools/convert_checkpoint.py --load experiments/codeparrot-small --to hf --save codeparrot-small"
     )
     script = """
@@ -111,7 +116,7 @@ generate = pipeline("text-generation", model="codeparrot-small")
 print(generate("def hello_world():", max_new_tokens=8)[0]["generated_text"])
 """
     (checkout.root / "open.py").write_text(script)
-    assert "def hello_world():" in checkout.must_run("python open.py")
+    assert "def hello_world():" in warm(checkout).must_run("python open.py")
 
 
 def test_a_typo_in_the_tutorials_command_is_one_line(checkout: Checkout) -> None:
@@ -126,9 +131,7 @@ def test_a_typo_in_the_tutorials_command_is_one_line(checkout: Checkout) -> None
 
 @pytest.fixture(scope="module")
 def launched(checkout: Checkout) -> Callable[[str], str]:
-    """Runs a launcher once with its own settings; flags behind its name shrink them. Processes are warm
-    (tests/helpers/warm)."""
-    warm = Checkout(checkout.root, warm=True)
+    """Runs a launcher once with its own settings; flags behind its name shrink them."""
 
     @cache
     def run(launcher: str) -> str:
@@ -141,7 +144,7 @@ def launched(checkout: Checkout) -> Callable[[str], str]:
                 --train-iters 4 --lr-decay-iters 4 --save-interval 4 --log-interval 2 --eval-iters 1
         """
         warmup = " --lr-warmup-iters 2" if launcher == "codeparrot_small" else ""
-        return warm.must_run(script.rstrip() + warmup)
+        return warm(checkout).must_run(script.rstrip() + warmup)
 
     return run
 
@@ -174,7 +177,7 @@ def test_a_model_of_tensor_and_pipeline_parallel_ranks_is_shared(
     (checkout.root / "share.py").write_text(SHARE)
     with fake_hub() as hub:
         known = " ".join(f"{name}={value}" for name, value in hub.environment(checkout.root / "hub-cache").items())
-        said = checkout.must_run(f"""
+        said = warm(checkout).must_run(f"""
             python tools/convert_checkpoint.py --load experiments/{MODEL_PARALLEL} --to hf --save parallel
             env {known} python share.py
         """)

@@ -54,9 +54,12 @@ def copy_checkout(target: Path) -> Checkout:
         copy = target / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(path, copy)
-    # Build outputs are untracked, but belong to a set-up checkout. They exist wherever the tests run.
-    for path in [*(ROOT / "megatron").rglob("*.so"), ROOT / "megatron" / "ops" / "_kernels.json"]:
+    # Build outputs are untracked, but belong to a set-up checkout. They exist wherever the tests run. Python compares a
+    # compiled module with the time and size of its source, which the copy has too.
+    built = [*(ROOT / "megatron").rglob("*.so"), *(ROOT / "megatron").rglob(f"*.{sys.implementation.cache_tag}.pyc")]
+    for path in [*built, ROOT / "megatron" / "ops" / "_kernels.json"]:
         if path.is_file():
+            (target / path.relative_to(ROOT)).parent.mkdir(exist_ok=True)
             shutil.copy2(path, target / path.relative_to(ROOT))
     if (ROOT / "build").is_dir():
         of_the_tests = shutil.ignore_patterns("headers-*", "emulated-*")
