@@ -78,7 +78,8 @@ def whole_stored_shape(record: TensorRecord) -> tuple[int, ...]:
 
 
 def check_is_whole(name: str, record: TensorRecord) -> None:
-    """Raises unless a tensor is stored whole, in its own shape. Used where this is not its parameter's shape."""
+    """Raises unless a tensor is stored whole, in its logical shape. For optimizer state of another shape than its
+    parameter's."""
     for piece in record.slices:
         if piece.shape != record.logical_shape or not is_whole(source_spec(name, record, piece)):
             raise CheckpointError(f"{name}: {_contradiction(record, piece)}")
