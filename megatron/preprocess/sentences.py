@@ -126,7 +126,8 @@ def learn(texts: Iterator[str], most: int = LEARN_FROM) -> tuple[PunktParameters
 
 
 def _trainer() -> Any:
-    """Returns NLTK's trainer, made deterministic and without the time limits that cost half of its time."""
+    """Returns NLTK's trainer of Punkt parameters, made deterministic. NLTK's time limits, which take half of the time,
+    are left out."""
     from nltk.tokenize.punkt import PunktLanguageVars, PunktToken, PunktTrainer
 
     class Words(PunktLanguageVars):
@@ -170,7 +171,7 @@ def _sampled_segments(source: InputFile, count: int) -> list[Segment] | Iterator
         starts = _evenly(range(0, source.size, _SAMPLED_BYTES), count)
         stops = [min(start + _SAMPLED_BYTES, source.size) for start in starts]
         return [Segment(source, i, start, stop, None, stop) for i, (start, stop) in enumerate(zip(starts, stops))]
-    return islice(plan_segments([source], segment_bytes=_SAMPLED_BYTES), count)  # read from the beginning
+    return islice(plan_segments([source], segment_bytes=_SAMPLED_BYTES), count)  # can only be read from the beginning
 
 
 def _evenly(items: Sequence[T], count: int) -> list[T]:
