@@ -169,8 +169,8 @@ def _window(three: Shard, held: Range) -> tuple[Shard, Range, int]:
 
 
 def _needed(source: Shard, wanted: Shard, rows: Range) -> tuple[Shard | None, Range]:
-    """The part of a saved three-dimensional slice that overlaps `wanted`, and the range of the slice's elements that
-    contains it."""
+    """Returns the part of a saved three-dimensional slice that overlaps `wanted`, and the range of the slice's elements
+    that contains this part; (None, (0, 0)) if they do not overlap."""
     outer, length, inner = source.local_shape
     part = _rows(source, rows)
     here = [indices for indices, _ in pieces(part, wanted)]

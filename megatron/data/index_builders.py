@@ -18,7 +18,7 @@ _INT32_MAX = np.iinfo(np.int32).max
 _UINT32_MAX = np.iinfo(np.uint32).max
 _BLOCK = 1 << 18  # documents per block in numpy, to keep its temporaries small
 _WORTH_A_THREAD = 1 << 18  # entries
-_MOST_THREADS = 8  # fewer already saturate the memory
+_MOST_THREADS = 8  # fewer threads already use the whole memory bandwidth
 _WORTH_SAYING = 1 << 25  # entries; building more takes seconds
 
 Implementation = Literal["auto", "c++", "numpy"]

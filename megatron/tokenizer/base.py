@@ -46,7 +46,7 @@ TokenizerOptions = Union["TokenizerConfig", TokenizerSettings]  # a training run
 
 
 class EncoderDifference(DataError):
-    """Raised if ids of the fast encoder differ from the exact ones. None of its output can then be trusted."""
+    """Raised if ids of the fast encoder differ from the exact ones. No output of the fast one is then reliable."""
 
     def __init__(self, index: int, excerpt: str) -> None:
         self.index = index  # of the text in the batch
