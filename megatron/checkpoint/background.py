@@ -54,8 +54,8 @@ class Background:
     """The background saves of one run. All ranks make the same calls in the same order."""
 
     def __init__(self, parallel: ParallelState, device: torch.device, *, later: bool) -> None:
-        """Reads the progress flags of an iteration in the next one if `later`, so that the host does not wait for the
-        device."""
+        """Stores the settings. If `later`, the progress flags of an iteration are read one iteration later, so that the
+        host does not wait for the device."""
         self._parallel, self._device, self._later = parallel, device, later
         self._memory = HostMemory(pinned=device.type != "cpu")
         self._flight: _Flight | None = None
@@ -91,7 +91,8 @@ class Background:
         return content
 
     def poll(self) -> SavedInfo | None:
-        """Returns a step that was just committed, if any. Called every iteration; waits only if a rank has failed."""
+        """Returns a step that was just committed, if any. Called every iteration. Waits for files to be written only if
+        a rank has failed."""
         flight = self._flight
         if flight is None:
             return None
@@ -153,8 +154,8 @@ _ALIGNED = 64
 class HostMemory:
     """Host memory for copies of tensors. Each copy has its own storage, so that a file gets only the tensor's bytes.
 
-    Blocks are allocated once and reused. To allocate pages takes several times as long as a copy, and longer still for
-    pinned pages."""
+    Blocks are allocated once and reused. Allocating pages takes several times as long as copying to them, and
+    even longer for pinned pages."""
 
     def __init__(self, *, pinned: bool) -> None:
         """Uses pinned memory if `pinned`, so that copies from an accelerator are asynchronous."""
@@ -163,7 +164,7 @@ class HostMemory:
         self._block = self._used = 0
 
     def begin(self) -> None:
-        """Makes all memory free again: new copies may overwrite earlier ones."""
+        """Marks all memory as free: new copies may overwrite earlier ones."""
         self._block = self._used = 0
 
     def copy(self, tensor: Tensor) -> Tensor:

@@ -77,8 +77,8 @@ def _tensor(described: Mapping[str, Any]) -> Tensor:
 
 @contextmanager
 def saved_values(what: str, step: Path, way_out: str) -> Iterator[None]:
-    """Turns errors from reading or restoring a checkpoint's plain values into a CheckpointError that names them.
-    Such errors are possible although checksums match: a forger can compute the checksums of forged values. A
+    """Turns errors from reading or restoring a checkpoint's plain values into a CheckpointError that names `what` and
+    `step`. Such errors are possible although checksums match: a forger can compute the checksums of forged values. A
     RuntimeError is not caught, because a lost peer may have caused it."""
     try:
         yield

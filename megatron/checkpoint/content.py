@@ -1,8 +1,8 @@
 """Content that one rank writes: its tensors in the classic tree, and a record of the logical slice of each tensor.
 
-After writing, each rank stores the records in a file beside its other files, its note. The rank that makes the manifest
-reads all notes. Ranks need no communication for this, so a background thread can do it. Notes are deleted before the
-step is committed, so they are not synced.
+After writing, each rank stores its records in a small file, called its note, beside its other files. The rank that
+makes the manifest reads all notes. Ranks need no communication for this, so a background thread can do it. Notes are
+deleted before the step is committed, so they are not synced.
 """
 
 import json
@@ -84,7 +84,7 @@ class RankContent:
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     part: Part = field(default_factory=Part)
     divided: dict[tuple[str, str], Storage] = field(default_factory=dict)
-    """This rank's parts of tensors, in the file of its share, by division and kind."""
+    """Storages of this rank's parts of divided tensors, by (name of the division, kind)."""
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
     """All tensors, with their names for messages."""
 
@@ -92,8 +92,8 @@ class RankContent:
         return [storage for (name, _), storage in self.divided.items() if self.part.shares[name].file == file]
 
     def written(self, file: str, record: FileRecord, starts: Mapping[int, int]) -> None:
-        """Records a written file, and the first byte of its storages and tensors: `starts` has them by Python's
-        `id`."""
+        """Records a written file, and the first byte of its storages and tensors. `starts` maps the `id()` of each
+        object to its first byte."""
         self.part.files[file] = record
         for records in (self.part.model, *self.part.optimizer.values()):
             for name, tensor in records.items():
@@ -235,10 +235,10 @@ def _optimizer(
 def _storages(
     divided: Mapping[tuple[Members, str], list[_Divided]], shares: dict[str, Share]
 ) -> dict[tuple[str, str], Storage]:
-    """Groups parts into storages, by division and kind. A storage begins at the same byte in all files of its division,
-    so the storages before it are padded to the longest among the ranks. A smaller group of ranks lies within one larger
-    group, whose storages come first. Exception: the first file gets fewer dealt elements and is not padded, so storages
-    of dealt tensors may begin at another byte there."""
+    """Groups parts into storages, by division and kind. A storage begins at the same byte in all files of its division:
+    each storage before it is padded to the longest among the ranks. Storages of larger groups of ranks come first,
+    because each smaller group lies within a larger one. One exception: the first replica's file gets less of the
+    replicated state (`_dealt`) and is not padded for it. Storages of that state may begin at another byte there."""
 
     def order(of: tuple[Members, str]) -> tuple[int, str, int, str]:
         return -of[0].size, of[0].name, -sum(division.elements for division, *_ in divided[of]), of[1]

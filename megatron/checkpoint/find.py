@@ -19,7 +19,7 @@ class Candidates:
     directories: tuple[Path, ...]
     release: bool = False
     warning: str | None = None
-    if_damaged: str = "no valid checkpoint is left to fall back to"  # the error if none of the directories is valid
+    if_damaged: str = "no valid checkpoint is left to fall back to"  # error text if none of the directories is valid
 
     @property
     def first_step(self) -> int | None:

@@ -39,9 +39,9 @@ class FoundStep:
     foreign: ForeignStep | None = None
     """The opened step, if Megatron-LM wrote it. `manifest` is then made from its files."""
     save: Path | None = None
-    """Save directory of the run, for a non-persistent step."""
+    """Save directory of the run, for a non-persistent step; None for a step in that directory."""
     at_hand: AtHand | None = None
-    """Collects the files of a local step, which are on several machines."""
+    """Function that collects the files of a local step, which are on several machines."""
     unhashed: bool = False
     """True if only sizes were compared. The load then hashes what it reads and may raise a DamagedCheckpointError."""
 
@@ -61,7 +61,8 @@ class FoundStep:
         return self.directory.parent if self.save is None else self.save
 
     def with_vocabulary(self, rows: int) -> "FoundStep":
-        """Returns the step with its vocabulary tables cut to `rows` rows; Megatron-LM saves them with padding."""
+        """Cuts the vocabulary tables of a step of Megatron-LM, which are saved with padding, to `rows` rows. Returns a
+        native step unchanged."""
         if self.foreign is None:
             return self
         foreign = self.foreign.with_vocabulary(rows)

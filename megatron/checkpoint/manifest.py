@@ -58,7 +58,7 @@ class TensorRecord:
     dtype: str
     dim: int
     slices: tuple[Slice, ...]
-    fold: int = 1  # the number of dimensions from `dim` on that `ranges` index as one
+    fold: int = 1  # number of dimensions, starting at `dim`, that `ranges` index as one flattened dimension
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class DividedFiles:
 
     files: tuple[str, ...]
     starts: Mapping[str, int] = field(default_factory=dict)  # the same in all; empty before schema 4
-    first: Mapping[str, int] = field(default_factory=dict)  # in the first file, if others there: it is dealt less
+    first: Mapping[str, int] = field(default_factory=dict)  # those of the first file, if it has others
 
     def start(self, kind: str, rank: int) -> int | None:
         return (self.first if self.first and rank == 0 else self.starts).get(kind)
@@ -83,13 +83,13 @@ class RunRecord:
     run_id: str
     layout: Mapping[str, int]
     versions: Mapping[str, str]
-    fingerprint: Mapping[str, Any]  # determinism.py
+    fingerprint: Mapping[str, Any]  # conditions of computing (determinism.py)
     data: Mapping[str, Any]
     config: Mapping[str, Any]
     args: Mapping[str, Any]
     origin: Mapping[str, Any] = field(default_factory=dict)  # hf/origin.py; empty for a run started here
     holds: tuple[str, ...] = ()  # which of optimizer, scheduler and rng were saved
-    line: Line | None = None  # of a non-persistent step
+    line: Line | None = None  # lineage of a non-persistent step; None for others
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,7 @@ def unfinished(directory: Path, name: str, run_id: str) -> Path:
 
 
 def step_of(name: str) -> int | None:
-    """The step of a directory name; None for temporary, quarantined and rewound ones."""
+    """Returns the step of a directory name; None for any other name, such as a temporary or a renamed directory's."""
     match = _STEP.fullmatch(name)
     if match is None or step_name(int(match[1])) != name:
         return None

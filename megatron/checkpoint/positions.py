@@ -54,7 +54,7 @@ class Positions:
         self._before: dict[tuple[str, str, int], dict[tuple[str, ...], int]] = {}
 
     def stretches(self, record: TensorRecord, piece: Slice, held: Range | None = None) -> Iterator[Stretch]:
-        """Yields the stretches of a slice in order, or only those with elements in `held`."""
+        """Yields the stretches of a slice in order. With `held`, leaves out files that have none of these elements."""
         if not piece.share:
             yield Stretch(piece.file, (0, piece.elements), piece.start)
             return

@@ -35,7 +35,8 @@ class StepReader:
 
     weights: Mapping[str, Tensor] = MappingProxyType({})
     own: Own = MappingProxyType({})
-    """Optimizer tensors that already hold the step's values. `weights` are such parameters, which `fill` skips."""
+    """Optimizer tensors that already hold the step's values. `weights` are the parameters that already do; `fill` skips
+    them."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self.directory = directory

@@ -1,4 +1,4 @@
-"""Renames and deletes older or newer steps when a step is saved."""
+"""Deletes older steps of this run, and renames newer steps of other runs, when a step is saved."""
 
 import shutil
 from pathlib import Path
@@ -25,7 +25,8 @@ def sweep(directory: Path, run_id: str, *, exclusive: bool) -> list[str]:
 
 
 def warning_before_training(directory: Path, history: RunHistory) -> str | None:
-    """Warning about steps of another run that the first save will rename; damaged ones were reported already."""
+    """Returns a warning about steps of another run that the first save will rename. Leaves out damaged steps, which the
+    load has reported."""
     steps = [step for step in _newer_than_start(directory, history) if step not in history.bad_steps(directory)]
     if not steps:
         return None
@@ -46,7 +47,8 @@ def _newer_than_start(directory: Path, history: RunHistory, saving: int | None =
 
 
 def set_aside_newer(directory: Path, step: int, history: RunHistory) -> list[str]:
-    """Renames steps of other runs that are newer than this run's start. Renamed steps are never read or deleted."""
+    """Renames steps of other runs that are newer than this run's start, or equal to `step`. Renamed steps are never
+    read or deleted."""
     messages = []
     for other in _newer_than_start(directory, history, step):
         bad = other in history.bad_steps(directory)
@@ -60,7 +62,7 @@ def set_aside_newer(directory: Path, step: int, history: RunHistory) -> list[str
 
 
 def retain(directory: Path, history: RunHistory, wanted: Retention, *, tracker_step: int) -> list[str]:
-    """Deletes the old steps that are not `wanted`, but never the tracker's, the loaded one or the two newest."""
+    """Deletes the steps that `wanted` does not keep, but never the tracker's, the loaded or the two newest steps."""
     last, interval = wanted.last, wanted.interval
     if last is None and interval is None:
         return []

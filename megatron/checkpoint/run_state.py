@@ -18,7 +18,7 @@ from megatron.state.shard import Shard
 
 Sharded = tuple[Shard, Tensor]
 Take = Callable[[str, Tensor], None]
-"""Function that takes a parameter's name and the whole tensor. A rank that keeps a piece of the parameter sets it."""
+"""Function of a parameter's name and the whole tensor. Copies the piece of the parameter that this rank keeps."""
 
 Held = Callable[[str], Range | None]
 """Function from a parameter's name to the elements of its stored tensor that this rank keeps; None means all."""
@@ -40,8 +40,8 @@ class TrainState:
     rng: Mapping[str, Any] | None = None  # plain ints and uint8 tensors of this rank
     args: Mapping[str, Any] = field(default_factory=dict)  # under Megatron's classic names
     data: Mapping[str, Any] = field(default_factory=dict)  # integers and dataset fingerprints
-    origin: Mapping[str, Any] = field(default_factory=dict)  # of an imported model, for its export
-    extra: Mapping[str, Any] = field(default_factory=dict)  # of a user's script: plain values and tensors
+    origin: Mapping[str, Any] = field(default_factory=dict)  # data of an imported model that its export restores
+    extra: Mapping[str, Any] = field(default_factory=dict)  # plain values and tensors of a user's script
 
 
 @dataclass

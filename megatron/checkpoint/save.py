@@ -73,8 +73,8 @@ def save_checkpoint(
 
 
 def bytes_besides(tensors: int, ranks: int = 1) -> int:
-    """Estimates the bytes of a step besides its values: headers and the manifest's records of each tensor, and the
-    random states and settings of each rank."""
+    """Estimates the bytes of a step besides its tensors' values: headers and the manifest's records of each tensor, and
+    the random states and settings of each rank."""
     return tensors * _BYTES_OF_A_TENSOR + ranks * _BYTES_OF_A_RANK
 
 

@@ -78,7 +78,8 @@ def whole_stored_shape(record: TensorRecord) -> tuple[int, ...]:
 
 
 def check_is_whole(name: str, record: TensorRecord) -> None:
-    """Raises unless a tensor is stored whole, in its own shape. Used where this is not its parameter's shape."""
+    """Raises unless a tensor is stored whole, in its logical shape. For optimizer state of another shape than its
+    parameter's."""
     for piece in record.slices:
         if piece.shape != record.logical_shape or not is_whole(source_spec(name, record, piece)):
             raise CheckpointError(f"{name}: {_contradiction(record, piece)}")
@@ -168,8 +169,8 @@ def _window(three: Shard, held: Range) -> tuple[Shard, Range, int]:
 
 
 def _needed(source: Shard, wanted: Shard, rows: Range) -> tuple[Shard | None, Range]:
-    """The part of a saved three-dimensional slice that overlaps `wanted`, and the range of the slice's elements that
-    contains it."""
+    """Returns the part of a saved three-dimensional slice that overlaps `wanted`, and the range of the slice's elements
+    that contains this part; (None, (0, 0)) if they do not overlap."""
     outer, length, inner = source.local_shape
     part = _rows(source, rows)
     here = [indices for indices, _ in pieces(part, wanted)]

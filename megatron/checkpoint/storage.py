@@ -27,7 +27,8 @@ _SYNC_BYTES = 16 * 2**20
 HASHES: Mapping[str, Callable[[], Hash]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
 """Checksum algorithms, by their names in the manifest. They detect damage but not forgery, because they have no key."""
 HASH = "xxh3_128"
-"""Algorithm of new checkpoints. Before schema 2 it was sha256, which is ten times slower than memory."""
+"""Algorithm of new checkpoints. Before schema 2 it was sha256, which hashes at a tenth of the speed of
+memory."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class FileHasher(BlockHasher):
 
 
 class HashingFile:
-    """File that hashes bytes while they are written, so that it need not be read again. A thread syncs it meanwhile."""
+    """File that hashes bytes while they are written, so that it need not be read again. A thread syncs the file
+    while later bytes are written."""
 
     def __init__(self, file: IO[bytes], algorithm: str, stop: Event | None = None) -> None:
         self._file, self._stop = file, stop

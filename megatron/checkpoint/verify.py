@@ -26,7 +26,7 @@ from megatron.torch_files.torch_file import TorchFile
 from megatron.utils.dtype import is_finite
 
 Kind = Literal["corrupt", "unsafe", "incomplete", "extra"]
-"""The kind `extra` is for files that no manifest lists; such a step loads, with a warning."""
+"""Kinds of problems. `extra` is a file that the manifest does not list; the step loads, with a warning."""
 
 _NAMED = 8  # number of unlisted files in a message
 _IN_SHAPE = ("exp_avg", "exp_avg_sq", "master")  # kinds that have their parameter's shape if in full precision
@@ -157,7 +157,8 @@ def _extra_files(directory: Path, record: Manifest) -> list[Problem]:
 
 
 def unlisted(directory: Path, record: Manifest) -> str | None:
-    """Names the plain files that the manifest does not list, in one line. `.pt` files are damage: see above."""
+    """Names the files that the manifest does not list, in one line. Leaves out `.pt` files, which `_extra_files`
+    reports."""
     known = {*record.files, paths.MANIFEST}
     found = [
         name

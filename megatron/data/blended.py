@@ -29,7 +29,8 @@ def normalised(weights: Sequence[float] | np.ndarray) -> np.ndarray:
 
 
 def shares_of(weights: Sequence[float], rule: str) -> list[float]:
-    """Returns normalised weights with Megatron's rounding. The blend normalises them a second time."""
+    """Returns normalised weights with Megatron's rounding. `rule` is the value of --split-rule. The blend
+    normalises the weights a second time."""
     if rule == "main":
         return normalised(weights).tolist()
     total = 0.0

@@ -44,17 +44,17 @@ class CachePlace:
 
     directory: Path
     required: bool = False
-    """The user named this directory, so a failed write is an error instead of a note."""
+    """True if the user named this directory: a failed write is then an error, not a note."""
     shared: Path | None = None
-    """A second directory, read-only."""
+    """A second directory, from which entries are only read."""
     trusted: frozenset[int] | None = None
     """The users whose entries are read (None: all users). The author of an index decides which tokens a run sees."""
 
     @staticmethod
     def of(asked: str | None, prefix: str, files: Sequence[str] | None = None) -> "CachePlace":
-        """Chooses the place for the indices of this data: the user's choice (trusted), else beside the data, else a
+        """Chooses the place for the indices of this data: the directory `asked` (trusted), else beside the data, else a
         temporary directory. Beside another user's data each user has a separate directory. `files` are the data files,
-        by default the pair that the prefix names."""
+        by default the .bin and .idx of `prefix`."""
         if asked is not None:
             return CachePlace(Path(asked), required=True)
         beside, me = Path(prefix).absolute().parent, os.getuid()
@@ -74,7 +74,7 @@ class IndexCache:
         self.notes: list[str] = []  # lines to show to the user
 
     def load_or_build(self, description: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
-        """Returns the arrays of this description, mapped from a valid cache entry or else built and stored."""
+        """Returns the arrays of this description: loaded from a valid cache entry, or else built and stored."""
         text = json.dumps({"format": FORMAT, **description}, sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()[:32]
         shared = self.place.shared
@@ -101,8 +101,8 @@ class IndexCache:
             self.notes.append(f"index cache not stored, so the index is rebuilt at every start: {error}")
             return arrays
         if all(array.nbytes <= _MAPPED_FROM for array in arrays.values()):
-            return arrays  # reading them back would map nothing
-        del arrays  # not both copies in memory at once
+            return arrays  # small arrays are read, not mapped, so loading them back has no use
+        del arrays  # before the stored copy is loaded, so that memory holds one copy
         loaded = None
         try:
             loaded = self._load(self.directory, key, text)  # mapped: the ranks of a machine share one copy
@@ -203,7 +203,7 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def _private_temporary() -> Path:
-    """A temporary directory that no other user can write to."""
+    """Returns a temporary directory that no other user can write to."""
     directory = Path(tempfile.gettempdir()) / f"megatron-index-cache-{os.getuid()}"
     try:
         directory.mkdir(mode=0o700, exist_ok=True)

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from megatron.utils.durable import try_lock
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 2.0  # seconds between two looks: a thousand waiting ranks look 500 times a second
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 2.0  # seconds between two checks; a thousand ranks check 500 times a second
 _SAID_EVERY = 30.0  # seconds
 _ENDED = "ended"
 
@@ -22,7 +22,7 @@ Found = TypeVar("Found")
 
 
 class Claim:
-    """Context of a claim. This process must build the index if `wait_turn` returns None."""
+    """Context manager for a claim. This process must build the index if `wait_turn` returns None."""
 
     def __init__(self, path: Path, say: Callable[[str], None] | None = None) -> None:
         self._path, self._say = path, say
@@ -30,7 +30,7 @@ class Claim:
         self._held = False
 
     def __enter__(self) -> "Claim":
-        with suppress(OSError):  # a directory that cannot be written: the caller finds out when it stores the index
+        with suppress(OSError):  # if the directory cannot be written, storing the index reports it
             self._path.parent.mkdir(parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             self._descriptor = os.open(self._path, flags, 0o644)
@@ -61,8 +61,8 @@ class Claim:
         return find()
 
     def _taken(self, descriptor: int) -> bool:
-        """Returns True if no other process is building. If an earlier builder could not store its index, all waiting
-        processes build at once, each for itself."""
+        """Returns True if no other process is building. If an earlier builder could not store its index, every waiting
+        process builds its own copy at once."""
         try:
             self._held = try_lock(descriptor)
         except BlockingIOError:
@@ -81,7 +81,7 @@ class Claim:
             os.pwrite(self._descriptor, text.encode(), 0)
 
     def _signature(self) -> str:
-        """Returns the holder's signature; empty before the first one."""
+        """Returns the text that the holder of the claim wrote into the file; empty if nothing was written yet."""
         assert self._descriptor is not None
         with suppress(OSError, UnicodeDecodeError):
             return os.pread(self._descriptor, 300, 0).decode()

@@ -3,7 +3,7 @@
 - PSM: `<prefix> prefix <suffix> suffix <middle> middle`
 - SPM, with the suffix first: `<prefix> <suffix> suffix <middle> prefix middle`
 
-The cuts fall between any two characters. Only a token that is cut is re-encoded, so the parts in their original order
+A cut may fall between any two characters. Only a token that is cut is re-encoded, so the parts in their original order
 give the original text. The result depends only on the seed and the sample's index. Rearranging adds tokens; the sample
 is truncated to its length.
 """
@@ -39,7 +39,7 @@ class TextTokenizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class FillInTheMiddle:
-    """Settings of fill in the middle: the rates, the special tokens and the exceptions."""
+    """Settings of fill in the middle: rates, special tokens, and the beginning of texts that are left unchanged."""
 
     rate: float
     spm_rate: float
@@ -146,7 +146,8 @@ class FIMDataset:
         return text is not None and self.tokenizer.detokenize(tokens[: 4 * len(text)].tolist()).startswith(text)
 
     def _characters(self, tokens: np.ndarray) -> np.ndarray:
-        """Number of characters of each token; 0 if its text has an incomplete character, so that no cut splits one."""
+        """Number of characters of each token: [n] -> [n]. A token with an incomplete character counts 0, so no cut
+        splits it."""
         lengths = self._lengths[tokens]
         if (lengths < 0).any():
             for token in np.unique(tokens[lengths < 0]).tolist():

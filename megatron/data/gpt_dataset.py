@@ -29,7 +29,8 @@ class GPTDataset:
         cache: IndexCache | None = None,
         fingerprint: str | None = None,
     ) -> None:
-        """Uses sequences first <= i < last; `num_samples` None means one epoch. `fingerprint` is the data's."""
+        """Uses sequences first <= i < last; `num_samples` None means one epoch. `fingerprint` is that of
+        `data`, if known already."""
         assert 0 <= first < last <= len(data) and seq_length > 0
         if not 0 <= seed < 2**32:
             raise ConfigError(f"--seed {seed}: the sample order needs a seed from 0 to {2**32 - 1}; choose another")

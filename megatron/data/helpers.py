@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 PATH = Path(__file__).resolve().parent / "_helpers.so"
-INTERFACE = 3  # of csrc/data/helpers.cpp
+INTERFACE = 3  # version of the functions in csrc/data/helpers.cpp
 _TOO_FEW, _OUTSIDE, _OUT_OF_MEMORY = -2, -3, -4
 _KEY_WORDS = 624
 _FUNCTIONS = {

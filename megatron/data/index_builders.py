@@ -18,7 +18,7 @@ _INT32_MAX = np.iinfo(np.int32).max
 _UINT32_MAX = np.iinfo(np.uint32).max
 _BLOCK = 1 << 18  # documents per block in numpy, to keep its temporaries small
 _WORTH_A_THREAD = 1 << 18  # entries
-_MOST_THREADS = 8  # fewer already saturate the memory
+_MOST_THREADS = 8  # fewer threads already use the whole memory bandwidth
 _WORTH_SAYING = 1 << 25  # entries; building more takes seconds
 
 Implementation = Literal["auto", "c++", "numpy"]
@@ -100,8 +100,7 @@ class Builders:
         self, first: int, count: int, epochs: int, separate: bool, rng: np.random.RandomState
     ) -> np.ndarray:
         """Returns `epochs` copies of the numbers first .. first + count - 1, shuffled together. With `separate`, the
-        last
-        copy is shuffled separately."""
+        last copy is shuffled separately."""
         self._tell(epochs * count, "shuffling {} sequences")
         dtype = np.int32 if first + count <= _INT32_MAX else np.int64
         index = np.empty(epochs * count, dtype=dtype)
@@ -146,7 +145,8 @@ class Builders:
 
 
 def _sample_index(lengths: np.ndarray, documents: np.ndarray, seq_length: int, out: np.ndarray) -> None:
-    """Places bound k > 0 at token k * seq of the concatenated documents, in blocks to save memory."""
+    """Fills out[k], k > 0, with the place of token k * seq_length of the concatenated documents. Works in blocks to
+    save memory."""
     samples, begin, bound = len(out) - 1, 0, 1
     for start in range(0, len(documents), _BLOCK):
         if bound > samples:
@@ -171,7 +171,7 @@ def _blend(weights: np.ndarray, limits: np.ndarray | None, datasets: np.ndarray,
         np.subtract(errors, taken, out=errors)
         if limits is not None:
             errors[taken >= limits] = -np.inf
-        best = int(errors.argmax())  # ties go to the first
+        best = int(errors.argmax())  # of equal errors, the first
         if errors[best] == -np.inf:
             raise IndexError("the datasets have fewer samples than the blend needs")
         datasets[sample], numbers[sample] = best, taken[best]

@@ -97,7 +97,7 @@ class PackedBatch:
 
     memory: torch.Tensor
     layout: dict[str, tuple[int, torch.dtype, torch.Size]]  # offset, dtype and shape of each tensor
-    documents: dict[str, tuple[int, int, bool]]  # which of the tensors are boundaries: rows, seq and divide_rows
+    documents: dict[str, tuple[int, int, bool]]  # (rows, seq, divide_rows) of each tensor that comes from a `Documents`
 
     @classmethod
     def of(cls, batch: Batch) -> "PackedBatch":
@@ -134,8 +134,8 @@ class PackedBatch:
 
 
 def pack_batch(batch: Any) -> Any:
-    """Packs a batch for the transfer from worker to trainer. Returns anything but a mapping of plain CPU tensors
-    unchanged, such as a batch of a script's own dataset; torch transfers it."""
+    """Packs a mapping of plain CPU tensors for the transfer from worker to trainer. Returns any other batch unchanged,
+    such as one of a script's own dataset; torch then transfers it."""
     if isinstance(batch, Mapping) and all(_is_plain(value) for value in batch.values()):
         return PackedBatch.of(dict(batch))
     return batch
@@ -151,7 +151,7 @@ def _received(memory: np.ndarray, layout: dict[str, Any], documents: dict[str, A
 
 
 class BatchIterator(Iterator[Batch]):
-    """The batches of one rank. The workers end with `close()`, with this object, or with the process."""
+    """Iterator over the batches of one rank. Its workers end on `close()`, with this object, or with the process."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class BatchIterator(Iterator[Batch]):
             worker_init_fn=partial(_live_with_the_trainer, os.getpid()),
             generator=torch.Generator(),  # otherwise the loader draws a seed from the global generator
         )
-        # Signals are blocked, so that none to the process group ends a new worker before it ignores them.
+        # A signal to the process group would end a new worker that does not ignore it yet, so signals are blocked.
         with _child_signal_kept(), signals_held(signal.SIGINT, signal.SIGTERM):
             source: Iterator[Any] = iter(loader)
         self.workers: list[BaseProcess] = list(getattr(source, "_workers", []))
@@ -240,7 +240,7 @@ def _end_workers(batches: Iterator[Any], ahead: ReadAhead[Any] | None, workers: 
     if stop is not None:
         stop()
     for worker in workers:
-        worker.kill()  # those still alive
+        worker.kill()  # a no-op if it has ended
 
 
 @contextmanager

@@ -50,7 +50,7 @@ class MaskConfig:
 
 
 def without_marks(text: np.ndarray) -> np.ndarray:
-    """Returns the token ids, with the marks removed."""
+    """Returns the token ids without the marks, in the same shape."""
     return text & _ID
 
 
@@ -84,7 +84,8 @@ def document_starts(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray | None:
 
 
 def _starts(tokens: np.ndarray, masks: MaskConfig) -> np.ndarray:
-    """Returns True where a document or conversation begins; not set for a document at position 0."""
+    """Returns True where a document or conversation begins: [b, s] -> bool [b, s]. A document that begins at position 0
+    is not marked."""
     if masks.conversations:
         return (tokens & STARTS) != 0
     follows = np.zeros(tokens.shape, dtype=bool)

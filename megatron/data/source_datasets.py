@@ -57,7 +57,7 @@ class SourceDatasets:
         """Builds nothing yet. `pad_id`: token that pads samples of conversations."""
         self._config, self._sources, self._seed, self._builders = config, sources, seed, builders
         self._pad_id = pad_id
-        self._tidied: set[Path] = set()  # directories of indices
+        self._tidied: set[Path] = set()  # cache directories whose leftovers are removed
         self.notes: list[str] = []
         self.progress = ProgressReporter(builders.say)
 

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from megatron.config.sections.data import DataConfig
 
 _SHUFFLED = "sequences are shuffled, not documents"
-_NAMED = 3  # a note lists at most this many sources, or names the first of more
+_NAMED = 3  # if a note is about more sources than this, it names only the first one
 _MAPPED_AT_ONCE = 512  # .bin files
 _LOOKED_AT = 64  # documents whose last token is checked
 _BLOCK = 1 << 16  # documents per block
-_FEWEST_BLOCKS, _MOST_BLOCKS, _ALL_BLOCKS = 2, 16, 1024  # of a sample of one source, and of all together
+_FEWEST_BLOCKS, _MOST_BLOCKS, _ALL_BLOCKS = 2, 16, 1024  # blocks sampled per source: bounds; over all sources: most
 _NO_RECORD = hashlib.sha256(b"").hexdigest()
 
 
@@ -44,7 +44,7 @@ class SourceContent:
     content: str
     """Digest of the index and of a sample of the tokens."""
     record: str
-    """Digest of the record beside it; empty without one."""
+    """Digest of the source's .meta.json; empty without one."""
 
 
 class Sources:
@@ -111,7 +111,7 @@ class Sources:
         return Source(data, fingerprint, digest)
 
     def _check_borders(self, data: IndexedDataset, record: DataRecord | None, flag: str) -> None:
-        """Rejects a setting that needs end-of-document tokens if the data has none: it would have no effect."""
+        """Rejects data without end-of-document tokens: the setting `flag` would have no effect."""
         last = _last_sequences(data, _LOOKED_AT)
         marked = any(int(data.get(sequence)[-1]) == self._eod_id for sequence in last)
         if (last and not marked) or (record is not None and record.extra.get("append_eod") is False):
@@ -139,7 +139,7 @@ class Sources:
         ]
 
     def contents(self) -> tuple[SourceContent, ...]:
-        """Returns the digests of each source. With more sources, fewer blocks of each are sampled."""
+        """Returns the digests of each source. The more sources, the fewer blocks of each are sampled."""
         blocks = max(_FEWEST_BLOCKS, min(_MOST_BLOCKS, _ALL_BLOCKS // max(1, len(self._opened))))
         found = []
         for prefix, source in self._opened.items():

@@ -158,13 +158,14 @@ class _Builder:
         lines = []
         for name, blend in zip(SPLITS, self.asked.blends):
             if blend is None or self._direct(blend) or (blend.weights is None and self.asked.cut):
-                continue  # the content and its order already determine it
+                continue  # the order of the sources already determines this split
             weights = " ".join(weight.hex() for weight in blend.weights or ())
             lines.append(f"{name} {' '.join(self.sources.open(p).index_fingerprint for p in blend.prefixes)} {weights}")
         return "\n".join(lines)
 
     def _split(self, split: int, wanted: int | None) -> TokenDataset | None:
-        """Builds the dataset of one split. Returns None with a note if it is empty; raises for a training split."""
+        """Builds the dataset of one split. Returns None with a note if it is empty. Raises instead for an empty
+        training split, and for a validation set with its own files."""
         name, blend = SPLITS[split], self.asked.blends[split]
         if blend is None:
             self.notes.append(f"{name}: no data path, so no {name} data")

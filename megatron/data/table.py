@@ -14,7 +14,7 @@ _LARGEST, _MOST_REPEATED = 5, 2  # rows per split that are kept in an abbreviate
 class MixtureRow:
     split: str
     source: str
-    weight: float | None  # its share in the split
+    weight: float | None  # the source's share in the split
     sequences: int
     tokens: int  # of one epoch
     samples: int  # used by the run

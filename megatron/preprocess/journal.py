@@ -21,7 +21,7 @@ from megatron.preprocess.worker_output import SegmentResult
 from megatron.utils.durable import storage_error, write_atomically, writing
 from megatron.utils.typed import typed
 
-_LOCK_SECONDS = 2.0  # a new worker of a killed run may still hold the lock until it first runs
+_LOCK_SECONDS = 2.0  # a worker that a killed run just forked holds the lock until it closes the inherited file
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class GrowingOutput:
             self.sizes[number] += size
 
     def holds(self, result: SegmentResult) -> bool:
-        """Returns True if this segment comes next in the files, and then adds its tokens to the checksums."""
+        """Returns True if the files continue with the bytes of this segment. Then adds its tokens to the checksums."""
         output = result.outputs[self.key]
         for number, part in enumerate(PARTS):
             if _sha256_of(self.path(part), self.sizes[number], output.sizes[number]) != output.digests[number]:

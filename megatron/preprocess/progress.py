@@ -20,7 +20,8 @@ class ProgressDisplay:
         self._bar = bar_on_terminal(total, begun_at)
 
     def update(self, *, documents: int, tokens: int, read: int, position: int) -> None:
-        """Adds the work since the last call, which ended at `position` in the input."""
+        """Adds the work since the last call. `read`: bytes, decompressed. `position`: where the work ended, in bytes on
+        disk."""
         lines_before = self.documents // self._log_interval
         self.documents += documents
         self.tokens += tokens

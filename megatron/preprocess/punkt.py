@@ -55,7 +55,7 @@ class PunktParameters:
 class _Candidate:
     """Mark that may end a sentence at `end`; the next sentence would begin at `following`."""
 
-    start: int  # of the match; with kept newlines, of its word
+    start: int  # start of the match; with `keep_newlines`, start of the word with the mark
     end: int
     context_end: int
     following: int

@@ -37,7 +37,8 @@ class Terminated(BaseException):
 def preprocess(
     settings: PreprocessSettings, say: Say, uploaded: Callable[[str], bool] = lambda digest: False
 ) -> Report:
-    """Preprocesses the input. `uploaded` returns True if the outputs of settings with this digest are all uploaded."""
+    """Preprocesses the input. `uploaded` takes a digest of settings, and returns True if all outputs made with these
+    settings are uploaded already."""
 
     def is_complete(digest: str) -> bool:
         return all(is_of(output, digest) for output in settings.outputs) or uploaded(digest)
@@ -192,7 +193,7 @@ def prepare_splitter_for(settings: PreprocessSettings, sources: list[InputFile],
 
 @contextmanager
 def _saying_what_is_kept(folder: WorkFolder) -> Iterator[None]:
-    """Sets the report of `Terminated` about kept work, even if the signal arrives while the folder is removed."""
+    """Sets the text of `Terminated` about kept work, even if the signal arrives while the folder is removed."""
     try:
         yield
     except Terminated as end:

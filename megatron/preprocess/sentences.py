@@ -37,7 +37,7 @@ def prepare_splitter(
     say: Callable[[str], None],
     anew: bool = False,
 ) -> SentenceSplitter:
-    """Loads or makes the parameters file. `sample` yields texts from all parts of the input, equal on every partition.
+    """Loads or makes the parameters file. `sample` yields texts of the input, the same on every partition.
     `anew` replaces the file of an earlier run."""
     if not re.fullmatch(r"[\w-]+", language):
         raise ConfigError(f"--lang {language}: not the name of a language; give a name such as english")
@@ -126,7 +126,8 @@ def learn(texts: Iterator[str], most: int = LEARN_FROM) -> tuple[PunktParameters
 
 
 def _trainer() -> Any:
-    """Returns NLTK's trainer, made deterministic and without the time limits that cost half of its time."""
+    """Returns NLTK's trainer of Punkt parameters, made deterministic. NLTK's time limits, which take half of the time,
+    are left out."""
     from nltk.tokenize.punkt import PunktLanguageVars, PunktToken, PunktTrainer
 
     class Words(PunktLanguageVars):
@@ -148,8 +149,8 @@ def _trainer() -> Any:
 
 
 def texts_of_sample(sources: Sequence[InputFile], keys: Sequence[str]) -> Iterator[str]:
-    """Yields texts from evenly spaced files and places in them, independent of the partition. Skips bad lines, which
-    the run itself reports."""
+    """Yields texts from evenly spaced files, independent of the partition: from evenly spaced places in files of JSON
+    lines, from the beginning of other files. Skips bad lines, which the run itself reports."""
     for source in sources:
         if source.kind == "stdin":
             raise ConfigError(
@@ -170,7 +171,7 @@ def _sampled_segments(source: InputFile, count: int) -> list[Segment] | Iterator
         starts = _evenly(range(0, source.size, _SAMPLED_BYTES), count)
         stops = [min(start + _SAMPLED_BYTES, source.size) for start in starts]
         return [Segment(source, i, start, stop, None, stop) for i, (start, stop) in enumerate(zip(starts, stops))]
-    return islice(plan_segments([source], segment_bytes=_SAMPLED_BYTES), count)  # read from the beginning
+    return islice(plan_segments([source], segment_bytes=_SAMPLED_BYTES), count)  # the first segments
 
 
 def _evenly(items: Sequence[T], count: int) -> list[T]:

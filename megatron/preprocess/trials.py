@@ -26,7 +26,8 @@ class Trial:
 def try_workers(
     settings: PreprocessSettings, counts: Sequence[int], *, max_documents: int, folder: Path
 ) -> list[Trial]:
-    """Runs once per number of workers; returns the trials, fastest first. Removes all it writes in `folder`."""
+    """Preprocesses the first documents once per number of workers in `counts`. Returns the trials, fastest first.
+    Removes all files that it writes in `folder`."""
     sources = expand_inputs(settings.inputs)
     if any(source.kind == "stdin" for source in sources):
         raise ConfigError(f"--find-optimal-num-workers: {sources[0].path} can be read only once; give a file")

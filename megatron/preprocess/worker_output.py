@@ -26,7 +26,7 @@ class Totals:
     tokens: int = 0
     text_bytes: int = 0
     max_id: int = -1
-    longest: int = 0  # document, in tokens
+    longest: int = 0  # tokens of the longest document
     empty: int = 0
 
     def add(self, other: "Totals") -> None:

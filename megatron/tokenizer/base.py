@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 Ids = npt.NDArray[np.int32]
 
 Encoder = Literal["auto", "fast", "exact"]
-"""auto: the fast encoder if it is exact; fast: an error if it is not; exact: never the fast encoder."""
+"""auto: the fast encoder if its ids are exact, else the exact one; fast: the fast one, or an error; exact: never the
+fast one."""
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -45,7 +46,7 @@ TokenizerOptions = Union["TokenizerConfig", TokenizerSettings]  # a training run
 
 
 class EncoderDifference(DataError):
-    """Raised if ids of the fast encoder differ from the exact ones. All its output is then untrustworthy."""
+    """Raised if ids of the fast encoder differ from the exact ones. No output of the fast one is then reliable."""
 
     def __init__(self, index: int, excerpt: str) -> None:
         self.index = index  # of the text in the batch
@@ -67,7 +68,7 @@ class Tokenizer(abc.ABC):
     """
 
     name: str  # Megatron's name of the type, for messages and records
-    engine = "exact"  # the encoder of batches, for summaries
+    engine = "exact"  # name of the encoder that `encode_batch` uses, for summaries
     vocab_size: int
     """Largest id plus one, before padding."""
     eod_id: int | None
@@ -120,7 +121,7 @@ class Tokenizer(abc.ABC):
     def detokenize(self, ids: Iterable[int]) -> str: ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Returns one array of ids per text. Tokenizers that encode many texts faster override it."""
+        """Returns one array of ids per text. Overridden by tokenizers that encode many texts faster at once."""
         return [np.array(self.tokenize(text), dtype=np.int32) for text in texts]
 
     def byte_lengths(self) -> Lengths | None:

@@ -19,7 +19,7 @@ def of_alphabet(vocab: Mapping[str, int], size: int) -> Lengths:
 
 
 def by_decoding(size: int, decode: Callable[[list[int]], str], anchor: int, known: Mapping[int, int]) -> Lengths:
-    """Returns the number of bytes [size] that each id adds between two letter tokens. There a word mark is a space.
+    """Returns the number of bytes that each id adds between two letter tokens, [size]. A word mark counts as a space.
 
     `anchor`: id of a letter token. `known`: lengths that decoding does not show, such as those of single bytes.
     """
@@ -34,5 +34,5 @@ def by_decoding(size: int, decode: Callable[[list[int]], str], anchor: int, know
 
 
 def bytes_of_fallback(vocab: Iterable[tuple[str, int]]) -> dict[int, int]:
-    """Returns length 1 for the ids of <0x00> to <0xFF>."""
+    """Maps the ids of <0x00> to <0xFF>, each of which stands for one byte, to the length 1."""
     return {index: 1 for token, index in vocab if len(token) == 6 and token.startswith("<0x") and token.endswith(">")}

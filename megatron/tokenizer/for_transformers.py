@@ -23,7 +23,7 @@ SPECIAL_TOKENS = "special_tokens_map.json"
 _REPLACED = (CONFIG, SPECIAL_TOKENS, "added_tokens.json")
 """Files that an export replaces or leaves out, because they could contradict tokenizer.json."""
 _WITH_DEFAULTS = ROLES[:5]
-"""Roles that are written as null if they have no token, because a class's default may add a token."""
+"""Roles that are written as null if they have no token. A class of `transformers` may otherwise add a default token."""
 
 
 def _is_length(value: Any) -> bool:

@@ -11,7 +11,8 @@ from megatron.tokenizer.byte_alphabet import CHARACTER_OF_BYTE
 SMALLEST_VOCABULARY = len(CHARACTER_OF_BYTE) + 1  # every byte, and the end of document
 
 LARGEST_VOCABULARY = 10_000_000
-"""The library allocates a table of this many tokens before reading text, and aborts the process if that fails."""
+"""Largest accepted vocabulary size. The library allocates a table of the vocabulary size before it reads text, and
+aborts the process if the allocation fails."""
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2, show_progress: bool = False) -> BPE:

@@ -7,7 +7,7 @@ from struct import Struct
 from typing import IO, Any
 
 Instruction = tuple[str, Any]
-"""(name, argument)"""
+"""Opcode's name, and its argument or None."""
 
 _KNOWN: dict[int, Any] = {ord(opcode.code): opcode for opcode in pickletools.opcodes}
 _ALONE = {code: (opcode.name, None) for code, opcode in _KNOWN.items() if opcode.arg is None}
@@ -18,7 +18,7 @@ _TEXT, _STOP = ord("X"), ord(".")
 
 
 class PickleRefused(ValueError):
-    """A pickle that is malformed, or contains something that no checkpoint needs."""
+    """Raised for a pickle that is malformed, or contains something that no checkpoint needs."""
 
 
 def in_bytes(data: bytes) -> Iterator[Instruction]:

@@ -327,7 +327,7 @@ OF_TORCH: dict[str, Action] = {
         ("BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINSTRING", "SHORT_BINSTRING"), Interpreter.push
     ),
 }
-"""The instructions that torch writes."""
+"""Actions for the instructions that torch writes, by name."""
 
 _ACTIONS: dict[str, Action] = {
     **OF_TORCH,

@@ -24,7 +24,7 @@ from megatron.torch_files.safe_load import UnsafeFileError, check_members
 
 _BEFORE_ZIP = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """Magic number that begins a file of torch before 1.6, as a pickle."""
-_LARGEST, _MOST_DIMENSIONS = 2**48, 64  # limits of a number in a shape, and of dimensions
+_LARGEST, _MOST_DIMENSIONS = 2**48, 64  # largest number in a shape, most dimensions
 _LOCAL_HEADER = struct.Struct("<26xHH")
 STORAGES = {
     **{"FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16},
@@ -52,7 +52,7 @@ class TorchFile:
     """File whose `content` has plain values and, in place of tensors, descriptions that `tensor` reads.
 
     `checks` compares data with the checksums in the file. It is None if the caller verifies the bytes in another way.
-    Messages use `name` for the only tensor of a file.
+    `name` names the tensor in messages if the file has only one.
     """
 
     def __init__(self, data: Bytes, checks: MemberChecks | None, name: str = "") -> None:
@@ -148,8 +148,8 @@ class TorchFile:
         return self._described(value).dtype
 
     def tensor(self, value: Any, *, compare: bool = True) -> Tensor:
-        """Returns a view of the mapped file. With `compare`, first reads the tensor's whole storage and verifies its
-        checksum."""
+        """Returns the tensor that `value` describes, as a view of the mapped file. With `compare`, first reads the
+        whole storage of the tensor and verifies its checksum."""
         found = self._described(value)
         storage = self._storage(found)
         if not prod(found.shape):

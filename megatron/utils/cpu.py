@@ -22,11 +22,11 @@ _OVERCOMMIT, _STRICT = Path("/proc/sys/vm/overcommit_memory"), 2
 _LARGE_PAGE, _MADV_HUGEPAGE = 2 << 20, 14  # mman.h of Linux
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4  # malloc.h of glibc
 _LARGE = 1 << 20
-_NEVER = -1  # the largest positive value is 2 GiB, and a heap with more free than that would return all of it
+_NEVER = -1  # the largest positive threshold is 2 GiB; a heap with more free memory would return all of it
 _TOP_PAD = 256 << 20
 _ALWAYS_MAPPED = 64 << 20  # twice the largest mmap threshold that glibc chooses by itself
 _PROBE_SIZE = 256  # products of this size take the same path as large ones
-_NARROW = 1 + 2**-12  # one bit more than bf16 and TF32 hold
+_NARROW = 1 + 2**-12  # needs 12 bits of fraction; bf16 has 7 and TF32 has 10
 
 
 def set_allocator(choice: str) -> str:
@@ -68,7 +68,7 @@ def _ask_for_large_pages(libc: ctypes.CDLL, overcommit: Path = _OVERCOMMIT) -> b
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     start = libc.malloc(size)
-    if not start:  # a limit that the user has set
+    if not start:  # the allocation failed, such as at a limit that the user has set
         return False
     aligned = -(-start // _LARGE_PAGE) * _LARGE_PAGE
     agreed = libc.madvise(aligned, start + size - aligned, _MADV_HUGEPAGE) == 0
@@ -112,7 +112,7 @@ def set_fp32_products(choice: str) -> str:
 
 
 def fp32_products() -> str:
-    """The library that multiplies fp32 matrices in this process: onednn or mkl."""
+    """Returns the library that multiplies fp32 matrices in this process: onednn or mkl."""
     available = torch.backends.mkldnn.is_available()
     return "onednn" if available and _mkldnn_products().fp32_precision == "bf16" else "mkl"
 
@@ -159,7 +159,7 @@ def onednn_is_exact() -> bool:
 
 
 def _products() -> tuple[Callable[[Tensor, Tensor], Tensor], ...]:
-    """Every kind of product in a model."""
+    """Returns one function for each kind of product in a model."""
     zero = torch.zeros(_PROBE_SIZE)
     return (
         torch.mm,

@@ -41,7 +41,8 @@ class CopyStream:
     """Copies batches to the device concurrently with compute; from pinned memory also without host sync."""
 
     def __init__(self, device: torch.device, move: Callable[[Any], Any]) -> None:
-        """`move`: starts the copy of a value; what it cannot move it returns unchanged."""
+        """Makes a stream on `device`. `move` starts the copy of a value, and returns any value that it does not copy
+        unchanged."""
         self._device, self._stream, self._move = device, torch.cuda.Stream(device), move
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ def device_name(device: torch.device) -> str:
 
 
 def accelerator_memory(device: torch.device) -> dict[str, int]:
-    """Allocated and reserved bytes on the accelerator; empty on a CPU."""
+    """Allocated and reserved bytes, now and at most; empty if the device's allocator does not count them."""
     if not kind_of(device.type).memory_history:
         return {}
     return {
@@ -54,8 +54,8 @@ def human_bytes(count: float) -> str:
 
 
 class ToHost:
-    """An asynchronous copy of a tensor's current value. `values` waits for the copy, and so only for work launched
-    before it, not for work launched since."""
+    """An asynchronous copy of a tensor's current value. `values` waits for the copy and for work launched before it,
+    but not for work launched later."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.Event | None = None

@@ -16,7 +16,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Sets torch's default dtype in the block: parameters that are made there get it."""
+    """Sets torch's default dtype in the block, which is the dtype of parameters that are made there."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

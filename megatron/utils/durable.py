@@ -69,7 +69,7 @@ def make_directory(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Renames to a name that must be free, and syncs it."""
+    """Renames `source` and syncs the new name. Raises an OSError if `target` exists."""
     if target.exists():
         raise OSError(errno.EEXIST, "the target exists already", str(target))
     source.rename(target)
@@ -213,6 +213,6 @@ class BlockHasher:
                 self._block = self._new()
 
     def blocks(self) -> tuple[str, ...]:
-        """The hashes of all blocks so far; the last block may be short."""
+        """Returns the hashes of all blocks so far; the last block may be short."""
         partial = self.size % self.block_bytes != 0
         return (*self._blocks, self._block.hexdigest()) if partial else tuple(self._blocks)

@@ -15,8 +15,8 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """True if a folder holds a model of `transformers`, or only its configuration or weights. An adapter counts, too,
-    so that callers can report what it is or lacks."""
+    """True if a folder holds a model of `transformers`, or only its configuration or weights. True also for an
+    adapter, so that callers can report that it is one."""
     if (folder / _TRACKER).exists():
         return False
     if any((folder / name).is_file() for name in ("config.json", ADAPTER)):
@@ -46,7 +46,7 @@ def refuse_hugging_face(folder: Path) -> None:
 
 
 def may_be_on_hub(text: str) -> bool:
-    """True for OWNER/NAME, and for a bare NAME, unless its first folder exists here."""
+    """True for OWNER/NAME or a bare NAME, unless a local file or folder has the name before the slash."""
     return _HUB_NAME.fullmatch(text) is not None and not Path(text.partition("/")[0]).exists()
 
 

@@ -122,7 +122,7 @@ def _addmm(
 
 
 def _tile(added: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
-    """Computes [rows, columns] in fp32."""
+    """Computes beta * added + alpha * a @ b in fp32: a [rows, k], b [k, columns] -> [rows, columns]."""
     first, *others = _pieces(a.shape[1])
     result = torch.addmm(added.float(), a[:, first].float(), b[first].float(), beta=beta, alpha=alpha)
     for depth in others:
@@ -133,7 +133,8 @@ def _tile(added: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Ten
 def _baddbmm(
     first: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None
 ) -> Tensor:
-    """Computes the same for batches of matrices, as many at a time as a tile holds."""
+    """Computes beta * first + alpha * a @ b for batches of matrices: a is [batch, m, k], b [batch, k, n]. Converts as
+    many matrices at a time as a tile holds."""
     if a.dim() != 3 or b.dim() != 3 or a.shape[0] != b.shape[0] or a.shape[2] != b.shape[1]:
         raise RuntimeError(f"batches of matrices of shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be multiplied")
     out = _resized(out, a, (*a.shape[:2], b.shape[2]))

@@ -18,7 +18,7 @@ class HelpEntry:
     section: str
     spellings: tuple[str, ...]
     value: str
-    """"N", "{a,b}"; empty for a switch."""
+    """Placeholder for the value, such as "N" or "{a,b}"; empty for a switch."""
     text: str
 
 
@@ -42,7 +42,7 @@ class Help:
         return None
 
     def _about(self, topic: str) -> str:
-        """Text about a section, or about the flags whose name or text has the word."""
+        """Returns the help of a section, or of the flags whose name or text contains `topic`."""
         word = topic.lower().replace("_", "-")
         found = [entry for entry in self.entries if entry.section.lower() == word]
         found = found or [entry for entry in self.entries if any(word in name for name in entry.spellings)]

@@ -54,5 +54,5 @@ class RankLog:
             print_lines([stamp + line for line in lines], self.stream)
 
     def warn(self, text: str) -> None:
-        """Prints one line of limited length on rank 0: it may quote what a user or a file gave."""
+        """Prints one line on rank 0. Its length is limited, because it may quote a user or a file."""
         self.info(printable(as_typed_here(f"warning: {text}")))

@@ -22,8 +22,9 @@ def _meminfo(path: Path) -> dict[str, int]:
 
 
 def _group_limits(root: Path) -> list[int]:
-    """The limits of this process's control groups and their parents. Version 2 has one tree, version 1 one for memory.
-    Within a container the group's own path may not exist; its limit is at the top then."""
+    """Returns the limits of this process's control groups and their parents. Version 2 has one tree of groups;
+    version 1 has a separate tree for memory. Within a container the group's path may not exist; the limit is then that
+    of the root."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 _TOO_COMMON = 8
-"""Largest number of spellings with a word, beyond which it is too common to suggest a flag: "num", "size", "use"."""
+"""A word in more spellings than this is ignored when flags are compared: "num", "size", "use"."""
 
 _ELSEWHERE = {
     "--tokenizer-model": "tokenizer tokenizer-name tokenizer-path tokenizer-name-or-path",

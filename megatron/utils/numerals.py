@@ -1,5 +1,5 @@
-"""Parses numbers as users write them: ASCII digits without underscores, of 64 bits. Python's own `int` and `float` also
-read the digits of other scripts, underscores, and infinities."""
+"""Parses numbers as users write them: ASCII digits without underscores, within 64 bits. Python's own `int` and `float`
+also accept the digits of other scripts, underscores, and infinities."""
 
 import math
 import re
@@ -10,7 +10,7 @@ INT32 = 2**31 - 1
 LARGEST_WORLD = 2**18
 """The most ranks, and so the largest size of a parallel axis."""
 LAYERS, WIDTH, EXPERTS = 1024, 2**20, 2**14
-"""The most layers, the largest width of a matrix, and the most experts; a plan enumerates them."""
+"""The most layers, the largest width of a matrix, and the most experts. Bounded because a plan lists each of them."""
 MOST_PROCESSES = 4096
 """The most processes that one command starts on a machine."""
 

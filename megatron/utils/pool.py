@@ -91,7 +91,7 @@ class WorkerPool(Generic[Task, Answer]):
         """Yields answers as they come. At most AHEAD tasks per worker are in flight beyond the oldest unanswered one.
 
         Workers are watched even while the next task is slow to come. Notes of workers go to `noted`. If a worker dies,
-        the error names its task as `described` gives it.
+        a WorkerDiedError has the description of its task, from `described`.
         """
         source = ReadAhead(tasks, depth=READ_AHEAD)
         exhausted, given = False, 0
@@ -160,7 +160,7 @@ class WorkerPool(Generic[Task, Answer]):
 
 
 def _until_closed(connection: Connection) -> None:
-    """Waits until the other end is closed everywhere."""
+    """Waits until every process has closed the other end."""
     try:
         while True:
             connection.recv_bytes()

@@ -28,7 +28,7 @@ def resident_bytes() -> int:
 
 
 def usable_cpus() -> int:
-    """The number of CPUs that this process may use, such as those granted by a container or Slurm."""
+    """Number of CPUs on which this process may run, such as those that Slurm assigns. Ignores CPU quotas."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

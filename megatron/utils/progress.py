@@ -27,7 +27,7 @@ class ByteProgress:
         self._bar: Any = None
 
     def show(self, done: int, total: int) -> None:
-        """`done` only grows, up to `total`."""
+        """Shows that `done` bytes of `total` are done. `done` must not fall between calls."""
         if self._bar is None and done < total:
             self._bar = bar_on_terminal(total, verb=self._verb)
         if self._bar is None:

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _End:
-    """Error of the source; StopIteration at its end."""
+    """Last item of the thread: the error of the source, or StopIteration at the source's end."""
 
     error: BaseException
 

@@ -8,11 +8,11 @@ from megatron.errors import MegatronError
 Tokens = Iterable[tuple[int, str]]
 """Ids with their texts, as one tokenizer decodes them."""
 _HALF = "\ufffd"
-"""Part of a character: it cannot be encoded again."""
+"""Replacement character, which stands for a part of a character. A text with it cannot be encoded again."""
 
 
 class TokenTexts(Protocol):
-    """The part of a tokenizer that is compared."""
+    """Interface of the tokenizers that are compared."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -28,7 +28,7 @@ def tokens_of(tokenizer: TokenTexts) -> Tokens:
 
 
 def token_difference(theirs: Tokens, whose: str, ours: TokenTexts) -> str:
-    """Returns "; token 'a' has id 1 in the data and id 2 in the run's tokenizer"; "" if all of `theirs` agree."""
+    """Returns "; token 'a' has id 1 in `whose` and id 2 in the run's tokenizer"; "" if there is no difference."""
     for number, text in theirs:
         if not text or _HALF in text or _text(ours, number) == text:
             continue
@@ -48,7 +48,7 @@ def _text(tokenizer: TokenTexts, number: int) -> str | None:
 
 
 def _ids(tokenizer: TokenTexts, text: str) -> list[int]:
-    """Ids of a text; empty if the tokenizer rejects it, as one of numbers rejects words."""
+    """Ids of a text; empty if the tokenizer rejects it, as NullTokenizer rejects words."""
     try:
         return tokenizer.tokenize(text)
     except MegatronError:

@@ -39,7 +39,7 @@ def _reader(kind: Any) -> Read:
     if kind is Any:
         return lambda value, place: value
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):  # of a type and None: there are no others
+    if origin in (types.UnionType, typing.Union):  # no field has a union other than of one type and None
         some = _reader(next(one for one in inner if one is not type(None)))
         return lambda value, place: None if value is None else some(value, place)
     if dataclasses.is_dataclass(kind):

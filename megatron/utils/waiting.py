@@ -22,9 +22,9 @@ _INTERVAL = 0.2
 _BUSY = 0.1
 """The machine counts as busy if a thread waits for a core for this share of its time."""
 _BUSY_AT_START = 0.02
-"""The same share for the start of the process, which mostly reads files."""
+"""Like `_BUSY`, for the share of time since the process started. A starting process mostly reads files."""
 _QUIET, _MOST_QUIET = 1.0, 60.0
-"""Seconds without other work until threads spin again; doubled each time that this was too early."""
+"""Seconds without other work until threads spin again: at first, at most. Doubled each time that they spin again."""
 _SPINS = 30_000
 """Turns of libgomp's waiting loop, one or two milliseconds: more than passes between two operations of a step."""
 
@@ -57,7 +57,8 @@ def _may_spin() -> bool:
 
 
 class SleepingTeam:
-    """OpenMP threads that do nothing. Together with a run's own threads they outnumber the CPUs, so none spins."""
+    """OpenMP threads that do nothing. Together with a run's own threads they outnumber the CPUs, so no OpenMP thread
+    spins."""
 
     def __init__(self, libraries: Sequence[ctypes.CDLL], threads: int) -> None:
         self._libraries = libraries
@@ -94,8 +95,8 @@ class SpinSwitch:
         self._quiet_for = _QUIET
 
     def look(self, waited: float, now: float) -> None:
-        """Takes one measurement: `waited` is the share of time since the last one that the longest-waiting thread had
-        no core."""
+        """Takes one measurement at time `now`. `waited`: share of the time since the last measurement during which the
+        thread that waited longest had no core."""
         if waited >= _BUSY:
             if self._quiet_since is None:
                 self._sleep()

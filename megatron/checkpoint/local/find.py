@@ -101,8 +101,8 @@ class Search:
         save: str,
         said: list[str],
     ) -> dict[int, tuple[str, ...]]:
-        """Maps each rank to the places with an undamaged copy of its share. Each rank hashes its part of the copies at
-        its place."""
+        """Maps each rank to the places with an undamaged copy of its share. The ranks at a place split the hashing of
+        the copies there."""
         verdicts = [
             Verdict(each.rank, self._place, share.damage(directory, record))
             for each, (directory, record) in mine.items()

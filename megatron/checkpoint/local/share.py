@@ -64,7 +64,7 @@ def _digest(body: object) -> str:
 
 
 def read(directory: Path) -> ShareRecord:
-    """Reads the record of a share, and raises a CheckpointError unless its files exist with their sizes."""
+    """Reads the record of a share. Raises a CheckpointError unless all files exist with the recorded sizes."""
     path = directory / paths.SHARE
     if not paths.is_plain_file(path):
         raise DamagedCheckpointError(f"{path} is missing")

@@ -48,7 +48,7 @@ def map_tokens(path: Path, dtype: np.dtype, size: int) -> np.ndarray:
 
 
 def is_mapped(path: Path) -> bool:
-    """True if `map_or_read` would map this file. Opening reports a missing file."""
+    """True if `map_or_read` would map this file. False for a missing file, which opening it reports."""
     try:
         return path.stat().st_size > _SMALL
     except OSError:
@@ -56,8 +56,8 @@ def is_mapped(path: Path) -> bool:
 
 
 def allow_files_for_sources(sources: int, held: int) -> None:
-    """Raises the limit on open files. The sources hold at least `held` descriptors, and up to a dozen each with large
-    indices. The usual limit of 1024 is too low for a blend of thousands of sources."""
+    """Raises the limit on open files. The sources hold at least `held` descriptors; a source with a large index holds
+    up to a dozen. The usual limit of 1024 is too low for a blend of thousands of sources."""
     wanted, needed = max(512 + 12 * sources, 256 + held), 256 + held
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

@@ -25,7 +25,7 @@ _SAMPLED = 4096
 OR_REMOVE = "run tools/preprocess_data.py again, or remove the record if the files are right"
 
 Fingerprint = str | tuple[str, ...] | None
-"""Fingerprint of the run's tokenizer, or all fingerprints that its records may have; None without a tokenizer."""
+"""Fingerprint of the run's tokenizer, or all fingerprints that any release records for it; None without a tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,8 @@ def _parse_checksums(path: Path, content: Any, again: str) -> dict[str, FileChec
 
 
 def first_tokens(data: IndexedDataset, tokenizer: TokenTexts) -> list[list[Any]]:
-    """Distinct token ids from the beginning of the data, with their texts. They reveal another tokenizer."""
+    """Returns distinct token ids from the beginning of the data, with their texts. Comparing the texts shows whether a
+    run has another tokenizer."""
     ids: list[int] = []
     for sequence in range(min(len(data), _SAMPLED)):
         if len(ids) >= _SAMPLED:

@@ -56,8 +56,8 @@ def verify_dataset(
     eod_id: int | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> Verified:
-    """Verifies every byte; raises DataError at the first damage. Of `vocab_size` and the record's, the smaller applies.
-    `eod_id` applies only if the record has none."""
+    """Verifies every byte; raises DataError at the first damage. Ids must be below `vocab_size` and below the record's
+    vocabulary size. `eod_id` applies only if the record has none."""
     data = IndexedDataset(prefix, mmap=False)  # checks lengths, offsets and sizes
     result = Verified(checked=["lengths and offsets"])
     try:

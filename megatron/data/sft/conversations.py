@@ -28,9 +28,10 @@ class ConversationEncoder(Protocol):
     def encode_all(
         self, conversations: Iterable[tuple[Sequence[Mapping[str, Any]], Sequence[Any] | None]]
     ) -> Iterator[Sequence[tuple[np.ndarray, np.ndarray]] | Exception]:
-        """Yields, for each conversation (messages, tools), int32 ids and whether the prediction from each id belongs to
-        an answer. If the template renders an answer differently when later messages follow, there are several pairs.
-        An exception replaces a conversation that cannot be encoded. The others follow, unless they would fail too."""
+        """Yields a list of pairs for each conversation (messages, tools): ids, int32 [n], and a bool [n] that is True
+        if the prediction from an id belongs to an answer. There are several pairs if the template renders an answer
+        differently when later messages follow. An exception replaces a conversation that cannot be encoded. The others
+        follow, unless they would fail too."""
 
 
 class Conversations:

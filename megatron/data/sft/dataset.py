@@ -8,13 +8,13 @@ from megatron.data.sft.conversations import Conversations
 from megatron.data.sft.packing import Packs, pack
 from megatron.errors import ConfigError, DataError
 
-_VERSION = 1  # of the packing
+_VERSION = 1  # of the packing rule; a new version makes cached packs invalid
 _CACHED_FROM = 1 << 16  # conversations; fewer are packed faster than packs are loaded
 
 
 class ConversationDataset:
-    """`dataset[i]` is int64 [seq_length + 1]: ids, with the marks of `megatron.data.masks` above them. Samples are
-    padded with a token that never counts in the loss."""
+    """`dataset[i]` is int64 [seq_length + 1]: ids, with the marks of `megatron.data.masks` in the bits above them.
+    Samples are padded with a token that never counts in the loss."""
 
     def __init__(
         self,

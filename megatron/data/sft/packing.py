@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Packs:
-    """Pack i holds members[starts[i]:starts[i + 1]]."""
+    """Packs of lengths, by their indices: pack i holds members[starts[i]:starts[i + 1]]."""
 
     members: np.ndarray
     starts: np.ndarray
@@ -18,7 +18,7 @@ class Packs:
 
 
 def pack(lengths: np.ndarray, room: int, rng: np.random.RandomState) -> Packs:
-    """Packs lengths of at most `room` each. The generator decides the order of equal lengths."""
+    """Packs lengths into packs of at most `room` in sum. The generator decides the order of equal lengths."""
     shuffled = rng.permutation(len(lengths))
     order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
     packs: list[list[int]] = []

@@ -7,7 +7,7 @@ from megatron.preprocess.input.files import InputFile
 from megatron.preprocess.input.segments import Segment, count_lines
 from megatron.preprocess.worker_output import SegmentResult
 
-_QUICK = 1 << 30  # most bytes to search for a line number, because the failed run waits
+_QUICK = 1 << 30  # most bytes that are read to find a line number, because the failed run waits for it
 
 
 @dataclass(slots=True)

@@ -35,7 +35,8 @@ def _opened(source: InputFile) -> Iterator[Any]:
 
 
 def row_group_runs(source: InputFile, segment_bytes: int) -> list[tuple[int, int, int]]:
-    """Returns (start, stop, bytes on disk) of runs of row groups with at least `segment_bytes`, or one group."""
+    """Returns (start, stop, bytes on disk) of runs of row groups. Each run but the last has at least `segment_bytes`,
+    uncompressed. The bytes on disk are estimated from the uncompressed sizes."""
     with _opened(source) as file:
         groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
         sizes = [max(1, group.total_byte_size) for group in groups]
@@ -160,7 +161,8 @@ def _may_hold_text(kind: Any) -> bool:
 
 
 def _python_values(array: Any) -> list[Any]:
-    """Returns texts as str, or all as bytes if one is not UTF-8, so that it can be reported."""
+    """Returns the texts of a column as str. If any of them is not UTF-8, returns all as bytes, so that it can be
+    reported."""
     import pyarrow
 
     if pyarrow.types.is_dictionary(array.type):
@@ -175,7 +177,7 @@ def _python_values(array: Any) -> list[Any]:
 
 
 def _strings(array: Any, dtype: type[np.integer[Any]]) -> list[str]:
-    """Does the same as `to_pylist`, five times as fast."""
+    """Returns the same texts as pyarrow's `to_pylist`, five times as fast."""
     _, ends, data = array.buffers()
     offset = array.offset * np.dtype(dtype).itemsize
     bounds = np.frombuffer(ends, dtype, len(array) + 1, offset).tolist()

@@ -116,10 +116,10 @@ class ChatEncoder:
     def encode_all(
         self, conversations: Iterable[tuple[Sequence[Message], Sequence[Any] | None]]
     ) -> Iterator[list[tuple[Ids, np.ndarray]] | ChatError]:
-        """Yields, for each conversation, ids and whether the prediction from each id belongs to an answer. There are
-        several pairs if the template renders an answer differently when later messages follow. Each pair then has
-        answers as the model sees them when it answers. A ChatError replaces a conversation that cannot be encoded. A
-        LimitError ends the iteration."""
+        """Yields a list of pairs for each conversation (messages, tools): ids, int32 [n], and a bool [n] that is True
+        if the prediction from an id belongs to an answer. There are several pairs if the template renders an answer
+        differently when later messages follow. Each pair then has the text that the model sees at that answer. A
+        ChatError replaces a conversation that cannot be encoded. A LimitError ends the iteration."""
         left = iter(conversations)
         try:
             while batch := list(islice(left, _BATCH)):

@@ -248,7 +248,8 @@ class _Process:
 
     @property
     def usable(self) -> bool:
-        """True if it runs and this process started it. A fork inherits the pipes, but must not use them."""
+        """True if the rendering process runs and this process started it. A fork of this process inherits the pipes,
+        but must not use them."""
         return self._owner == os.getpid() and self._popen.poll() is None
 
     def send(self, content: bytes) -> None:

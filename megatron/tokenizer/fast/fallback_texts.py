@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-# Beyond this only the ideographs of extensions B and C, complete since Unicode 5.2, are safe.
+# Characters from here to _PRIVATE are unsafe, except the ideographs of extensions B and C, fixed since Unicode 5.2.
 _SCANNED = 0x20000
 _OLD_IDEOGRAPHS = ((0x20000, 0x2A6D7), (0x2A700, 0x2B735))
 _PRIVATE = 0xE0000

@@ -152,7 +152,7 @@ class GuardedEncoder:
         # A piece cut inside a word may be missing from the ids. Then it, or a short whole text, is encoded again.
         whole = text if at_words and len(text) <= STRETCH else piece
         if whole is not text and self._fallback.find([piece], [piece.encode()]):
-            return after  # the engine has not encoded it
+            return after  # the exact encoder encoded this piece, so it needs no comparison
         found = ids if whole is text else self._engine.encode(piece.encode())
         if not np.array_equal(self._exact(whole), found):
             raise EncoderDifference(index, self._excerpt(whole))

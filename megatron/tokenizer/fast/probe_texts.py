@@ -31,7 +31,7 @@ EDGE_CASES = (
     "def f(x):\n    return {'a': [1, 2.5e3], \"b\": x**2}  # comment\n\n\n\tif x!=None:\r\n\t\tpass\n",
 )
 TOKENS_TRIED = 1500
-CHARACTER_STEP = 61  # of the assigned characters of the first two planes
+CHARACTER_STEP = 61  # one in this many characters of the first two planes is tried, if assigned
 
 
 def probe_texts(vocab: Mapping[str, int]) -> Iterator[str]:
@@ -50,7 +50,7 @@ def _ascii_pairs() -> Iterator[str]:
 
 
 def _characters() -> Iterator[str]:
-    """Yields characters of every script and category between a letter, a digit, a mark and white space."""
+    """Yields a sample of characters, each between a letter, a digit, a mark and white space."""
     sample = [chr(code) for code in range(0xA0, 0x20000, CHARACTER_STEP)]
     assigned = [character for character in sample if unicodedata.category(character) not in ("Cn", "Cs", "Co")]
     for start in range(0, len(assigned), 50):
