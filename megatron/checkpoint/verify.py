@@ -117,7 +117,9 @@ def _step_number(directory: Path, record: Manifest) -> list[Problem]:
     named = paths.step_of(directory.name)
     if named is None or named == record.step:
         return []
-    return [Problem("corrupt", f"{directory} holds step {record.step}, not the step of its name")]
+    return [
+        Problem("corrupt", f"{directory} holds step {record.step}, but its name says step {named}; restore the name")
+    ]
 
 
 def _coverage(directory: Path, record: Manifest) -> list[Problem]:

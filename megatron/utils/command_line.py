@@ -188,7 +188,7 @@ def _exit_code(name: str, job: Callable[[], int | None]) -> int:
     try:
         return job() or 0
     except KeyboardInterrupt:
-        print_line(f"{name}: interrupted; nothing was written", sys.stderr)
+        print_line(f"{name}: interrupted; unfinished outputs were not written", sys.stderr)
         return InterruptError.exit_code
     except Exception as error:
         told = error if isinstance(error, MegatronError) else explained(error)

@@ -63,9 +63,9 @@ class Conversations:
     def notes(self) -> list[str]:
         notes = []
         if self._apart:
-            added = "conversation is" if self._apart == 1 else "conversations are"
+            added = "sample was added, which ends" if self._apart == 1 else "samples were added, which end"
             notes.append(
-                f"{self.prefix}: {self._apart:,} {added} added, each up to an earlier answer, because the chat "
+                f"{self.prefix}: {self._apart:,} {added} at an earlier answer, because the chat "
                 "template renders that answer differently when later messages follow (such as without its reasoning)"
             )
         if self.silent:

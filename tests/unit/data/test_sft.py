@@ -157,7 +157,7 @@ def test_answers_that_a_template_shows_in_another_way_later_are_conversations_of
         assert sorted(shown(built.train[0]).rstrip("_|").split("|")[1:]) == ["Ab", "Xy", "acDe"]
         lines = sorted(str(built.train.locate(0, token)).split(", ")[1] for token in (0, 4, 6))
         assert lines == ["line 1", "line 2", "line 2"]
-        assert "1 conversation is added, each up to an earlier answer" in "\n".join(built.notes)
+        assert "1 sample was added, which ends at an earlier answer" in "\n".join(built.notes)
 
 
 def test_a_system_message_begins_a_conversation(tmp_path: Path) -> None:
