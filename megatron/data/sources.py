@@ -117,7 +117,8 @@ class Sources:
         if (last and not marked) or (record is not None and record.extra.get("append_eod") is False):
             raise ConfigError(
                 f"{flag}: the documents of {data.prefix} do not end with the end-of-document token {self._eod_id}, "
-                f"so the ends of documents cannot be found; preprocess the data again with --append-eod, or remove {flag}"
+                f"so the ends of documents cannot be found; preprocess the data again with --append-eod, or remove "
+                f"{flag}"
             )
 
     def notes(self) -> list[str]:

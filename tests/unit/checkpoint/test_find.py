@@ -164,7 +164,7 @@ def test_a_step_under_another_name_is_refused(three_steps: Path) -> None:
     shutil.rmtree(three_steps / "iter_0000030")
     shutil.copytree(three_steps / "iter_0000020", three_steps / "iter_0000030")
     step, said = step_loaded(three_steps)
-    assert step == 20 and "holds step 20, not the step of its name" in said
+    assert step == 20 and "holds step 20, but its name says step" in said
 
 
 def test_linked_steps_are_not_steps(three_steps: Path, tmp_path: Path) -> None:
