@@ -72,8 +72,8 @@ class Pair:
 
 def forward(query: Tensor, key: Tensor, value: Tensor, pair: Pair, softmax: Softmax) -> tuple[Tensor, Tensor]:
     """query [batch, heads, queries, d], key and value [batch, groups, keys, d] -> result [batch, heads, queries, d] and
-    log-sum-exp of the scores [batch, heads, queries], both in at least fp32. A query that sees no key has result 0 and
-    log-sum-exp -inf."""
+    log-sum-exp of the scores [batch, heads, queries], both in at least fp32. A query that sees no key gives 0 and
+    -inf."""
     wide = torch.promote_types(query.dtype, torch.float32)
     result = torch.empty_like(query, dtype=wide, memory_format=torch.contiguous_format)
     log_sum = query.new_empty(query.shape[:3], dtype=wide)

@@ -1,11 +1,8 @@
 """Balanced split of a sequence into 2N chunks: rank r of N holds chunks r and 2N - 1 - r.
 
-Under a causal mask late tokens attend to more keys than early ones; with this split all ranks have the same work.
-Tokens occur in three orders:
-
-- sequence order
-- the order of a rank's own part: its two chunks, ascending
-- by-rank order: the parts of ranks 0, 1, ... concatenated, as collectives deliver them
+Under a causal mask late tokens attend to more keys than early ones. With this split, all ranks have the same work.
+Tokens occur in three orders. In sequence order, they have ascending positions. A rank's own part is its two chunks,
+ascending. In by-rank order, the parts of ranks 0, 1, ... are concatenated, as collectives deliver them.
 """
 
 from typing import Any, Protocol

@@ -22,12 +22,13 @@ from megatron.config import MoEConfig
 def balance_loss(
     shares: Tensor, counts: Tensor, topk: int, pieces: int, over: Literal["sequence", "micro-batch"]
 ) -> Tensor:
-    """Returns this rank's part of the sum over sequences of the load-balance loss, which is 1 if the load is even:
+    """Returns this rank's part of the sum over sequences of the load-balance loss. The loss is 1 if the load is even.
 
-        number of experts * sum over experts of (expert's share of the choices) * (expert's mean share of the scores)
+        loss = experts * sum over experts of (the expert's share of the choices) * (its mean share of the scores)
 
-    `shares` [batch, seq, experts] covers this rank's tokens, one of `pieces` parts of their sequences. `counts`
-    [batch, experts] covers whole sequences. `over`: what the two shares are averaged over.
+    Input `shares` [batch, seq, experts] covers this rank's tokens, one of `pieces` parts of their sequences. Input
+    `counts` [batch, experts] covers whole sequences. The two shares are averaged over each sequence or, by `over`,
+    over the micro-batch.
     """
     _, seq, experts = shares.shape
     tokens = seq * pieces

@@ -33,8 +33,8 @@ class Passes(Protocol):
     ) -> list[tuple[Tensor, Tensor]]:
         """Accumulates the gradients of `factor` times the summed loss. Returns for each batch what `forward` returns.
 
-        Calls `arm` once, when only the last batch's gradients are missing. From then on, each gradient may be
-        reduced as soon as it is complete.
+        Calls `arm` once, when only the last batch's gradients are missing. After that, each gradient may be
+        reduced when it is complete.
         """
 
 

@@ -14,8 +14,8 @@ class Documents:
     """Documents in the rows of a micro-batch. No document crosses the end of a row.
 
     Tokens are counted row after row. Boundaries are int32 [documents + 1]: the index of each document's first token,
-    then the number of all tokens. `of_starts` repeats the last number up to a length of 2^n + 1, so that few shapes
-    occur; the last documents are then empty.
+    then the number of all tokens. The method `of_starts` repeats the last number up to a length of 2^n + 1, so that few
+    shapes occur. The last documents are then empty.
     """
 
     keys: Tensor
@@ -121,7 +121,7 @@ class Documents:
     def first_keys(self, queries: int, left: int | None) -> Tensor:
         """Returns int64 [rows, queries]: the first key that each of the last `queries` tokens of a row sees.
 
-        `left`: number of keys that a query sees before its own position; None: all."""
+        Argument `left` is the number of keys that a query sees before its own position; None: all."""
         rows = torch.arange(self.rows, device=self.keys.device).unsqueeze(1) * self.seq
         first = self.keys.long()[self.numbers()[:, self.seq - queries :]] - rows
         if left is None:

@@ -45,9 +45,9 @@ def this_gpu() -> Gpu | None:
 class Library:
     """The loaded kernels, or the reason why there are none (`missing`) or none for CUDA (`without_cuda`).
 
-    - `unverified`: name (`kernel_name`) of a CUDA kernel that is not known to be correct -> the reason
-    - `needs`: the minimum compute capability and CUDA version
-    - `cuda_sources`: folder -> hash of its CUDA sources"""
+    Field `unverified` maps names of CUDA kernels (`kernel_name`) that are not known to be correct to the reason. Field
+    `needs` has the minimum compute capability and CUDA version. Field `cuda_sources` maps each folder to the hash of
+    its CUDA sources."""
 
     missing: str | None = None
     without_cuda: str | None = None

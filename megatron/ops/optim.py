@@ -61,11 +61,10 @@ def adamw_in_place(
 ) -> None:
     """AdamW step on flat tensors [elements] in torch's operations, for any dtype. The kernel computes the same.
 
-    - `copy`: receives the new weights in its dtype, unless it is empty
-    - `ends` [pieces]: the end of each piece of the flat tensors
-    - `rates` [pieces, 2]: factors on the learning rate and the weight decay of each piece
-    - `control` [6]: 0 to skip the step, factor on gradients, learning rate, weight decay, bias correction of the first
-      moment, square root of that of the second moment
+    The flat tensors consist of pieces. Input `ends` [pieces] has the end of each piece. Input `rates` [pieces, 2] has
+    the factors of each piece on learning rate and weight decay. Input `control` [6] has these numbers: 0 to skip the
+    step, factor on gradients, learning rate, weight decay, bias correction of the first moment, square root of that of
+    the second. The new weights are copied to `copy` in its dtype, unless it is empty.
     """
     applied, factor, lr, decay, correction1, correction2_root = control.unbind()
     lengths = ends.diff(prepend=ends.new_zeros(1))

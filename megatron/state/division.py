@@ -85,8 +85,9 @@ class Division:
 
 
 def dealt(sizes: Mapping[str, int], group: Members, first_has: int = 0) -> dict[str, Division]:
-    """Divides tensors among the ranks of a group in equal shares. `sizes`: number of elements by name. `first_has`:
-    number of other elements that the first rank has, which reduce its share."""
+    """Divides tensors among the ranks of a group in equal shares. `sizes`: number of elements by name.
+
+    `first_has`: number of other elements that the first rank has. They count towards its share."""
     total = sum(sizes.values())
     if group.size > 1:
         first_has = min(first_has, -(-total // (group.size - 1)))

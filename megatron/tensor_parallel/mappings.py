@@ -7,7 +7,7 @@
 | `gathered`        | all-gather                    | reduce-scatter                |
 | `scattered`       | reduce-scatter                | all-gather                    |
 
-Activations are [batch, seq, ...]. All-gather and reduce-scatter act on the sequence, dimension 1.
+Activations are [batch, seq, ...]. The all-gather and reduce-scatter act on the sequence, dimension 1.
 """
 
 from collections.abc import Callable
