@@ -1,7 +1,7 @@
 """The settings of a run. Importing this package loads neither torch nor numpy, so `--help` is fast.
 
-`parse_args(argv)` reads flags, presets and YAML into one frozen `RunConfig`. Each class gets only the section
-that it needs. `check_settings` uses only the settings, `check_world` also the number of ranks, and `check_paths` also
+`parse_args(argv)` reads flags, presets and YAML into one frozen `RunConfig`. A class that needs settings receives only
+their section. `check_settings` uses only the settings, `check_world` also the number of ranks, and `check_paths` also
 the file system.
 """
 

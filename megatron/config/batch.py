@@ -79,7 +79,7 @@ class BatchPlan:
     def batch_size(self, consumed: int) -> int:
         """Returns the samples of the step that starts after `consumed` samples.
 
-        As in Megatron, each increment of a ramp-up lasts for an equal share of its samples. The share is computed in
+        As in Megatron, all increments of a ramp-up last for the same number of samples. This number is computed in
         floating point, so that the batch size changes at the same sample as in Megatron.
         """
         if self._scheduled:

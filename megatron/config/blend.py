@@ -34,7 +34,7 @@ class Blend:
 
 @dataclass(frozen=True)
 class DataSources:
-    """Blends of training, validation and test. `cut`: all three use one blend, which `shares` divides."""
+    """Blends of training, validation and test. If `cut`, all three use one blend, and `shares` divides it."""
 
     cut: bool
     blends: Sequence[Blend | None]
@@ -179,7 +179,7 @@ def prefix_meant(prefix: str) -> str:
 
 
 def datasets_of(path: Path) -> list[Path]:
-    """Prefixes of the datasets beside a file of text, or of those made with this path as --output-prefix."""
+    """Prefixes of the datasets made from the text file `path` beside it, or made with `path` as --output-prefix."""
     name = path.stem if path.is_file() and path.suffix not in (".bin", ".idx") else path.name
     found = sorted(path.parent.glob(f"{glob.escape(name)}_*.idx")) if name and path.parent.is_dir() else []
     return [file.with_suffix("") for file in found]

@@ -111,7 +111,7 @@ def _is_flag(word: str) -> bool:
 
 
 def _read(word: str, after: Sequence[str]) -> Given:
-    """Parses one flag and the words up to the next one."""
+    """Parses one flag. `after`: the words between it and the next flag."""
     name, equals, attached = word.partition("=")
     spelling = canonical_spellings().get(f"--{name.lstrip('-')}".replace("_", "-"))
     if spelling is None:
@@ -164,7 +164,7 @@ def _switch_value(spelling: str, text: str) -> bool:
 
 
 def _values_wanted(target: Target) -> int | str | None:
-    """Returns the number of values, "+" for one or more, or None for a single value."""
+    """Returns how many values a flag takes: a number, "+" for one or more, or None for a single value."""
     if isinstance(target, Setting):
         return target.flag.nargs
     return "+" if target.takes == "values" else None

@@ -138,7 +138,7 @@ def _section(section: str) -> Iterator[str]:
 
 
 def flags_page() -> str:
-    """Returns the settings by section, and links under the titles whose content is now on the other two pages."""
+    """Returns docs/flags.md: the settings by section, and links to the other two generated pages."""
     others = {
         "Retired spellings": ["[Flags of other programs](flags_of_others.md#retired-spellings) lists old spellings."],
         "Known by name": ["[Flags of other programs](flags_of_others.md) lists flags that have no setting here."],
@@ -182,7 +182,8 @@ def _names_elsewhere() -> Iterator[str]:
 
 
 def others_page() -> str:
-    """Returns the flags without a setting (retired, rejected or without effect) and the names of other trainers."""
+    """Returns the page of flags that are not settings (retired, rejected or without effect) and of other trainers'
+    names."""
     retired = [(f"`{row.spelling}`", row.note) for row in retired_flags().values()]
     families = [(f"`{prefix}*`", note) for prefix, note in FAMILIES.items()]
     sections: dict[str, Iterable[str]] = {
@@ -219,7 +220,7 @@ def _given(values: Mapping[str, Any]) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """A value of a preset; empty for a setting at its default."""
+    """Text of a preset's value; empty if the preset does not set it."""
     return "" if value is None else f"{value:.0f}" if isinstance(value, float) else show(value)
 
 

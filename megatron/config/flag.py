@@ -48,8 +48,8 @@ class Flag:
 
     help: str
     status: Status = "works"
-    note: str = ""  # no-op: its meaning here; later/never: the fix
-    spelling: str = ""  # if it is not the field name with dashes
+    note: str = ""  # no-op: the reason why it has no effect; later/never: the fix
+    spelling: str = ""  # "": the field name with dashes
     off: str = ""  # the spelling that sets a boolean to False (`--no-bias-gelu-fusion`)
     aliases: tuple[str, ...] = ()
     choices: tuple[Any, ...] = ()
@@ -113,7 +113,7 @@ class Setting:
 
 
 def _analyse(annotation: Any) -> tuple[type, bool]:
-    """Returns a field's base type, and True if the field is a tuple of it. None always means "not given"."""
+    """Returns (base type, True if the field is a tuple of that type). `| None` is ignored: None means "not given"."""
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         members = [a for a in typing.get_args(annotation) if a is not type(None)]
         assert len(members) == 1, annotation
@@ -125,8 +125,8 @@ def _analyse(annotation: Any) -> tuple[type, bool]:
 
 
 def settings_of(section: str, cls: type) -> Iterator[Setting]:
-    """Yields a section class's settings in the order of declaration. If the class has a method `needs_of(name)`, it
-    gives the needs of fields with the status "works"."""
+    """Yields a section class's settings in the order of declaration. If the class has a method `needs_of(name)`, that
+    method returns the needs of each field with the status "works"."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         base, many = _analyse(hints[field.name])

@@ -66,7 +66,7 @@ def _entry(setting: Setting) -> HelpEntry:
 
 
 def _known_by_name() -> list[HelpEntry]:
-    """Returns help entries for Megatron's flags that have no setting here."""
+    """Returns help entries for Megatron's flags that are not settings of this package."""
     rows = [HelpEntry("retired", (flag.spelling,), "", flag.note) for flag in retired_flags().values()]
     for name, flag in sorted(compat_flags().items()):
         status = {"later": "not supported yet", "never": "not supported"}.get(flag.status, flag.status)

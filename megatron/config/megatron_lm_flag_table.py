@@ -1,4 +1,4 @@
-"""Tables for megatron_lm_flags.py: the fix, or the meaning here -> flags.
+"""Tables for megatron_lm_flags.py: the text of an error or a notice -> the flags that it answers.
 
 "--x" is a switch, and "--x=" takes a value. Text after the = is the neutral value, which is accepted ("--x=1"), or the
 list of accepted values ("--x=a|b"). "--x=..." takes several values. VALUE in a fix stands for the given value.
@@ -154,7 +154,7 @@ FAMILIES: dict[str, str] = {
     "--megatron-fsdp-": "Megatron-FSDP is not supported; remove the --megatron-fsdp-* flags",
 }
 
-# flag -> (its notice, the fields that it sets; None: the given value)
+# flag -> (notice, {field that the flag sets: value; None stands for the value that the user gave})
 RETIRED: dict[str, tuple[str, dict[str, str | bool | None]]] = {
     "--activations-checkpoint-method=": (
         "taken as --recompute-granularity full with this --recompute-method",
@@ -181,7 +181,7 @@ RETIRED: dict[str, tuple[str, dict[str, str | bool | None]]] = {
     ),
 }
 
-# meaning here -> flags
+# notice: why the flag has no effect -> flags
 NO_OPS: dict[str, str] = {
     "gradients are accumulated and reduced in fp32, unless --grad-reduce-in-bf16 is given": """
         --accumulate-allreduce-grads-in-fp32""",
@@ -217,7 +217,7 @@ NO_OPS: dict[str, str] = {
     "only applies to distributed formats; --ckpt-format torch is written": """
         --ckpt-fully-parallel-save --no-ckpt-fully-parallel-save --ckpt-assume-constant-structure""",
     "only applies to distributed formats; --ckpt-format torch is read": "--ckpt-fully-parallel-load",
-    # From here on: a closed list of flags that choose among implementations of the same result.
+    # The flags below choose among implementations that give the same result. No flags will be added to this list.
     "--cpu-offloading-num-layers turns offloading on": "--cpu-offloading",
     "copies for an offloaded optimizer always overlap and use pinned memory; --kernels chooses its operations": """
         --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads

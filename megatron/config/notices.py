@@ -8,7 +8,8 @@ from megatron.config.values import show
 
 
 def spelled(config: RunConfig, name: str) -> str:
-    """Returns a setting and its value as a user would type them, with the file's key if a key set the value."""
+    """Returns a setting and its value as a user would type them, with the key of the settings file if a key set the
+    value."""
     setting = settings_by_name()[name]
     value = config.value(setting)
     origin = config.origins.get(name, "")

@@ -1,7 +1,8 @@
-"""Settings of other training programs, and the flags that replace them here.
+"""Settings of other training programs, and the flags of this package that replace them.
 
 Names come from transformers' TrainingArguments, accelerate, DeepSpeed, torchtitan, nanotron, GPT-NeoX, axolotl and
-LitGPT, without leading dashes and with dashes between words. Names that are flags here too are omitted.
+LitGPT, without leading dashes and with dashes between words. Names that are also flags of this package are
+omitted.
 """
 
 from collections.abc import Mapping
@@ -228,7 +229,7 @@ _SENTENCES: dict[str, str] = {
 
 @cache
 def answers() -> Mapping[str, str]:
-    """Returns name without leading dashes -> flags to use here, or a sentence."""
+    """Returns another program's name without leading dashes -> the flags of this package, or a sentence."""
     table = {name: answer for part in (_FLAGS, _SENTENCES) for answer, names in part.items() for name in names.split()}
     return MappingProxyType(table)
 

@@ -111,11 +111,11 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("gpt2-xl", "gpt2-1542m", "gpt2-1558m"), "gpt2-1.5b"),
     }
 )
-"""Names of GPT-2 elsewhere -> preset. Its sizes are counted in several ways."""
+"""Other programs' names of GPT-2 models -> preset. Their parameters are counted in several ways."""
 
 
 def preset_meant(name: str, known: Iterable[str] = PRESETS) -> str:
-    """Returns " (did you mean X?)" for a known preset that has this name elsewhere, or resembles it, or ""."""
+    """Returns " (did you mean X?)" if X has this name in other programs or a similar name, else ""."""
     last = name.rpartition("/")[2].lower().replace("_", "-")
     here = ELSEWHERE.get(last)
     return nearest(last, known) if here is None else f" (did you mean {here}?)"

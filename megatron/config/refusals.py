@@ -24,7 +24,7 @@ class Refusals:
     def refuse(self, error: ConfigError, *doubted: str) -> None:
         """Records an error in reading a value.
 
-        The flags that its message names before the first ";", and those in `doubted`, keep their defaults. Later errors
+        The flags that the error names before the first ";", and those in `doubted`, keep their defaults. Later errors
         that name these flags are only consequences, so they are dropped.
         """
         self._errors.setdefault(str(error), error)
@@ -54,7 +54,7 @@ class Refusals:
 
     @contextmanager
     def with_sizes_that(self, passes: Callable[[str, int], bool]) -> Iterator[None]:
-        """Omits the suggested sizes that do not pass, in the errors of this block."""
+        """Removes suggested sizes that `passes(flag, size)` rejects from the errors recorded within the context."""
         before = set(self._errors)
         yield
         judged = {}

@@ -1,4 +1,4 @@
-"""All settings of a run, in sections. A `RunConfig` is built once; each class takes only the section that it needs."""
+"""All settings of a run, in sections. A `RunConfig` is built once; other classes take only the section they need."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -44,7 +44,7 @@ class RunConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
-    # Origin of the values. Neither compared nor saved.
+    # Origins of the values, and notices about them. They are neither compared nor saved.
     notices: tuple[str, ...] = field(default=(), compare=False)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     keys: Mapping[str, str] | None = field(default=None, compare=False)

@@ -136,7 +136,8 @@ def adopt_checkpoint_args(
 
 
 def _raised_positions(loaded: RunConfig, adopted: RunConfig) -> list[str]:
-    """Returns the line about a longer context than the checkpoint's. No tensor of a RoPE model depends on it."""
+    """Returns a notice if the run's context is longer than the checkpoint's. Only RoPE models allow this, because none
+    of their tensors depends on the length."""
     theirs, ours = loaded.model, adopted.model
     if theirs.positions != "rope" or not 0 < theirs.max_position_embeddings < ours.max_position_embeddings:
         return []

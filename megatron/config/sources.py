@@ -46,7 +46,7 @@ def spelling_table() -> Mapping[str, Target]:
 
 @cache
 def canonical_spellings() -> Mapping[str, str]:
-    """Returns spelling with dashes only -> spelling in the table, where a few of Megatron's have underscores."""
+    """Returns spelling with dashes -> spelling in the table. A few of Megatron's flags are spelled with underscores."""
     return MappingProxyType({spelling.replace("_", "-"): spelling for spelling in spelling_table()})
 
 
@@ -85,8 +85,8 @@ class Assignments:
         return f"key {self.spelled[name]} of {self.origin}" if self.named_by_key else self.origin
 
     def set(self, setting: Setting, value: Any, spelled: str) -> None:
-        """Sets a value. If a flag is given twice, the last value counts and a notice is printed, because scripts append
-        "$@" for the user's flags. Two different spellings with different values are rejected."""
+        """Sets a value. If a flag is given twice with different values, the last one counts and a notice is printed:
+        scripts append "$@" for the user's flags. Two spellings with different values are rejected."""
         if setting.name in self.values and self.values[setting.name] != value:
             before = self.spelled[setting.name]
             if before.split()[0] != spelled.split()[0]:
@@ -122,7 +122,7 @@ class Assignments:
 
 
 class SettingsSource(Protocol):
-    """Reads another program's file that the command line or a file of --config names."""
+    """Reads another program's settings file. The command line or the --config file names that file."""
 
     def __call__(self, others: Sequence[Assignments], refusals: Refusals) -> Assignments | None:
         """Returns the file's values; None if no file is named. `others`: sources that override it, in order."""
@@ -145,7 +145,7 @@ def no_other_file(others: Sequence[Assignments], refusals: Refusals) -> None:
 
 
 def _interpret_retired(given: Given, setting: Setting, spelled: str) -> Any:
-    """Interprets the value of a retired spelling; its errors name that spelling too."""
+    """Interprets the value of a retired spelling. Error messages also name the retired spelling."""
     try:
         return interpret(given, setting)
     except ConfigError as error:

@@ -14,7 +14,8 @@ _PEEK = 65536
 
 
 def fix_of_prefix(config: RunConfig, flag: str, prefix: str) -> str | None:
-    """Returns the reason and the fix; None if `prefix` is neither text nor a name on the Hub, or has datasets."""
+    """Returns the reason and the fix if `prefix` is text or a name on the Hub. None for all else, and if datasets with
+    this prefix exist."""
     path = Path(prefix)
     if path.suffix in (".bin", ".idx") or Path(f"{prefix}.idx").exists() or datasets_of(path):
         return None
@@ -31,7 +32,8 @@ def fix_of_prefix(config: RunConfig, flag: str, prefix: str) -> str | None:
 
 
 def _key_of_text(path: Path) -> str | None:
-    """Returns the JSON key of the text in the first line: "text", or that of the longest text. None: not text."""
+    """Returns the JSON key of the text in the first line: "text" or, without that key, the key of the longest string.
+    None if the file is not text."""
     with path.open("rb") as file:
         beginning = file.read(_PEEK)
     try:
@@ -43,7 +45,7 @@ def _key_of_text(path: Path) -> str | None:
         keys = re.findall(r'"([^"\\]{1,80})"\s*:\s*"', text) if text.startswith("{") and "\n" not in text else []
         return (
             None if "\0" in text else "text" if "text" in keys or not keys else keys[-1]
-        )  # the last key, whose text was cut off
+        )  # the last key: its text is longer than the part that was read
     texts = {name: value for name, value in first.items() if isinstance(value, str)} if isinstance(first, dict) else {}
     return "text" if "text" in texts or not texts else max(texts, key=lambda name: len(texts[name]))
 

@@ -24,7 +24,8 @@ class ValidationPlan:
     samples: Mapping[str, int | None]
 
     def of(self, split: str) -> int | None:
-        """Returns the number of samples to read from the set that records name `split`; None for all of them."""
+        """Returns the number of samples to read from one set; None for all of them. `split`: the set's name in metrics
+        records."""
         return self.samples[split.removeprefix(SET_PREFIX)]
 
 
@@ -43,7 +44,8 @@ def named_sets(config: DataConfig, blend: Blend) -> list[tuple[str, str]]:
 
 
 def validation_plan(config: RunConfig, batch_size: int) -> ValidationPlan | None:
-    """Returns the plan, or None. `batch_size`: samples per evaluation step, for sets that --eval-iters limits."""
+    """Returns the plan; None if no setting fixes the samples. `batch_size`: samples per evaluation step, by which
+    --eval-iters is multiplied."""
     evaluation, names = config.evaluation, set_names(config)
     asked = asked_samples(config)
     if asked is None and not evaluation.full_validation:

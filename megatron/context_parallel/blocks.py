@@ -52,9 +52,8 @@ class Pair:
         return min(keys, self.distance + stop)
 
     def hidden(self, start: int, stop: int, keys: int, device: torch.device) -> tuple[int, Tensor] | None:
-        """Mask of queries start..stop over the first `keys` keys: (index of the mask's first key, mask [batch or 1, 1,
-        1, rows, keys from that index on]). The mask is true where a key is hidden; keys before its first are visible.
-        None if all keys are visible."""
+        """Returns (first, mask [batch or 1, 1, 1, stop - start, keys - first]) of the queries start..stop, or None if
+        they see all of the first `keys` keys. The mask is true for hidden keys. Keys before `first` are visible."""
         parts, first = [], 0
         if self.query_documents is not None and self.key_documents is not None:
             parts.append(self.query_documents[:, start:stop, None] != self.key_documents[:, None, :keys])
@@ -91,7 +90,8 @@ def forward(query: Tensor, key: Tensor, value: Tensor, pair: Pair, softmax: Soft
 
 
 def merge_partial_attention(result: Tensor, log_sum: Tensor, other: Tensor, other_sum: Tensor) -> None:
-    """Merges attention over other keys into `result` and `log_sum`, in place."""
+    """Merges attention over other keys into `result` [batch, heads, queries, d] and `log_sum` [batch, heads, queries],
+    in place."""
     total = torch.logaddexp(log_sum, other_sum)
     reference = total.masked_fill(total == -math.inf, 0.0)  # for queries that see no key: exp(-inf - 0) is 0, not NaN
     result.mul_((log_sum - reference).exp_().unsqueeze(-1))
@@ -117,7 +117,7 @@ def backward(
     finished: Finished,
     into: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Adds this pair's contribution to the (wide) gradients of query, key and value."""
+    """Adds this pair's contribution to `into`, the gradients of query, key and value in at least fp32."""
     grad_query, grad_key, grad_value = into
     groups = key.shape[1]
     for start, stop, keys in _blocks(query, key, pair):
@@ -139,7 +139,7 @@ def backward(
 
 
 def _blocks(query: Tensor, key: Tensor, pair: Pair) -> Iterator[tuple[int, int, int]]:
-    """(start, stop, keys): a block of queries, and the number of keys that it can see."""
+    """Yields (start, stop, keys): the bounds of a block of queries, and the number of keys that the block can see."""
     batch, heads, queries, _ = query.shape
     rows = min(_ROWS.get(query.device.type, _ROWS_ACCELERATOR), max(1, _SCORES // (batch * heads * key.shape[2])))
     for start in range(0, queries, rows):
@@ -148,8 +148,8 @@ def _blocks(query: Tensor, key: Tensor, pair: Pair) -> Iterator[tuple[int, int, 
 
 
 def _scores(query: Tensor, key: Tensor, pair: Pair, start: int, softmax: Softmax) -> Tensor:
-    """[batch, groups, heads per group, rows, keys], -inf where hidden. Heads that share a key are rows of one matrix
-    product, so keys are never repeated."""
+    """Scores [batch, groups, heads per group, rows, keys], -inf where hidden. Heads that share a key are rows of one
+    matrix product, so keys are never repeated."""
     headroom = _HEADROOM if query.dtype == torch.float16 else 1.0
     scaled = _by_group(query, key.shape[1]) * (softmax.scale / headroom)
     scores = widened(scaled.flatten(2, 3) @ key.transpose(-1, -2)).unflatten(2, scaled.shape[2:4])
@@ -163,7 +163,7 @@ def _scores(query: Tensor, key: Tensor, pair: Pair, start: int, softmax: Softmax
 
 
 def _softmax(scores: Tensor, may_hide_all: bool) -> tuple[Tensor, Tensor]:
-    """Probabilities and log-sum-exp, which is computed from the largest probability exp(peak - log-sum-exp)."""
+    """Probabilities and log-sum-exp. The latter is computed from the largest probability, exp(peak - log-sum-exp)."""
     probabilities, peak = torch.softmax(scores, -1), scores.amax(-1)
     log_sum = peak - probabilities.amax(-1).log_()
     if may_hide_all:
@@ -185,7 +185,7 @@ def _kept(probabilities: Tensor, pair: Pair, start: int, softmax: Softmax) -> Te
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
-    """[batch, heads, rows, ...] -> [batch, groups, heads per group, rows, ...]."""
+    """Reshapes [batch, heads, rows, ...] -> [batch, groups, heads per group, rows, ...]."""
     return x.unflatten(1, (groups, -1))
 
 

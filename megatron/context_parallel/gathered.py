@@ -1,5 +1,5 @@
-"""All-gather attention: every rank gathers all keys and values, in one message per layer. This needs memory for all
-keys and values."""
+"""All-gather attention: every rank gathers all keys and values, in one message per layer. Each rank needs memory
+for all keys and values."""
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,8 @@ _SEQUENCE = 2  # the dimension of the sequence in [batch, heads, seq, d]
 
 
 class GatheredAttention(nn.Module):
-    """Computes attention of each of the rank's two chunks of queries to all keys up to the chunk's end, with the plain
-    core attention."""
+    """Computes, with the plain core attention, attention of each of the rank's two chunks of queries to all keys up to
+    the end of that chunk."""
 
     def __init__(self, core: CoreAttention, cp: Axis, window: Window) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Ring attention: blocks of keys and values rotate over the ranks, and each rank merges its queries' attention to them.
 
-The next block is received while the current one is processed. In the backward pass the blocks rotate once more, with
-their gradients one step behind, so that no rank holds more than two blocks.
+The next block is received while the current one is processed. In the backward pass the blocks rotate once more, and
+their gradients follow one step later, so that no rank holds more than two blocks of each.
 """
 
 from collections.abc import Iterator
@@ -89,7 +89,7 @@ class _Ring(Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None, ring: _Ringed
     ) -> Tensor:
         wide, chunk = torch.promote_types(query.dtype, torch.float32), query.shape[2] // 2
-        # With the strides that the next projection reads: [batch, seq, heads, d].
+        # Stored as [batch, seq, heads, d], the layout that the output projection reads.
         result = torch.zeros_like(query.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format)
         results = result.transpose(1, 2).chunk(2, 2)
         log_sum = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
@@ -126,5 +126,5 @@ class _Ring(Function):
                 grad_block += arriving.wait()
             arriving = collectives.start_shift(grad_block, ring.cp)
         assert arriving is not None
-        grad_key, grad_value = arriving.wait().to(key.dtype)  # the last shift returns the own block's gradients
+        grad_key, grad_value = arriving.wait().to(key.dtype)  # the last shift returns this rank's own block
         return grad_query.to(query.dtype), grad_key, grad_value, None, None

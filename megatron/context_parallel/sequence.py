@@ -1,8 +1,8 @@
 """Balanced split of a sequence into 2N chunks: rank r of N holds chunks r and 2N - 1 - r.
 
-Under a causal mask late tokens attend to more keys than early ones; with this split all ranks have the same work.
-Tokens occur in three orders: the sequence's, a rank's own part (its two chunks, ascending), and "by rank" (the parts of
-ranks 0, 1, ... concatenated, as collectives deliver them).
+Under a causal mask late tokens attend to more keys than early ones. With this split, all ranks have the same work.
+Tokens occur in three orders. In sequence order, they have ascending positions. A rank's own part is its two chunks,
+ascending. In by-rank order, the parts of ranks 0, 1, ... are concatenated, as collectives deliver them.
 """
 
 from typing import Any, Protocol
@@ -93,8 +93,8 @@ def _reordered(x: Tensor, order: list[int], dim: int) -> Tensor:
 
 
 class ContextAttention(Protocol):
-    """Core attention whose queries are this rank's part of the sequence. `visible` is called once per pass and returns
-    the arguments `mask` and `causal` for the calls in all layers. Each implementation gives them its own meaning."""
+    """Core attention whose queries are this rank's part of the sequence. `visible` is called once per pass. All layers
+    pass its result to `forward` as the last argument. Its type depends on the implementation."""
 
     @staticmethod
     def visible(

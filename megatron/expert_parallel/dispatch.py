@@ -1,11 +1,11 @@
 """Token dispatcher: sends tokens to the ranks of their experts and back, by all-to-all without padding.
 
-    tokens sorted by expert --ep--> rows of my experts --tp--> the same for my slice of every expert --> sorted again
-    result in the tokens' order <--ep-- its rows <--tp-- sums over the slices <-- experts
+    tokens sorted by expert --ep--> rows of this rank's experts --tp--> rows of all tensor-parallel ranks --> experts
+    results in the tokens' order <--ep-- results of this rank's rows <--tp-- partial sums of each rank <-- experts
 
-Each expert's products are split over the tensor-parallel ranks. These ranks hold copies of the tokens, which enter
-through `copied` and leave through `summed`, once for all experts. Under sequence parallelism, the ranks hold different
-tokens and first exchange them.
+Each expert's weights are split over the tensor-parallel ranks. Without sequence parallelism, these ranks hold copies of
+the tokens, which enter through `copied` and leave through `summed`, once for all experts. With sequence parallelism,
+the ranks hold different tokens, exchange them, and sum the partial results.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +43,8 @@ class ExpertDispatcher(nn.Module):
         return exchanged(rows, receive, send, self.ep)
 
     def _sliced(self, rows: Tensor, counts: Tensor, experts: Run) -> Tensor:
-        """counts [senders, experts here]: rows are ordered by sender, and by expert within each."""
+        """Runs this rank's slice of the experts on `rows`, sorted by sender and then by expert. `counts`: the rows per
+        sender and expert, [senders, experts of this rank]."""
         if not self.split_tokens or self.tp.size == 1:
             return self.summed(_by_expert(self.copied(rows, self.tp), counts, experts), self.tp)
         everybody = torch.stack(collectives.all_gather(counts, self.tp))  # [tp, senders, experts here]
@@ -54,8 +55,8 @@ class ExpertDispatcher(nn.Module):
 
 
 def _by_expert(rows: Tensor, counts: Tensor, experts: Run) -> Tensor:
-    """Calls the experts on rows from several senders. Each sender's rows are sorted by expert; counts [senders,
-    experts]."""
+    """Calls the experts on rows sorted by sender and then by expert. `counts`: the rows per sender and expert,
+    [senders, experts]."""
     if counts.shape[0] == 1:
         return experts(rows, counts[0].tolist())
     numbers = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])

@@ -25,8 +25,8 @@ class Embedding(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """Holds the tied token embedding, under the embedding's name, on a last pipeline stage that is not the first one
-    too."""
+    """Holds a copy of the tied token embedding, under the embedding's name, on a last pipeline stage that is not also
+    the first stage."""
 
     def __init__(self, make: ModuleFactory, padded_vocab_size: int) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
-"""Makes the modules of a GPT. These are plain; `parallelize` overrides the ones that a parallel layout changes.
+"""Makes the modules of a GPT. The modules are plain; `parallelize` overrides those that a parallel layout changes.
 
-All constructors receive the factory: a module takes from it its settings and the parts that a layout may replace. A
-module requests its linear layers and tables by their parameter name in the whole model, so that a layout finds their
-row in `model/parameters.py`.
+All constructors receive the factory. A module takes its settings and replaceable parts from it. A module requests
+linear layers by their parameter names in the whole model, so that a layout finds their rows in `model/parameters.py`.
 """
 
 from collections.abc import Callable
@@ -31,7 +30,7 @@ Dispatcher = Callable[[Tensor, Tensor, RunExperts], Tensor]
 
 
 def run_here(rows: Tensor, counts: Tensor, experts: RunExperts) -> Tensor:
-    """Dispatcher for ranks that hold all experts: calls them. Other dispatchers: megatron/expert_parallel."""
+    """Dispatcher for ranks that hold all experts: calls the experts. The other one is in megatron/expert_parallel."""
     return experts(rows, counts.tolist())
 
 
@@ -56,7 +55,7 @@ class ModuleFactory:
         self.routers = RouterReports(self.moe, config.num_layers, self.pieces_of_sequence) if on else None
 
     def linear(self, name: str, in_features: int, out_features: int, *, bias: bool) -> Linear:
-        """Makes a linear layer. Sizes count the whole layer; a layout makes only this rank's part."""
+        """Makes a linear layer. Sizes count the whole layer; the factory of a layout makes only this rank's part."""
         return Linear(in_features, out_features, bias=bias, wgrads=self.wgrads)
 
     def norm(self, width: int) -> Norm:
@@ -68,7 +67,7 @@ class ModuleFactory:
         return self.norm(self.config.head_dim * (heads if together else 1))
 
     def vocabulary_table(self, rows: int) -> Table:
-        """Makes a table. `rows` counts the whole table, padding included."""
+        """Makes the token embedding or output head. `rows` counts the whole table, padding included."""
         return Table(rows, self.config.hidden_size)
 
     def position_table(self) -> Table:

@@ -32,7 +32,7 @@ def _mlp(config: ModelConfig, width: int) -> int:
 def _experts(config: ModelConfig, moe: MoEConfig) -> int:
     hidden, topk = config.hidden_size, moe.moe_router_topk
     router = hidden * (moe.num_experts or 0)
-    chosen = topk * (_mlp(config, moe.moe_ffn_hidden_size or config.ffn_size) + hidden)  # and their weighted sum
+    chosen = topk * (_mlp(config, moe.moe_ffn_hidden_size or config.ffn_size) + hidden)  # and the weighted sum
     return router + chosen + _mlp(config, moe.moe_shared_expert_intermediate_size or 0)
 
 

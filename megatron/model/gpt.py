@@ -116,7 +116,7 @@ class GPT(nn.Module):
         return self.head_and_loss(self.final_layernorm(hidden), weight, labels)
 
     def table(self) -> dict[str, Parameter]:
-        """Name -> parameter of the whole model, whatever part this rank holds."""
+        """Name -> parameter, for the whole model, even if this rank holds only a part of it."""
         return parameters(self.config, self.vocab_size, self.make.moe)
 
     @property
@@ -128,8 +128,10 @@ class GPT(nn.Module):
         return self.embedding.word_embeddings.weight
 
     def _look_up(self, tokens: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the token embeddings and the tied table for the head, whose gradients then share one tensor;
-        otherwise (None, None). CPU only: on an accelerator, the number of distinct tokens would need a host sync."""
+        """Returns the token embeddings and the tied table for the head; the gradients of both share one tensor.
+
+        Returns (None, None) if the table is not tied, or is split, or not on a CPU: on an accelerator, counting the
+        distinct tokens would need a host sync."""
         assert self.embedding is not None
         table = self.embedding.word_embeddings
         alone = self.head_and_loss is None or self.output_layer is not None
@@ -200,7 +202,8 @@ class GPT(nn.Module):
         return hidden
 
     def _on_host(self, device: torch.device) -> HostActivations | None:
-        """Returns an object that offloads activations to host memory; None if offloading is off or of no use."""
+        """Returns an object that offloads activations to host memory; None if offloading is off, the model
+        is on a CPU, or there is no backward pass."""
         if not self.recompute.cpu_offloading_num_layers or _is_host(device) or not torch.is_grad_enabled():
             return None
         return HostActivations(host_link(device))

@@ -1,7 +1,7 @@
 """Offloads the activations of some layers to host memory (--cpu-offloading-num-layers).
 
-The copy of a saved tensor to the host starts at once; its device memory is free when the layer is done. When backward
-reaches a layer, the activations of the layer before it are prefetched.
+The copy of a saved tensor to the host starts at once. Its device memory is freed when the layer's forward ends. When
+backward reaches a layer, the activations of the layer before it are prefetched.
 """
 
 import weakref
@@ -46,7 +46,7 @@ class HostActivations:
 
     def __init__(self, link: HostLink, least_bytes: int = LEAST_BYTES) -> None:
         self._link, self._least_bytes = link, least_bytes
-        # Weak: backward keeps a layer alive while it needs its tensors, and a layer keeps the one before it alive.
+        # Weak: the autograd graph keeps a layer alive, and a layer references the layer before it.
         self._last: Callable[[], _Layer | None] = lambda: None
 
     @contextmanager
@@ -54,12 +54,12 @@ class HostActivations:
         """Copies tensors that are saved for backward within the context to the host, except weights of `module`."""
         layer = _Layer(self._last())
         self._last = weakref.ref(layer)
-        # The originals live until the layer is done, so that no other tensor can reuse their addresses.
+        # Holds the originals until the layer's forward ends, so that no other tensor can reuse their addresses.
         known: dict[Any, tuple[Tensor, _Saved]] = {}
 
         def pack(tensor: Tensor) -> Tensor | tuple[_Layer, _Saved]:
             size, repeats = tensor.numel() * tensor.element_size(), 0 in tensor.stride()
-            # The parameters are read here, because sharded weights are gathered within the layer.
+            # Read in each call, because the storage of sharded weights changes when the layer gathers them.
             if size < self._least_bytes or repeats or _storage(tensor) in _storages(module.parameters()):
                 return tensor
             key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)

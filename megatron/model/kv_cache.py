@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron.model.attention_mask import Visible, Window, look_back
 
 SPARE = 64
-"""Number of slots beyond the window. The cache shifts out old tokens once per this many tokens."""
+"""Number of slots beyond the window. The cache drops old tokens once per SPARE tokens."""
 
 
 class KVCache:
@@ -44,8 +44,8 @@ class KVCache:
         return sum(tensor.nbytes for kept in (self.keys, self.values) for tensor in kept.values())
 
     def begin(self, tokens: int) -> Visible:
-        """Begins a pass of `tokens` new tokens; if the cache is full, it drops tokens outside the window. Returns
-        what the queries see of the keys that `extend` returns."""
+        """Begins a pass of `tokens` new tokens; a full cache drops tokens outside the window. Returns which of the keys
+        from `extend` each query sees."""
         whole = self.length + tokens
         assert whole <= self.max_length, f"a KV cache of {self.max_length} tokens cannot hold {whole}"
         reach = look_back(self.window)
@@ -58,7 +58,7 @@ class KVCache:
         return Visible(rows=self._own[..., first:keys])
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends key and value [batch, groups, new, head_dim]. Returns past and new ones together."""
+        """Appends key and value [batch, groups, new, head_dim]. Returns both with the past ones in front."""
         return self._extend(self.keys[layer], key), self._extend(self.values[layer], value)
 
     def _extend(self, kept: Tensor, new: Tensor) -> Tensor:
@@ -96,8 +96,8 @@ class KVCache:
     def prompts(self, lengths: Sequence[int]) -> "list[tuple[slice, KVCache]]":
         """Prepares the cache for prompts of these lengths. Prompts of equal length must be in adjacent rows.
 
-        Returns, for each length, its rows and a cache for the pass over these rows. That cache is a view of this
-        cache's memory. Generation then continues with this cache."""
+        Returns, for each length, the rows of its prompts and a cache for their pass, which is a view of `self`. After
+        all these passes, generation continues with `self`."""
         some = next(iter(self.keys.values()))
         assert self.length == 0 and len(lengths) == some.shape[0]
         longest, stop = max(lengths), min(max(lengths), self.slots)

@@ -4,7 +4,7 @@ For every micro-batch size and layout, the objective is
 
     mean loss of the counted tokens + coefficient * (mean over sequences of the router losses, summed over layers)
 
-A router's loss does not travel through the later layers and stages to the output. `RouterReports.attach` adds its
+A router's loss is not passed through the later layers and stages to the output. `RouterReports.attach` adds its
 gradient, times a scale that the engine sets for every step, to the gradient of the router's weights. The scale gives
 both terms the same divisor.
 """
@@ -22,11 +22,13 @@ from megatron.config import MoEConfig
 def balance_loss(
     shares: Tensor, counts: Tensor, topk: int, pieces: int, over: Literal["sequence", "micro-batch"]
 ) -> Tensor:
-    """Returns experts * sum over experts of (its share of the choices) * (its mean share of the scores). The loss is 1
-    if the load is even.
+    """Returns this rank's part of the sum over sequences of the load-balance loss. The loss is 1 if the load is even.
 
-    `shares` [batch, seq, experts] covers this rank's tokens, one of `pieces` parts of their sequences. `counts`
-    [batch, experts] covers whole sequences. The result is this rank's part of the sum over sequences.
+        loss = experts * sum over experts of (the expert's share of the choices) * (its mean share of the scores)
+
+    Input `shares` [batch, seq, experts] covers this rank's tokens, one of `pieces` parts of their sequences. Input
+    `counts` [batch, experts] covers whole sequences. The two shares are averaged over each sequence or, by `over`,
+    over the micro-batch.
     """
     _, seq, experts = shares.shape
     tokens = seq * pieces
@@ -37,8 +39,8 @@ def balance_loss(
 
 
 def z_loss(logits: Tensor, pieces: int) -> Tensor:
-    """Returns the mean over a sequence's tokens of log(sum(exp(logits)))^2, which keeps logits small. The result is
-    this rank's part of the sum over sequences."""
+    """Returns this rank's part of the sum over sequences of the mean over tokens of log(sum(exp(logits)))^2, with
+    logits [batch, seq, experts]. This loss keeps logits small. `pieces`: as in `balance_loss`."""
     return logits.logsumexp(-1).square().sum() / (logits.shape[1] * pieces)
 
 
@@ -47,7 +49,7 @@ class Watch:
     """One router's statistics of one micro-batch."""
 
     layer: int
-    counts: Tensor  # [experts]: how many of this rank's tokens chose each
+    counts: Tensor  # [experts]: number of this rank's tokens that chose the expert
 
 
 @dataclass
@@ -96,7 +98,7 @@ class RouterReports:
 
 
 class _Attached(torch.autograd.Function):
-    """Reports in backward, because recomputation runs forward twice."""
+    """Adds the losses to the reports in backward, because recomputation runs forward twice."""
 
     @staticmethod
     def forward(

@@ -220,7 +220,8 @@ def _layer_norms(config: ModelConfig) -> tuple[str, str]:
 
 
 def _qk_norm_rows(config: ModelConfig, name: str, heads: int) -> list[Row]:
-    """Rows of one vector that all heads share, or of one as long as all heads together, which is split by head."""
+    """Rows of a query or key norm: one vector [head_dim] that all heads share, or one [heads, head_dim], which is split
+    by head."""
     rows = _norm_rows(config, name, config.head_dim)
     if config.qk_layernorm_scope == "head":
         return [replace(row, after_split=True) for row in rows]
@@ -279,7 +280,7 @@ def layer_of(name: str) -> int | None:
 
 def classic_path(name: str, first_layer: int = 0) -> tuple[str, ...]:
     """Path of a parameter under `model` in a Megatron 23.06 checkpoint. Layer numbers restart at each pipeline stage's
-    `first_layer`. A name of another model is returned unchanged, at the top level."""
+    `first_layer`. A name that is not GPT's is returned unchanged as the only component."""
     if name in _NESTED:
         return ("language_model", *name.split("."))
     if match := _OF_LAYER.fullmatch(name):

@@ -18,7 +18,7 @@ def shape_of(batch: Batch) -> torch.Size:
 
 ForwardStep = Callable[[Any, Batch], tuple[Tensor, Tensor]]
 """(model, batch) -> (sum of the losses over the counted tokens, number of counted tokens), both 0-d tensors. In a
-pipeline, `model` is the last stage, which already has its input."""
+pipeline, `model` is the last stage, with its input already bound."""
 
 
 class Passes(Protocol):
@@ -33,8 +33,8 @@ class Passes(Protocol):
     ) -> list[tuple[Tensor, Tensor]]:
         """Accumulates the gradients of `factor` times the summed loss. Returns for each batch what `forward` returns.
 
-        Calls `arm` once, when only the last batch's gradients are missing. After that, complete gradients may be
-        reduced at once.
+        Calls `arm` once, when only the last batch's gradients are missing. After that, each gradient may be
+        reduced when it is complete.
         """
 
 

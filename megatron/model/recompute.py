@@ -10,7 +10,8 @@ from megatron.config import RecomputeConfig
 
 
 def call_with_recompute(function: Callable[..., Any], recomputed: bool, *arguments: Any) -> Any:
-    """Calls `function(*arguments)`, recomputed in backward if `recomputed`; without gradients there is no backward."""
+    """Calls `function(*arguments)`. If `recomputed` and gradients are enabled, backward calls it again instead of
+    keeping its activations."""
     if not (recomputed and torch.is_grad_enabled()):
         return function(*arguments)
     # The random state is restored, so that dropout drops the same elements again.
@@ -18,7 +19,7 @@ def call_with_recompute(function: Callable[..., Any], recomputed: bool, *argumen
 
 
 def groups(config: RecomputeConfig, count: int) -> list[tuple[range, bool]]:
-    """Splits `count` layers into groups (positions, True if recomputed) that are called one after another."""
+    """Splits `count` layers into groups of consecutive layers, by the settings: (positions, True if recomputed)."""
     step = config.recompute_num_layers
     if not config.full:
         return [(range(count), False)]

@@ -28,7 +28,7 @@ def rotated_channels(config: ModelConfig) -> int:
 
 
 def attention_factor(config: ModelConfig) -> float:
-    """Factor on cos and sin."""
+    """Factor that cos and sin are multiplied by; not 1 only under YaRN."""
     if config.rope_scaling != "yarn":
         return 1.0
     if config.yarn_attention_factor is not None:
@@ -42,7 +42,7 @@ def _linear(frequencies: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, config: ModelConfig) -> Tensor:
-    """Scales frequencies as Llama 3.x: stretches long waves by the factor, keeps short ones, blends between."""
+    """Scales frequencies as Llama 3.x: divides low ones by the factor, keeps high ones, interpolates between."""
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
     context = config.rope_original_max_position
     wavelength = 2 * math.pi / frequencies
@@ -54,7 +54,7 @@ def _llama3(frequencies: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, config: ModelConfig) -> Tensor:
-    """Keeps channels that turn often in the original context, interpolates slow ones, and ramps linearly between."""
+    """Scales frequencies as YaRN: keeps high ones, divides low ones by the factor, and ramps linearly between."""
     width, base = rotated_channels(config), config.rotary_base
     context = config.yarn_original_max_position_embeddings
 
@@ -81,7 +81,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.config = config
         self.factor = attention_factor(config)
-        device = torch.empty(0).device  # of the surrounding device context
+        device = torch.empty(0).device  # the device of a surrounding `with torch.device(...)`
         self.register_buffer("inverse_frequencies", inverse_frequencies(config).to(device), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -125,8 +125,8 @@ def within_groups(scores: Tensor, config: MoEConfig) -> Tensor:
 
 @torch.no_grad()
 def within_capacity(experts: Tensor, weights: Tensor, capacity: int, config: MoEConfig) -> Tensor:
-    """Returns [batch, seq, k]: True for the choices that an expert accepts, at most `capacity` per sequence: those of
-    largest weight, or the first. Sequences are independent, so batch and layout do not matter."""
+    """Returns [batch, seq, k]: True for the choices that an expert accepts, at most `capacity` per expert and
+    sequence: those of largest weight, or the first. Sequences are independent, so batch and layout do not matter."""
     batch, seq, topk = experts.shape
     chosen, weights = experts.reshape(batch, seq * topk), weights.reshape(batch, seq * topk)
     if config.moe_token_drop_policy == "probs":
@@ -136,6 +136,6 @@ def within_capacity(experts: Tensor, weights: Tensor, capacity: int, config: MoE
     order = order.gather(1, chosen.gather(1, order).argsort(dim=1, stable=True))  # by expert, best first
     ranked = chosen.gather(1, order)
     steps = torch.arange(seq * topk, device=experts.device).expand(batch, -1).contiguous()
-    first = torch.searchsorted(ranked, ranked)  # the start of each choice's expert
+    first = torch.searchsorted(ranked, ranked)  # index at which the choices of the same expert begin
     kept = torch.empty_like(chosen, dtype=torch.bool).scatter_(1, order, steps - first < capacity)
     return kept.view(batch, seq, topk)

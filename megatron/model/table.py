@@ -28,8 +28,8 @@ class Table(nn.Module):
 def look_up_and_share(table: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Returns F.embedding(ids, table) and the table for a tied head, with a single gradient tensor for both.
 
-    Separate functions would need a second gradient of the table's size, almost all zero, for the rows. The head must
-    return a gradient that nothing else references, because the rows' gradients are added to it in place.
+    With two separate functions, autograd would make a second gradient of the table's size, almost all zero. The head
+    must return a gradient that nothing else references, because the embeddings' gradients are added to it in place.
     """
     rows, shared = _LookUpAndShare.apply(table, ids)
     return rows, shared

@@ -1,4 +1,4 @@
-"""Weight gradients as products: a linear layer hands over the two factors instead of letting autograd multiply them.
+"""Weight gradients as products: a linear layer hands over the two factors, and autograd does not multiply them.
 
 The receiver (the gradient buffers) multiplies directly into the accumulated gradient, at once or, in a zero-bubble
 pipeline, after the backward pass.
@@ -48,7 +48,7 @@ class WgradRoute:
 
     def connect(self, sink: Wgrads, model: nn.Module) -> None:
         """Sends the products to `sink` from now on. Autograd still computes the gradients of weights that several
-        modules share: these weights also get gradients in other ways, and the two ways must not be mixed."""
+        modules share, because one of these modules may hand over no product."""
         uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
         self._sink, self._shared = sink, frozenset(weight for weight, count in uses.items() if count > 1)
 

@@ -40,7 +40,7 @@ def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def multi_tensor_adam(*arguments: Any) -> None:
-    """Runs apex's Adam over lists of fp32 tensors. Learning rate, step and the skip flag are on the device."""
+    """Runs apex's Adam over lists of fp32 tensors. Learning rate, step and the skip flag are device tensors."""
     import_module("amp_C").multi_tensor_adam_capturable(*arguments)
 
 

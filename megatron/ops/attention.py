@@ -79,7 +79,7 @@ def register(namespace: str) -> None:
         ctx.save_for_backward(*tensors, *output, mask, first_keys, seed)
 
     def backward(ctx: Any, grad: Tensor, of_log_sum_exp: Tensor) -> tuple[Tensor | None, ...]:
-        """Ignores the gradient of the log-sum-exp, because only this backward pass uses that output."""
+        """Ignores the gradient of the log-sum-exp, because that output is only saved for this backward pass."""
         query, key, value, out, log_sum_exp, mask, first_keys, seed = ctx.saved_tensors
         thirds = whole((query, key, value)) is not None
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
@@ -92,8 +92,8 @@ def register(namespace: str) -> None:
 
 
 def _apart(grads: Tensor, query: Tensor, key: Tensor, thirds: bool) -> Triple:
-    """Returns views of the gradients of query, key and value in the kernel's result, which are interleaved per head
-    (`thirds`) or concatenated."""
+    """Returns the gradients of query, key and value as views of the kernel's result `grads`. There they are interleaved
+    per head if `thirds`, else concatenated."""
     if thirds:
         of_query, of_key, of_value = grads.view(*query.shape[:3], 3, query.shape[3]).unbind(3)
         return of_query, of_key, of_value
@@ -118,7 +118,7 @@ def native_attention(
     tensors = [t.transpose(1, 2) if t.stride(3) == 1 else t.transpose(1, 2).contiguous() for t in (query, key, value)]
     if mask is not None:
         mask = readable(mask, keys)
-    # Drawn from the generator of torch's own dropout: restoring the generator's state repeats this seed too.
+    # Drawn from torch's default generator, so that restoring the generator's state also restores this seed.
     seed = torch.randint(2**62, (1,)) if dropout_p > 0.0 else None
     diagonal = keys - queries if causal else keys
     out, _ = ops.attention_forward(*tensors, mask, first_keys, diagonal, scale, dropout_p, seed)

@@ -11,27 +11,28 @@ from megatron.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """Documents in the rows of a micro-batch. The rows lie one after another, and no document crosses a row.
+    """Documents in the rows of a micro-batch. No document crosses the end of a row.
 
-    Boundaries are int32 [documents + 1]: the number of each document's first token, then the number of all tokens.
-    The last number is repeated up to a length of 2^n + 1, so that few shapes occur: the last documents are empty.
+    Tokens are counted row after row. Boundaries are int32 [documents + 1]: the index of each document's first token,
+    then the number of all tokens. The method `of_starts` repeats the last number up to a length of 2^n + 1, so that few
+    shapes occur. The last documents are then empty.
     """
 
     keys: Tensor
     """Boundaries among the keys."""
     queries: Tensor
-    """Boundaries among the queries. They differ for a part of the sequence: its queries are the last of the keys."""
+    """Boundaries among the queries. They differ from `keys` if the queries are only the last tokens of each row."""
     rows: int
     seq: int
     """Number of keys of a row."""
     longest: int
-    """Largest number of keys of a document, or more."""
+    """Upper bound of the number of keys of a document."""
     divide_rows: bool = True
     """False if each row is one document."""
 
     @staticmethod
     def of_starts(starts: Tensor) -> "Documents":
-        """`starts` [rows, seq]: true at the first token of a document. A row begins with a new document in any case."""
+        """`starts` [rows, seq]: true at the first token of a document. The first token of a row always starts one."""
         starts = torch.cat([torch.ones_like(starts[:, :1]), starts[:, 1:]], 1)
         first = starts.flatten().nonzero().flatten().to(torch.int32)
         length = 1 << (len(first) - 1).bit_length()
@@ -41,7 +42,7 @@ class Documents:
 
     @staticmethod
     def of_boundaries(boundaries: Tensor, rows: int, seq: int, divide_rows: bool) -> "Documents":
-        """`boundaries`: int32 numbers of the host, as described above."""
+        """`boundaries`: int32 [documents + 1] on the CPU, as `Documents` describes."""
         lengths = boundaries.diff()
         longest, total = int(lengths.max()), rows * seq
         if boundaries[0] != 0 or boundaries[-1] != total or bool((lengths < 0).any()):
@@ -80,16 +81,16 @@ class Documents:
         return replace(self, keys=keys, queries=queries)
 
     def pin_memory(self) -> "Documents":
-        """Called by torch's loader."""
+        """Returns a copy in pinned memory. torch's DataLoader calls this method."""
         pinned = self.keys.pin_memory()
         return replace(self, keys=pinned, queries=pinned)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Does for the boundaries what torch does for a tensor."""
+        """Calls `Tensor.record_stream` of the boundaries."""
         self.keys.record_stream(stream)
 
     def for_recording(self) -> "Documents":
-        """Returns a copy for a CUDA graph, whose replays read other boundaries from the same place."""
+        """Returns a copy to record a CUDA graph with. `copy_` writes other boundaries to its memory before a replay."""
         place = self.keys.clone()
         return replace(self, keys=place, queries=place, longest=self.seq, divide_rows=True)
 
@@ -98,7 +99,7 @@ class Documents:
         return len(other.keys) <= len(self.keys)
 
     def copy_(self, other: "Documents") -> None:
-        """Overwrites the boundaries of a recording; the documents that `other` lacks become empty."""
+        """Overwrites the boundaries in place. If `other` has fewer documents, the remaining ones become empty."""
         given = len(other.keys)
         self.keys[:given].copy_(other.keys)
         self.keys[given:].fill_(self.rows * self.seq)
@@ -120,7 +121,7 @@ class Documents:
     def first_keys(self, queries: int, left: int | None) -> Tensor:
         """Returns int64 [rows, queries]: the first key that each of the last `queries` tokens of a row sees.
 
-        `left`: number of keys before its own that a query sees; None: all."""
+        Argument `left` is the number of keys that a query sees before its own position; None: all."""
         rows = torch.arange(self.rows, device=self.keys.device).unsqueeze(1) * self.seq
         first = self.keys.long()[self.numbers()[:, self.seq - queries :]] - rows
         if left is None:

@@ -21,13 +21,13 @@ PATH = FOLDER / "_kernels.so"
 VERIFIED = FOLDER / "gpu_verified.json"
 NAMESPACE = "megatron_native"
 SOURCES = FOLDER.parents[1] / "csrc"
-OTHER_EXTENSION = "data"  # of csrc/
+OTHER_EXTENSION = "data"  # folder of csrc/ that is built separately
 UNVERIFIED = "not yet verified on this GPU in the kernel's current version"
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Compute capability and CUDA version, as (major, minor), of a machine's GPU or required by compiled kernels."""
+    """Compute capability and CUDA version, as (major, minor): of a machine's GPU, or those that kernels require."""
 
     capability: tuple[int, int]
     cuda: tuple[int, int]  # the newest that the driver supports; (0, 0): unknown
@@ -45,9 +45,9 @@ def this_gpu() -> Gpu | None:
 class Library:
     """The loaded kernels, or the reason why there are none (`missing`) or none for CUDA (`without_cuda`).
 
-    Field `unverified` has the names of CUDA kernels (`kernel_name`) that are not known to be correct, with the reason.
-    The minimum compute capability and CUDA version are in `needs`, and folder -> hash of its CUDA sources in
-    `cuda_sources`."""
+    Field `unverified` maps names of CUDA kernels (`kernel_name`) that are not known to be correct to the reason. Field
+    `needs` has the minimum compute capability and CUDA version. Field `cuda_sources` maps each folder to the hash of
+    its CUDA sources."""
 
     missing: str | None = None
     without_cuda: str | None = None
@@ -130,7 +130,7 @@ def _why_unusable(path: Path, record: _Record, sources: Path) -> str | None:
     # A truncated object would load, and crash the process at the first missing page.
     if _digest(path) != record.sha256:
         return f"not usable: {path.name} was truncated or replaced after it was built"
-    # The system's own message would be that the file does not exist.
+    # Otherwise the loader's message would be that the file does not exist.
     if record.machine != platform.machine():
         return f"not usable: {path.name} was built for {record.machine}, but this machine is {platform.machine()}"
     if sources.is_dir() and _hashes(sources) != record.sources:

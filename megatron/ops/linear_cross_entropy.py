@@ -30,8 +30,8 @@ from megatron.ops.operation import (
 
 
 class Workspace:
-    """Keeps the logits' buffer, the largest of a step, for the next step. Only on CPUs: accelerators have caching
-    allocators.
+    """Keeps the logits' buffer, the largest of a step, for the next step. Used only on CPUs: accelerators have
+    caching allocators.
 
     A C allocator returns large blocks to the system at once, and the first write to new pages takes a fifth of the time
     of the head's matrix product. Peak memory does not change, because the buffer is live at the peak anyway.

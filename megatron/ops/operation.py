@@ -55,7 +55,7 @@ class Native:
 
     folder: str  # the folder of csrc/
     function: Function  # (torch.ops.<namespace>, the formula's arguments)
-    # The arguments of a call -> why the kernels cannot take them and what they need; None if they can.
+    # The arguments of a call -> why the kernels do not support them and what they need; None if they are supported.
     unsupported: Callable[..., str | None]
     cpu_only: bool = False
     dtypes: tuple[torch.dtype, ...] = DTYPES
@@ -63,7 +63,7 @@ class Native:
     left_to_compiler: bool = True
     # The arguments of a call -> True if the fallback was measured to be faster; `auto` then uses it.
     slower: Callable[..., bool] = lambda *args, **named: False
-    # Text for the table: when the fallback runs, or why it does not although it is faster.
+    # Text for the table of kernels: when the fallback runs, or why it is not used where it is faster.
     note: Callable[[Target], str] = lambda target: ""
 
     def bound(self, ops: Any) -> Function:
@@ -76,12 +76,13 @@ class Native:
 class Operation:
     """An operation and its implementations.
 
-    The `formula` is the fallback for every call, and the reference for the other implementations; None outside of
-    models. With `portable`, the operation selects an implementation without the kernels of csrc/ (default: the
-    formula). If a setting other than --kernels demands an implementation, `required` returns it.
+    - `formula`: the fallback for every call, and the reference for other implementations. None if models do not use
+      the operation.
+    - `portable`: selects the implementation that runs without the kernels of csrc/. None selects the formula.
+    - `required`: returns an implementation that a setting other than --kernels demands, or None.
     """
 
-    name: str  # in --kernels, and the attribute of Kernels
+    name: str  # spelling in --kernels, and attribute of `Kernels`
     formula: Function | None
     portable: Portable | None = None
     native: Native | None = None
@@ -155,8 +156,8 @@ def with_fallback(
     fallbacks: Fallbacks | None,
     left_out: Collection[torch.dtype] = (),
 ) -> Function:
-    """Returns a function that uses the kernel for the calls that it can take, else the fallback. Without `fallbacks`
-    (--kernels native) it raises instead. Calls in the dtypes `left_out` always use the fallback."""
+    """Returns a function that calls the kernel if it supports the arguments, else the fallback. Without `fallbacks`
+    (--kernels native) it raises for unsupported arguments. Calls in the dtypes `left_out` always use the fallback."""
 
     def call(*args: Any, **named: Any) -> Any:
         if left_out and args[0].dtype in left_out:
@@ -180,7 +181,7 @@ def with_fallback(
 
 
 def register_shapes(namespace: str, **results: Function) -> None:
-    """Registers with torch, for each operation, a function of its arguments that makes empty results."""
+    """Registers fake kernels: for each operation, a function of its arguments that returns empty results."""
     for name, result in results.items():
         torch.library.register_fake(f"{namespace}::{name}", result)
 

@@ -59,11 +59,12 @@ def adamw_in_place(
     beta2: float,
     eps: float,
 ) -> None:
-    """AdamW of flat tensors [elements] in torch's operations, for any dtype. It computes the same as the kernel.
+    """AdamW step on flat tensors [elements] in torch's operations, for any dtype. The kernel computes the same.
 
-    Input `ends` [pieces] has the end of each piece of the tensors, `rates` [pieces, 2] its factors on learning rate and
-    decay. The numbers in `control` are: 0 to skip the step, factor on gradients, learning rate, decay, and the
-    corrections of the two moments. The new weights are copied to `copy` in its dtype, unless it is empty.
+    The flat tensors consist of pieces. Input `ends` [pieces] has the end of each piece. Input `rates` [pieces, 2] has
+    the factors of each piece on learning rate and weight decay. Input `control` [6] has these numbers: 0 to skip the
+    step, factor on gradients, learning rate, weight decay, bias correction of the first moment, square root of that of
+    the second. The new weights are copied to `copy` in its dtype, unless it is empty.
     """
     applied, factor, lr, decay, correction1, correction2_root = control.unbind()
     lengths = ends.diff(prepend=ends.new_zeros(1))

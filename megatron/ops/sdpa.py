@@ -13,15 +13,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.ops.softmax import causal_mask
 from megatron.utils.dtype import HALF
 
-# Published measurements on H100, head width 128, forward only: cuDNN near 600 TFLOP/s, flash 370. If a kernel does not
+# Published measurements on H100, head width 128, forward only: cuDNN about 600 TFLOP/s, flash 370. If a kernel does not
 # support a call (its mask, dropout, grouped keys or head width), PyTorch uses the next one.
 _OTHERS = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 CUDNN_FIRST = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, *_OTHERS)
 FLASH_FIRST = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, *_OTHERS)
 WITHOUT_CUDNN = (SDPBackend.FLASH_ATTENTION, *_OTHERS)
-# Older versions access memory out of bounds in the backward pass (pytorch #169849). On the generation after Hopper,
-# this and newer versions give wrong results with few groups of keys (pytorch #193893). PyTorch itself does not use
-# cuDNN's attention in builds for older CUDA (pytorch #171627).
+# cuDNN before 9.15.1 accesses memory out of bounds in the backward pass (pytorch #169849). On the generation after
+# Hopper, that and newer versions give wrong results with few groups of keys (pytorch #193893). PyTorch itself does not
+# use cuDNN's attention in builds for older CUDA (pytorch #171627).
 _CUDNN_SINCE, _HOPPER, _CUDA_SINCE = 91501, 9, (12, 9)
 
 

@@ -43,8 +43,8 @@ class Choice:
 class Kernels:
     """The operations that a model is built from. Their formulas are in the modules of this package.
 
-    The fields give signatures to the type checker and an order to the table. An operation without a field is still an
-    attribute, and comes last in the table.
+    The fields declare the operations' signatures for the type checker, and their order in the table. An operation
+    without a field is still an attribute, and comes last in the table.
     """
 
     layer_norm: Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
@@ -186,8 +186,8 @@ def left_to_compiler(kernels: Kernels) -> list[str]:
 
 
 def usable_library(spec: str, device: torch.device, say: Callable[[str], None], cache: Path | None = None) -> Library:
-    """Returns the kernels of this installation. Under `auto` it first verifies unverified GPU kernels and stores the
-    outcome in `cache` (default: the user's)."""
+    """Returns the kernels of this installation. Under `auto`, unverified GPU kernels are verified first. The
+    outcome is stored in `cache` (default: the user's cache folder)."""
     native = library()
     on_gpu = kind_of(device.type).verified_kernels and this_gpu() is not None  # a dry run needs no GPU
     if not on_gpu or _parse(spec)[0] != "auto" or why_not_native(native, device.type) is not None:
@@ -196,8 +196,8 @@ def usable_library(spec: str, device: torch.device, say: Callable[[str], None], 
 
 
 def slower_without_kernels(spec: str) -> list[str]:
-    """Returns a line with the reason why the kernels cannot be loaded and the command that builds them. No line if they
-    can be loaded, or under `--kernels ref`."""
+    """Returns one line with the reason why the kernels cannot be loaded and the command that builds them. Returns no
+    line if they can be loaded, or under `--kernels ref`."""
     if spec.split(",")[0] == "ref" or (missing := library().missing) is None:
         return []
     return [f"native kernels are {missing} (PyTorch's own operations run instead, which is slower)"]

@@ -124,7 +124,7 @@ def _key(native: Library, folder: str, device: torch.device) -> dict[str, str]:
         "folder": folder,
         "sources": native.cuda_sources[folder],
         "compiled": "" if native.needs is None else str(native.needs.cuda),
-        # This package assembles gradients, and its proofs define inputs and tolerances.
+        # The outcome also depends on this package, which assembles gradients and defines inputs and tolerances.
         "proof": hash_of_files(HERE, (*HERE.glob("*.py"), *HERE.glob("proof/*.py"))),
         "gpu": device_name(device),
         "capability": ".".join(map(str, capability)),

@@ -15,13 +15,14 @@ Accumulate = Callable[[Tensor, Tensor, Tensor, bool], bool]
 
 class Wgrads(Protocol):
     def put(self, parameter: nn.Parameter, grad: Tensor, x: Tensor) -> None:
-        """Takes the factors of the gradient's product. Autograd then reports no gradient of the parameter."""
+        """Receives the factors of the parameter's gradient, grad.t() @ x, with grad [tokens, out] and x [tokens, in].
+        Autograd computes no gradient of this parameter."""
 
 
 def accumulate(into: Tensor, grad: Tensor, x: Tensor, add: bool) -> bool:
     """Writes grad.t() @ x to `into` [out, in], or adds it (`add`), with grad [tokens, out] and x [tokens, in].
 
-    Does nothing and returns False if no product can write to that dtype."""
+    Returns False, and does nothing, if torch has no such product for these dtypes."""
     if into.dtype == grad.dtype == x.dtype:
         if add:
             into.addmm_(grad.t(), x)
@@ -63,5 +64,5 @@ def _portable(target: Target) -> Implementation:
     return Implementation("torch", accumulate, f"the product adds straight into the gradient buffer; {halves}")
 
 
-# Called by data parallelism's buffers, not by a model. Listed because the table shows everything that can be fused.
+# The gradient buffers call it, not a model. It is listed because the table of kernels shows all fused operations.
 OPERATIONS = (Operation("wgrad_accumulation", None, _portable),)

@@ -18,7 +18,7 @@ def divide_weights(
     built: Parallel, state: ParallelState, stage: int, device: torch.device, *, on_host: bool = False
 ) -> Parallel:
     """Replaces the part's weights in place by shards, in host memory if `on_host`. The shards of a GPT are not
-    initialised yet; those of a foreign model have its values."""
+    initialised yet; those of a foreign model hold the values of its weights."""
     model = built.model
     units = list(_units_of_gpt(model, state) if isinstance(model, GPT) else units_of(model, state.shard))
     divided = FullySharded(units, keep_gathered=stage == 2, device=device, on_host=on_host, replicas=state.replicate)
@@ -33,8 +33,8 @@ def divide_weights(
 
 def _units_of_gpt(model: GPT, state: ParallelState) -> Iterator[Unit]:
     """Yields the units of a GPT: the embedding (unless this rank's head is tied to it), the experts of each layer (if
-    other ranks shard them), each layer, and the rest. The rest is the final norm and the head, where backward begins.
-    """
+    sharded over other ranks than the layer), each layer, and the rest. The rest is the final norm and head.
+    It stays gathered, because backward begins there."""
     if model.embedding is not None and (model.final_layernorm is None or model.output_layer is not None):
         yield Unit(model.embedding, state.shard, backward_needs_weights=False)
     for layer in model.layers.values():
@@ -79,5 +79,6 @@ def _members_of_lists(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_called(module: nn.Module) -> bool:
-    """True if the module has a forward pass, before which its weights are gathered. Lists and dicts have none."""
+    """True if the module has a forward pass, before which its weights are gathered. ModuleList and ModuleDict have
+    none."""
     return not isinstance(module, nn.ModuleList | nn.ModuleDict) or type(module).forward is not nn.Module.forward

@@ -51,8 +51,8 @@ class ParallelFactory(ModuleFactory):
         device: torch.device,
         wgrads: WgradRoute,
     ) -> None:
-        """`plain`: factory of the described model. `table`: its parameters. `shards` and `experts`: what this rank
-        holds."""
+        """`plain`: factory of the whole model. `table`: parameters of the whole model. `shards` and `experts`: those
+        that this rank holds."""
         self._table, self._shards, self._experts = table, shards, experts
         self._splits_sequence, self._cp_attention = config.splits_sequence, config.cp_attention
         self._tp, self._cp, self._ep = state.tp, state.cp, state.ep

@@ -70,9 +70,12 @@ def parallelize(
     dtype: torch.dtype,
     made_on: torch.device | None = None,
 ) -> Parallel:
-    """Builds this rank's part, with uninitialised weights. A foreign model (any module but the package's GPT) is used
-    unchanged, and so is a GPT whose layout splits nothing. Otherwise `model` only describes the new modules; it should
-    be on the meta device. The new weights are made on `made_on`, by default `device`."""
+    """Builds this rank's part of the model.
+
+    A foreign model (any module but the package's GPT) is used unchanged, and so is a GPT whose layout splits nothing.
+    Otherwise new modules with uninitialised weights are made on `made_on` (default: `device`). `model` then only
+    describes them, and should be on the meta device.
+    """
     if not isinstance(model, GPT):
         check_not_split(model, config)
         return Parallel(model, foreign_specs(model), SinglePass(model, forward_step))
@@ -105,7 +108,7 @@ def parallelize(
 
 
 def _part_of(model: GPT, held: Held, make: ParallelFactory) -> GPT:
-    """Makes a GPT with this rank's layers of the described model, from the modules of `make`."""
+    """Makes a GPT with this rank's layers of the whole `model`, from the modules of `make`."""
     return type(model)(
         model.config,
         vocab_size=model.vocab_size,
@@ -127,8 +130,8 @@ def _connected_pipeline(
     hidden_like: HiddenLike,
     wgrads: WgradRoute,
 ) -> Pipeline:
-    """Makes the pipeline over these stages and connects its links to the neighbouring ranks. A collective of the
-    pipeline."""
+    """Makes the pipeline over these stages and connects its links to the neighbouring ranks. All ranks of the
+    pipeline must call it together."""
     pp = state.pp
     links = Links(pp, state.pp_links)
     links.connect(device)
@@ -146,9 +149,12 @@ def _connected_pipeline(
 
 
 def stage_fields(part: GPT, pp: Axis) -> Set[str] | None:
-    """Returns the fields of a batch that a pipeline rank uses; None: all. The last rank, which runs the script's
-    forward step, and a model with a custom forward may use any field. Positions give the shape of a batch without
-    tokens. Router losses count the same tokens as the loss, so they need its mask."""
+    """Returns the fields of a batch that a pipeline rank uses; None: all.
+
+    The last rank, which runs the script's forward step, and a model with a custom forward may use any field. On ranks
+    without tokens, `position_ids` give the shape of the batch. Router losses need `loss_mask`, because they count the
+    same tokens as the loss.
+    """
     if pp.rank == pp.size - 1 or type(part).forward is not GPT.forward:
         return None
     fields = {"position_ids", "document_ids"}
@@ -218,8 +224,8 @@ def _hidden_step(stage: Callable[..., Tensor], batch: Batch, hidden: Tensor | No
 def _hidden_like(
     part: GPT, device: torch.device, dtype: torch.dtype, sharing: int, batch: Batch
 ) -> tuple[tuple[int, ...], Tensor]:
-    """Returns shape and example of the hidden states between stages: [batch, seq, hidden], or this rank's part of a
-    sequence that `sharing` ranks split."""
+    """Returns (shape, tensor of the same dtype and device) of the hidden states between stages. The shape is [batch,
+    seq / sharing, hidden]; `sharing`: number of ranks that split the sequence."""
     wide = part.config.fp32_residual_connection and dtype != torch.float64
     like = torch.empty(0, dtype=torch.float32 if wide else dtype, device=device)
     samples, tokens = shape_of(batch)
@@ -236,7 +242,7 @@ def check_not_split(model: nn.Module, config: ParallelConfig) -> None:
 
 
 def check_unchanged(model: GPT, layers: StageLayers) -> None:
-    """Rejects a GPT that was changed or customised, because a rank's part is built anew, without these changes."""
+    """Rejects a GPT that was changed after construction or customised: a rank's part is a new GPT without changes."""
     now, made = inventory(model), model.as_made
     changed = [name for name in {**made, **now} if now.get(name) != made.get(name)]
     what = f"was changed after it was made ({changed[0]})" if changed else None

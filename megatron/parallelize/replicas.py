@@ -1,6 +1,6 @@
 """Sums the gradients of replicated parameters whose replicas saw different inputs.
 
-`replica_axes` of a parameter's shard names the axes.
+The sum is over the axes in `Shard.replica_axes`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from megatron.state.shard import Shard, split_shape
 
 
 class ReplicaSums:
-    """The sums of one model. Called once per step, after the data-parallel reduction."""
+    """Sums the gradients of one model's replicas. Called once per step, after the data-parallel reduction."""
 
     def __init__(self, specs: Mapping[str, Shard], state: ParallelState) -> None:
         self._by_axis: dict[str, list[Shard]] = {}
@@ -39,8 +39,8 @@ class ReplicaSums:
 
 def _sum_together(grads: TrainingStore, specs: Sequence[Shard], axis: Axis) -> None:
     """Sums the gradients of `specs` in one all-reduce. Shards that only overlap are sent in the whole parameter's
-    shape, with zeros outside the shard. With ZeRO a rank has a piece of each gradient. All members of the axis have the
-    same piece, because they divide equal buffers equally."""
+    shape, with zeros outside the shard. With ZeRO, each rank sums its piece of each gradient. The pieces of all members
+    of the axis match, because they divide equal buffers equally."""
     overlapping = axis.name == "tp"  # on other axes all ranks hold the same part
     shards = [_shard(grads, spec.name) if overlapping and spec.ranges is not None else None for spec in specs]
     sent = []

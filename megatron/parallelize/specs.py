@@ -1,4 +1,4 @@
-"""Shards of the parameters on one rank: the rows of the parameter table, cut for the rank's place in the layout."""
+"""Shards of the parameters on one rank, made from the parameter table and the rank's place in the layout."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -63,7 +63,7 @@ class Cut:
         """The shape of the shard in memory: a vocabulary table includes its share of the padding rows."""
         if row.kind == "vocabulary":
             return self.padded_vocab_size // self.tp.size, row.shape[1]
-        # `local_shape` counts folded dimensions as one; if the split is along rows, they are stored rows.
+        # In `local_shape`, the folded dimensions are one dimension. They are stored as rows if rows are split.
         folded = spec.fold - 1 if row.split_dim is not None and row.split_dim < row.row_dims else 0
         return stored_shape(spec.local_shape, row.row_dims - folded)
 
@@ -75,8 +75,8 @@ class Cut:
         return ((start, min(start + rows, size)),)
 
     def _query_key_value(self, spec: Shard) -> Shard:
-        """Part of a fused QKV weight: whole KV groups. With fewer groups than ranks: some query heads of a group, and a
-        replica of its key head and value head."""
+        """Part of a fused QKV weight: whole KV groups. If there are fewer groups than ranks: some query heads of one
+        group, and a replica of the key head and value head of that group."""
         tp, (groups, per_group) = self.tp, spec.logical_shape[:2]
         if groups % tp.size == 0:
             return replace(spec, ranges=even_ranges(split_size(spec), tp.size, tp.rank))
@@ -88,7 +88,8 @@ class Cut:
         return replace(spec, ranges=(own, shared), replica_axes=("tp",), copies=(shared,) if place else ())
 
     def _shared_head(self, spec: Shard) -> Shard:
-        """Slice of one key/value head, if there are fewer heads than ranks. Ranks that share a head are replicas."""
+        """Part of a vector with one slice per key/value head, if there are fewer heads than ranks: the slice of one
+        head. The ranks of one head hold replicas."""
         head, place = divmod(self.tp.rank, self.tp.size // split_size(spec))
         own = ((head, head + 1),)
         return replace(spec, ranges=own, replica_axes=("tp",), copies=own if place else ())
@@ -119,8 +120,8 @@ def held_specs(
 
 
 def in_order_of(model: nn.Module, specs: Mapping[str, Shard], *, all_there: bool = True) -> dict[str, Shard]:
-    """Returns the specs in the order of the model's parameters and buffers. Asserts that each has a row of the table
-    and, with `all_there`, that each row has a parameter."""
+    """Returns the specs in the order of the model's parameters and buffers. Asserts that each of these has a spec and,
+    with `all_there`, that each spec has a parameter or buffer."""
     names = [*(name for name, _ in model.named_parameters()), *persistent_buffers(model)]
     apart = sorted(specs.keys() ^ set(names) if all_there else set(names) - specs.keys())
     assert not apart, f"only in the model or only in the table: {', '.join(apart)}"

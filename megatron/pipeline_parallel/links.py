@@ -1,4 +1,4 @@
-"""Sends activations and gradients between the ranks of neighbouring stages, without waiting."""
+"""Asynchronous sends of activations and gradients between the ranks of neighbouring stages."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -44,9 +44,9 @@ class Links:
         self._sending: deque[tuple[Tensor, dist.Work]] = deque()
 
     def connect(self, device: torch.device) -> None:
-        """Sends one number over every link, all ranks in the same order. NCCL connects two ranks at their first
-        message, and the host blocks until the peer does the same. Within a step, where ranks also wait for other
-        messages, that could deadlock."""
+        """Sends one number over every link, in the same order on all ranks. NCCL connects two ranks at their first
+        message, and the host blocks until the peer connects too. Connecting during a step could deadlock, because ranks
+        then also wait for other messages."""
         for (_, sends), axis in self._axes.items():
             number, other = torch.zeros(1, device=device), axis.ranks[1 - axis.rank]
             with axis.wait(CommOp("connect", axis.name, axis.ranks)):
@@ -62,7 +62,8 @@ class Links:
             self._sending.popleft()
 
     def expect(self, message: Message, shape: tuple[int, ...], like: Tensor, source: int) -> None:
-        """Posts a receive; `take` waits for it."""
+        """Posts a receive of a tensor like `like`, but of this shape. `take` waits for it. `source`: rank on the
+        pipeline axis."""
         assert message not in self._receiving, f"a receive of {message} is posted already"
         tensor = torch.empty(shape, dtype=like.dtype, device=like.device)
         group = self._group(message, sends=False)

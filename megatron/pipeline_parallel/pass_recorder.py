@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron.pipeline_schedules import Action
 
-if TYPE_CHECKING:  # drawing does not import torch
+if TYPE_CHECKING:  # the program that draws the trace does not import torch
     from megatron.distributed.parallel_state import Axis
 
 _KEPT_STEPS = 16
@@ -38,8 +38,8 @@ class PassRecorder:
         self.steps[-1].append((action, start, end))
 
     def save(self, directory: Path, rank: int) -> None:
-        """Writes the recorded steps. Times are from the machine's clock, so only times of ranks on the same machine can
-        be compared."""
+        """Writes the recorded steps. Times come from the machine's clock, so they can be compared only between ranks of
+        the same machine."""
         directory.mkdir(parents=True, exist_ok=True)
         steps = [[[a.kind, a.chunk, a.micro_batch, start, end] for a, start, end in step] for step in self.steps]
         content = {**self.shape, "steps": steps}

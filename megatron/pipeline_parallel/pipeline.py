@@ -43,8 +43,8 @@ class Pipeline:
         links: Links | None = None,
         recorder: PassRecorder | None = None,
     ) -> None:
-        """`stages`: this rank's stages, in the order of the model. `links`: links that are connected already, for a
-        backend that needs this. `recorder` receives the times of each pass."""
+        """`stages`: this rank's stages, in the order of the model. `links`: links that are connected already, as NCCL
+        requires. `recorder` receives the times of each pass."""
         self.stages, self.pp, self.schedule = list(stages), pp, schedule
         self.loss_step, self.hidden_step, self.hidden_like = loss_step, hidden_step, hidden_like
         self.wgrad_queue, self.recorder = wgrad_queue, recorder
@@ -89,11 +89,12 @@ class Pipeline:
 class _Execution:
     """One step in progress: the activations kept for its remaining backward passes, and the losses so far.
 
-    A receive is posted one pass before its message is used. In large groups of the interleaved schedule, a message is
-    sent many passes before its use; then its receive is posted when the message is sent. Operations of a link run one
-    after the other, and all streams of a device may share a hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`). A receive
-    posted earlier would then delay the passes that the previous receive depends on; one posted later would delay what
-    follows the next send.
+    A receive is posted one pass before its message is used, or when the message is sent, if that is earlier. In large
+    groups of the interleaved schedule, a message is sent many passes before its use.
+
+    The time matters because the operations of a link run one after the other, and all streams of a device may share a
+    hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`). A receive that is posted too early delays the passes that the
+    previous receive depends on. A receive that is posted too late delays what follows the peer's next send.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class _Execution:
         return None
 
     def _planned_arrivals(self, actions: Sequence[Action]) -> dict[Action | None, list[Message]]:
-        """Messages that arrive while an action is computed, by action (None: before the first one)."""
+        """Returns action -> messages whose receives are posted when it starts. Key None: before the first action."""
         arrivals: dict[Action | None, list[Message]] = defaultdict(list)
         for kind, step in (("F", -1), ("B", 1)):
             passes = [action for action in actions if action.kind == kind]
@@ -128,14 +129,14 @@ class _Execution:
                 message = self.needs(action)
                 if message is None:
                     continue
-                sent_by = (self.stage(action) + step) // self.p.pp.size  # the chunk: this one, or the one next to it
+                sent_by = (self.stage(action) + step) // self.p.pp.size  # the sender's chunk
                 sent = place[sent_by, action.micro_batch] + self.p.pp.size - 1
                 before = min(number - 1, sent)
                 arrivals[passes[before] if before >= 0 else None].append(message)
         return arrivals
 
     def _expect_during(self, action: Action | None) -> None:
-        """Posts the receives of messages that arrive during the action."""
+        """Posts the receives that `_planned_arrivals` assigns to this action."""
         for message in self._arrivals.pop(action, ()):
             shape, like = self.p.hidden_like(self.batches[message.micro_batch])
             step = -1 if message.what == "activation" else 1
@@ -189,8 +190,8 @@ class _Execution:
 
 
 class BoundStage:
-    """Model with some arguments bound: one of several stages, or the last stage with its input. A forward step calls a
-    bound stage like a whole model."""
+    """Model with some arguments bound: `stage` selects one of several stages, and `hidden` is the last stage's input. A
+    forward step calls a bound stage like a whole model."""
 
     def __init__(self, module: Any, **arguments: Any) -> None:
         self._module, self._arguments = module, arguments

@@ -10,8 +10,8 @@ from megatron.distributed.parallel_state import Axis
 
 
 class SequentialStage(nn.Module):
-    """Consecutive layers of an nn.Sequential, with their original numbers. `hidden`, the previous stage's output,
-    replaces the input `x`."""
+    """Consecutive layers of an nn.Sequential, with their original numbers. If `hidden` is given, it is the previous
+    stage's output and replaces the input `x`."""
 
     def __init__(self, model: nn.Sequential, layers: range) -> None:
         super().__init__()

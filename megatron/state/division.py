@@ -1,7 +1,7 @@
-"""Ranges of indices, and `Division`: which elements of a tensor each rank of a group has.
+"""Ranges of indices, and `Division`: the elements of a tensor that each rank of a group has.
 
-Tensors are concatenated into one row of elements, which is cut into equal shares, one per rank. A Division computes the
-ranges, because a list of all ranks' ranges would grow with the number of ranks.
+Several tensors are concatenated into one row of elements, which is cut into equal shares, one per rank. A Division
+computes ranges on demand, because a list of all ranks' ranges would grow with the number of ranks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,7 +59,7 @@ class Division:
     offset: int = 0
     """Index in the row at which the tensor begins."""
     row: int = 0
-    """Index of the row among those that the group divides; DEALT (-1) if `dealt` made the Division."""
+    """Index of the row, if the group divides several; DEALT (-1) if `dealt` made the Division."""
 
     @property
     def held(self) -> Range:
@@ -67,7 +67,7 @@ class Division:
         return self.held_by(self.group.rank)
 
     def held_by(self, rank: int) -> Range:
-        """The elements that a rank of the group has. An empty range is at the beginning or the end of the tensor."""
+        """The elements of the tensor that a rank has. If it has none, the range is (0, 0) or (elements, elements)."""
         first = rank * self.share - self.offset
         start, stop = common((0, self.elements), (first, first + self.share))
         if start < stop:
@@ -85,8 +85,9 @@ class Division:
 
 
 def dealt(sizes: Mapping[str, int], group: Members, first_has: int = 0) -> dict[str, Division]:
-    """Divides tensors among the ranks of a group in equal shares. `sizes`: number of elements by name. `first_has`:
-    number of elements that the first rank has already."""
+    """Divides tensors among the ranks of a group in equal shares. `sizes`: number of elements by name.
+
+    `first_has`: number of other elements that the first rank has. They count towards its share."""
     total = sum(sizes.values())
     if group.size > 1:
         first_has = min(first_has, -(-total // (group.size - 1)))

@@ -1,8 +1,8 @@
 """Shard: the part of a parameter that a stored tensor holds.
 
-Stored weights have one or two dimensions. Each has one logical view (fused QKV: `(groups, q_per_group + 2, head_dim,
-hidden)`), and every split is a list of index ranges along one dimension of that view. Splitting, joining and resharding
-are then the same slicing for every parameter.
+Stored weights have one or two dimensions. Each weight has one logical view (fused QKV: `(groups, q_per_group + 2,
+head_dim, hidden)`), and every split is a list of index ranges along one dimension of that view. Splitting, joining and
+resharding therefore use the same code for every parameter.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -92,7 +92,7 @@ def split_size(shard: Shard) -> int:
 
 
 def split_shape(shard: Shard) -> tuple[int, ...]:
-    """The logical shape with the folded dimensions as one, which the ranges index."""
+    """The whole parameter's logical shape, with the folded dimensions as one dimension. `ranges` index that one."""
     return _with_length(shard, split_size(shard))
 
 
@@ -102,7 +102,7 @@ def _with_length(shard: Shard, length: int) -> tuple[int, ...]:
 
 
 def is_whole(shard: Shard) -> bool:
-    """True if this rank holds all of the parameter, in its order."""
+    """True if this rank holds the whole parameter, with its ranges in ascending order."""
     position = 0
     for start, stop in shard.held:
         if start != position:
@@ -141,15 +141,15 @@ def counted_parts(shard: Shard, tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def copied_parts(shard: Shard, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The parts that `counted_parts` leaves out, because an earlier rank holds them too."""
+    """The parts of this rank's tensor that an earlier rank holds too. `counted_parts` omits them."""
     if not shard.copies:
         return []
     return _parts(shard, tensor, lambda held: without(held, tuple(without(held, shard.copies))))
 
 
 def by_range(shard: Shard, tensor: torch.Tensor) -> Iterator[tuple[Range, torch.Tensor]]:
-    """Yields each held index range with its elements in this rank's tensor. With ZeRO these may be only a part of the
-    range. Padding belongs to no range."""
+    """Yields each held index range with its elements in this rank's tensor. With ZeRO, the tensor may hold only a part
+    of the range. Padding belongs to no range."""
     for offset, held in _with_offsets(shard.held):
         local = offset, offset + held[1] - held[0]
         if shard.division is None:
@@ -181,13 +181,13 @@ def _elements(shard: Shard, parts: Sequence[Range]) -> Iterator[Range]:
 
 
 def _in_three(shard: Shard) -> tuple[int, int, int]:
-    """Shape of the whole logical view in three dimensions; the second is split."""
+    """Shape of the whole logical view reshaped to three dimensions, of which the second is split."""
     shape = split_shape(shard)
     return prod(shape[: shard.dim]), split_size(shard), prod(shape[shard.dim + 1 :])
 
 
 def in_three_dimensions(shard: Shard) -> Shard:
-    """The same part of the logical view, reshaped to three dimensions; the second is split."""
+    """The same part, in a logical view reshaped to three dimensions, of which the second is split."""
     return Shard(shard.name, _in_three(shard), 1, shard.held)
 
 
@@ -204,7 +204,7 @@ def pieces(source: Shard, target: Shard) -> Iterator[tuple[Range, Range]]:
     """Yields the intersections of two parts of one parameter along the split dimension: (range in the source's local
     view, range in the target's).
 
-    Copying each pair moves everything that the source has and the target wants.
+    Copying every pair copies all elements that both parts contain.
     """
     assert (source.name, source.logical_shape) == (target.name, target.logical_shape), f"{source} is not {target}"
     assert source.dim == target.dim or is_whole(source) or is_whole(target), (
@@ -250,8 +250,8 @@ def _in_piece(tensor: torch.Tensor, piece: Range, run: Range) -> torch.Tensor:
 
 
 def along_one_dim(source: Shard, target: Shard) -> tuple[Shard, Shard]:
-    """Returns both shards with ranges along the same dimension and fold. A shard that is the whole parameter is one
-    range of any dimension."""
+    """Returns both shards with ranges along the same dimension and fold. This is always possible if one shard is the
+    whole parameter, which is one range along any dimension."""
     if (source.dim, source.fold) == (target.dim, target.fold):
         return source, target
     if is_whole(source):

@@ -37,7 +37,7 @@ class FlatRun:
 
 @dataclass(eq=False, kw_only=True)
 class Buffer:
-    """Gradients of several parameters in one flat tensor. Their weights may be in another one, in the same order."""
+    """Gradients of several parameters in one flat tensor. `weights`, if not None: the weights in the same order."""
 
     parameters: Mapping[str, nn.Parameter]
     views: Mapping[str, Tensor]
@@ -55,8 +55,8 @@ class Buffer:
         return self.chunk != (0, self.buffer.numel())
 
     def piece(self, name: str, rank: int | None = None) -> Range:
-        """The part of a parameter that a rank (default: this one) updates, as a range of the buffer. An empty range is
-        at the end of the parameter."""
+        """The part of a parameter that a rank (default: this rank) updates, as a range of the buffer. If there is
+        none, the range is empty, at the end of the parameter."""
         place, share = self.places[name], self.chunk[1] - self.chunk[0]
         first = self.chunk[0] if rank is None else rank * share
         start, stop = common(place, (first, first + share))
@@ -79,7 +79,7 @@ class Buffer:
         return FlatRun(tuple(self.places), tuple(accumulate(sizes)), self.own, weights)
 
     def flatten_weights(self) -> Tensor:
-        """Makes the parameters views of one flat tensor, if they are not yet, and returns it."""
+        """Returns the flat tensor of the weights. The first call makes it, and makes the parameters views of it."""
         if self.weights is None:
             dtype = next(iter(self.parameters.values())).dtype
             self.weights = torch.zeros(self.buffer.numel(), dtype=dtype, device=self.buffer.device)
@@ -122,8 +122,8 @@ class Store(ABC):
 
     @abstractmethod
     def runs(self) -> list[FlatRun]:
-        """Returns all parts in as few flat tensors as possible. From now on the model computes with the memory of these
-        tensors."""
+        """Returns all parts in as few flat tensors as possible. Afterwards the model's parameters
+        use the memory of these tensors."""
 
     @abstractmethod
     def multiply(self, factor: Tensor | float) -> None:
@@ -156,7 +156,7 @@ def run_alone(store: Store, name: str) -> FlatRun:
 
 
 def are_masters(store: Store, run: FlatRun) -> bool:
-    """True if these weights are fp32 masters of half-precision parameters."""
+    """True if the run's weights are fp32 masters of half-precision parameters."""
     halves = {store.parameter(name).dtype in HALF for name in run.names}
     assert len(halves) == 1, "all weights of a flat run must have one dtype"
     return halves.pop() and run.weights.dtype not in HALF

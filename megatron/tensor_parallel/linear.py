@@ -28,7 +28,7 @@ class _ParallelLinear(Linear):
     """Linear layer that holds one shard of the weight, and the axis over which the weight is split."""
 
     splits: Literal["input", "output"]
-    """Split features: the input's or the output's."""
+    """The features that are split: those of the input or of the output."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class _ParallelLinear(Linear):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """Linear layer that computes a part of the output features: holds their rows of the weight and their part of the
-    bias."""
+    """Linear layer that computes a part of the output features. It holds the rows of the weight and the elements of the
+    bias for these features."""
 
     splits = "output"
 
@@ -108,14 +108,14 @@ def _linear(
 
 
 class _Linear(Function):
-    """Overlaps the communication of the input's gradient with the weight-gradient product. If `put` is given, it
-    receives the factors of that product instead."""
+    """Linear layer whose backward overlaps the communication of the input's gradient with the weight-gradient product.
+    If `put` is given, it receives the factors of that product, and autograd gets no gradient of the weight."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence_parallel: bool, put: Put | None
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)  # under sequence parallelism: this rank's piece
+        ctx.save_for_backward(x, weight)  # under sequence parallelism, x is this rank's piece
         ctx.axis, ctx.sequence_parallel, ctx.has_bias = axis, sequence_parallel, bias is not None
         ctx.put = put
         whole = collectives.gather_along(x, axis, SEQUENCE) if sequence_parallel else x

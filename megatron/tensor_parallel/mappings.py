@@ -4,10 +4,10 @@
 |-------------------|-------------------------------|-------------------------------|
 | `copied`          | nothing                       | sum over the ranks            |
 | `summed`          | sum over the ranks            | nothing                       |
-| `gathered`        | pieces of the sequence joined | sum, each keeps its piece     |
-| `scattered`       | sum, each keeps its piece     | pieces of the sequence joined |
+| `gathered`        | all-gather                    | reduce-scatter                |
+| `scattered`       | reduce-scatter                | all-gather                    |
 
-Activations are [batch, seq, ...]: the sequence is dimension 1.
+Activations are [batch, seq, ...]. The all-gather and reduce-scatter act on the sequence, dimension 1.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ SEQUENCE = 1
 
 
 def copied(x: Tensor, axis: Axis) -> Tensor:
-    """Passes a replicated activation into a split layer."""
+    """Returns `x`, a replicated activation, as the input of a split layer."""
     return _mapped(x, axis, _same, _sum)
 
 
@@ -31,7 +31,7 @@ def summed(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gathered(x: Tensor, axis: Axis) -> Tensor:
-    """Passes a sequence-parallel part [batch, seq / ranks, ...] into a split layer as [batch, seq, ...]."""
+    """Gathers this rank's piece [batch, seq / ranks, ...] to [batch, seq, ...], the input of a split layer."""
     return _mapped(x, axis, _join, _sum_pieces)
 
 

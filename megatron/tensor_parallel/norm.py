@@ -1,4 +1,4 @@
-"""Norm of a vector that is split over the tensor-parallel ranks, with the mean square of the whole vector."""
+"""Norm of a vector that is split over the tensor-parallel ranks; mean and mean square are of the whole vector."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from megatron.utils.dtype import widened
 
 
 class SplitNorm(Norm):
-    """Normalises `width` features, of which each rank has a share: the queries or keys of all heads together."""
+    """Norm over the `width` features of the queries or keys of all heads. Each rank holds a share of these features."""
 
     def __init__(self, width: int, config: ModelConfig, kernels: Kernels, *, axis: Axis, local: int) -> None:
         """`local`: number of features on this rank. With fewer KV heads than ranks, each feature is on several ranks;
@@ -31,6 +31,7 @@ class SplitNorm(Norm):
         return (scaled if self.bias is None else scaled + self.bias).to(dtype)
 
     def _mean(self, x: Tensor) -> Tensor:
-        """Mean over the whole width. Every rank uses it for its own part, so its gradient is a sum over ranks too."""
+        """Mean [..., 1] over the whole width. Every rank uses it for other features, so its gradient is summed over the
+        ranks."""
         total = mappings.summed(x.sum(-1, keepdim=True), self.axis)
         return mappings.copied(total, self.axis) / self.counted

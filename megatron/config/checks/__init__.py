@@ -1,7 +1,7 @@
 """All checks across settings. Each raises a ConfigError with the settings, their values, the reason and the fix.
 
-`check_settings` needs only the settings, `check_world` the number of ranks and `check_paths` the file system.
-The sizes that an error of the first two suggests pass all checks of that function.
+`check_settings` needs only the settings, `check_world` also the number of ranks, and `check_paths` the file system.
+Errors of `check_settings` and `check_world` suggest only sizes that pass all checks of the same function.
 `distributed/device.py` checks device and backend.
 """
 
@@ -27,7 +27,8 @@ def check_settings(
     """Runs all checks that need only the settings.
 
     `complete=False`: the model's shape, the tokenizer and the sequence length are not known yet, because
-    --use-checkpoint-args takes them from the checkpoint. Errors are collected in `refusals`, or else raised.
+    --use-checkpoint-args takes them from the checkpoint. Errors are collected in `refusals`; without it, they are
+    raised.
     """
     found = Refusals() if refusals is None else refusals
     with found.with_sizes_that(_passes(config)):
@@ -37,8 +38,8 @@ def check_settings(
 
 
 def check_world(config: RunConfig, world_size: int, refusals: Refusals | None = None) -> None:
-    """Checks that the layout and the batch sizes fit the number of ranks. Errors are collected in `refusals`, or else
-    raised."""
+    """Checks that the layout and the batch sizes fit the number of ranks. Errors are collected in `refusals`; without
+    it they are raised."""
     found = Refusals() if refusals is None else refusals
     with found.with_sizes_that(_passes(config, world_size)):
         find_in_world(config, world_size, found)
@@ -47,7 +48,7 @@ def check_world(config: RunConfig, world_size: int, refusals: Refusals | None = 
 
 
 def _passes(config: RunConfig, world_size: int | None = None) -> Callable[[str, int], bool]:
-    """Returns a function of a flag (or PROCESSES) and another size: whether it leaves only errors of other causes."""
+    """Returns a function (flag or PROCESSES, size): True if the checks find no new error with this size."""
 
     @cache
     def lines(flag: str = "", size: int = 0) -> frozenset[str]:

@@ -12,7 +12,7 @@ def missing(config: RunConfig) -> list[str]:
     training = config.training
     divided = training.gradient_accumulation_steps is not None or config.runtime.deepspeed_config is not None
     if training.global_batch_size is not None and divided:
-        flags = [flag for flag in flags if flag != "--micro-batch-size"]  # follows from the other two
+        flags = [flag for flag in flags if flag != "--micro-batch-size"]  # computed from the other two
     if config.model.positions == "learned" and not config.model.max_position_embeddings:
         flags.append("--max-position-embeddings")
     return flags

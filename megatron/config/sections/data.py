@@ -179,7 +179,7 @@ class DataConfig:
 
     @property
     def may_validate(self) -> bool:
-        """False if there is certainly no validation data. True also if a file or a script decides this."""
+        """False only if there is certainly no validation data; True if a file or a script will decide."""
         if self.train_data_path is not None:
             return self.valid_data_path is not None
         splits = self.mock_data or (self.data_path or self.data_args_path) is not None
@@ -279,5 +279,5 @@ class TokenizerConfig:
 
     @property
     def kind(self) -> str:
-        """The tokenizer type that is used: GPT2BPETokenizer if none is given, as in Megatron."""
+        """Type of the tokenizer: GPT2BPETokenizer if none is given, as in Megatron."""
         return self.tokenizer_type or GPT2

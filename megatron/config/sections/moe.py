@@ -135,7 +135,7 @@ class MoEConfig:
 
     @property
     def weight_is_always_one(self) -> bool:
-        """True if the router gets no gradient from the model's loss."""
+        """True if each token's only expert has weight 1, so the router gets no gradient from the model's loss."""
         softmax_of_chosen = self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax
         return self.is_on and self.moe_router_topk == 1 and softmax_of_chosen
 
@@ -149,7 +149,7 @@ class MoEConfig:
         return "sequence" if self.moe_router_load_balancing_type == "seq_aux_loss" else "micro-batch"
 
     def only_own_width(self, num_layers: int) -> bool:
-        """True if every layer has experts, whose width is set separately."""
+        """True if every layer has experts, and --moe-ffn-hidden-size sets their width."""
         own = self.is_on and self.moe_ffn_hidden_size is not None
         return own and len(self.expert_layers(num_layers)) == num_layers
 
@@ -165,7 +165,7 @@ def _pattern(text: str, num_layers: int) -> list[bool]:
         return [layer % int(written) == 0 for layer in range(num_layers)]
     terms = [_TERM.fullmatch(term) for term in written.removeprefix("(").removesuffix(")").split("+")]
     repeated = [(term[1].split(","), int(term[2] or 1)) for term in terms if term]
-    entries = sum(len(digits) * times for digits, times in repeated)  # counted before they are written out
+    entries = sum(len(digits) * times for digits, times in repeated)  # before expanding a list that may be huge
     if not all(terms) or entries != num_layers:
         found = (
             f"has {entries} entries for --num-layers {num_layers}"

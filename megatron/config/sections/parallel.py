@@ -33,7 +33,7 @@ _DEFERS = Need(
 
 
 def _gathering(asking: str) -> Iterator[Exclude]:
-    """Yields the exclusions of ZeRO stages 2 and 3, if the setting `asking` selects one of them."""
+    """Yields the exclusions that the setting `asking` needs if it selects ZeRO stage 2 or 3."""
     for other, why in (
         (_DEFERS, "the schedule computes weight gradients after the layer's gradients were reduced"),
         ("cuda_graphs", "a graph needs weights at fixed addresses, and gathered weights have none"),
@@ -207,7 +207,7 @@ class ParallelConfig:
 
     @property
     def zero_asked(self) -> Mapping[str, int]:
-        """Setting -> the stage of ZeRO that it selects, for all settings that select one."""
+        """Setting -> the ZeRO stage that it selects. Settings that select no stage are omitted."""
         asked = {
             "zero_stage": self.zero_stage,
             "use_distributed_optimizer": 1 if self.use_distributed_optimizer else None,
@@ -237,8 +237,8 @@ class ParallelConfig:
 
     @property
     def fewest_ranks(self) -> int:
-        """The smallest world size of this layout. Expert parallelism and instances of the optimizer divide the context-
-        and data-parallel ranks."""
+        """The smallest world size of this layout. The context- and data-parallel ranks must be divisible by the size of
+        expert parallelism times the number of optimizer instances."""
         model, cp = self.model_parallel_size, self.context_parallel_size
         return lcm(model, model // cp * self.expert_model_parallel_size * self.num_distributed_optimizer_instances)
 

@@ -1,4 +1,4 @@
-"""Verification of every kernel of csrc/ on a machine: inputs, an oracle in fp64, tolerances.
+"""Verification of every kernel of csrc/: inputs, an oracle in fp64, and tolerances.
 
 This package is loaded only for verification (a first run on a GPU, tools/gpu_check.py, the tests). It collects PROOFS
 from all modules in its folder. A kernel with a proof is verified on every backend: CPU, emulated CUDA, GPU.

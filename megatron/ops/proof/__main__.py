@@ -1,4 +1,5 @@
-"""Judges the kernels of one folder of csrc/, started by `judge_apart`. Saves its verdicts after every dtype."""
+"""Judges the kernels of one folder of csrc/, in a process that `judge_apart` starts. Saves the verdicts after every
+dtype."""
 
 import argparse
 import json
@@ -23,7 +24,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="file for the verdicts")
     args = parser.parse_args()
     device = torch.device(args.device)
-    if device.index is not None:  # a bare "cuda" already is the current device
+    if device.index is not None:  # "cuda" without an index is the current device
         torch.cuda.set_device(device)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 6))  # other processes compute their oracles too
     where, twin = (library().ops, str(device)), library().ops if device.type == "cuda" else None

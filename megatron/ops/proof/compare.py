@@ -85,8 +85,8 @@ def proof_of(name: str, calls: Callable[[Draw], Iterator[Call]], bounds: Bounds,
 
 @dataclass(frozen=True)
 class Finding:
-    """Result for one tensor of one call. The `error` is the largest one before rounding to the dtype, as a share of its
-    bound. If the tensor is wrong, `wrong` describes how."""
+    """Result for one tensor of one call. `error`: the largest error of an element before rounding to the dtype, divided
+    by its bound. `wrong`: description of a wrong result."""
 
     tensor: str
     error: float
@@ -177,7 +177,7 @@ def _compare(name: str, ours: Tensor, again: Tensor, exact: Tensor, plain: Tenso
     error = bound.error.nan_to_num(0.0, 0.0)
     low, high = ((exact + sign * error).to(ours.dtype) for sign in (-1, 1))
     right = (low <= ours) & (ours <= high)
-    # Whether a gradient is inf or NaN depends on how its formula is written; that it is not finite does not.
+    # Two forms of one formula may give inf and NaN for the same gradient, but not a finite number and inf or NaN.
     kind = torch.isfinite if name.startswith("gradient") else _kind
     same = (kind(ours) == kind(plain)) | (kind(ours) == kind(exact.to(ours.dtype)))
     right |= ~ours.isfinite() & same

@@ -64,7 +64,8 @@ def in_place_calls(draw: Draw) -> Iterator[Call]:
 
 
 def sharded_loss(ops: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Wraps the kernels as ranks that hold the columns up to each of `ends`, with one column of padding each."""
+    """Wraps the kernels of a split vocabulary. Rank i holds the columns from `ends[i - 1]` (or 0) to `ends[i]`, and one
+    column of padding."""
 
     def function(logits: Tensor, labels: Tensor, grad: Tensor, ends: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         firsts, vocabulary = (0, *ends[:-1]), ends[-1]

@@ -10,8 +10,9 @@ from megatron.ops.proof.compare import Bounds, Call, Draw, Proof, proof_of
 from megatron.ops.proof.rounding import Near, U, constant, inverse_root, near, rounded
 
 EPS = 1e-5
-# Widths near every limit of the CUDA kernels: one number, no packs, a warp's columns, a block's, more than a block's,
-# and odd widths, which are read number by number. 530 rows are more parts than a block adds at once.
+# Widths near every limit of the CUDA kernels: one pack, less than a pack, the columns of a warp, those of a block, more
+# than a block, and odd widths, which are read number by number. 530 rows give more partial sums than a block adds at
+# once.
 SHAPES = ((0, 8), (1, 3), (5, 7), (530, 8), (70, 64), (3, 1000), (3, 1001), (9, 1024), (4, 1032), (2, 8200), (1, 8203))
 
 
@@ -62,7 +63,7 @@ def norm_bounds(*, centred: bool, summed: bool) -> Bounds:
         scaled = grad * weight
         parts = [scaled, normed * (scaled * normed).mean(-1), *([scaled.mean(-1)] if centred else [])]
         of_x = (parts[0] - parts[1] - parts[2] if centred else parts[0] - parts[1]) * scale
-        # The CPU kernel multiplies each part by the scale, one of them by its third power.
+        # The CPU kernel multiplies each part by the scale, and one part by the third power of the scale.
         of_x = rounded(of_x.value, of_x.error + 4 * U * sum((part * scale).value.abs() for part in parts))
         if summed:
             of_x = of_x + upstreams[1]

@@ -20,7 +20,7 @@ OFF = ", off a pack: "
 def adamw(
     weights: Tensor, m: Tensor, v: Tensor, grad: Tensor, ends: Tensor, rates: Tensor, control: Tensor, _: str
 ) -> Any:
-    """Oracle: returns weights, moments, and ones, because every element of the model's copy is correct."""
+    """Oracle of `kernel`: returns weights and moments, then ones: every element of the model's copy must be correct."""
     applied, factor, lr, decay, correction1, correction2_root = control
     if applied == 0:
         return weights, m, v, torch.ones_like(weights)
@@ -39,7 +39,7 @@ def kernel(ops: Any) -> Callable[..., Any]:
         kept, _, off = kept.partition(OFF)
 
         def own(name: str, tensor: Tensor) -> Tensor:
-            """Copies a tensor. The one named `off` begins within a pack."""
+            """Copies a tensor. The tensor named by `off` begins within a pack, so it is misaligned."""
             return tensor.new_empty(len(tensor) + 1)[1:].copy_(tensor) if name == off else tensor.clone()
 
         weights, m, v = own("weights", weights), own("m", m), own("v", v)

@@ -102,8 +102,8 @@ def rounded(value: Tensor, error: Tensor, times: int = 1) -> Near:
 
 
 def depth(terms: int) -> int:
-    """Largest number of roundings of a term of a sum. Lanes and threads sum every eighth number or fewer; parts of rows
-    are summed 64 at a time."""
+    """Largest number of roundings of one term in a sum of `terms` terms. Each lane or thread sums at most every eighth
+    number, and parts of rows are summed 64 at a time."""
     return min(terms, 80 + terms // 8)
 
 
@@ -139,7 +139,7 @@ def inverse_root(x: Near, least: float) -> Near:
 
 
 def _exp_error(x: Near, short: bool) -> Tensor:
-    """Relative error, without flushing to 0. Beyond 100 the exponential, or the number it is added to, is 0."""
+    """Relative error of exp, without flushing to 0. Beyond 100, exp, or the number that is added to it, is 0."""
     return torch.expm1(x.error.clamp(max=1.0)) + (EXP_SHORT + 2 * U * x.value.abs().clamp(max=100.0) if short else EXP)
 
 
@@ -194,7 +194,7 @@ def shares(scores: Near, short: bool) -> tuple[Near, Near, Near]:
     total = kept.sum(-1)
     times = scores.value.shape[-1] // 64 + 4
     error = times * ((EXP_SHORT if short else EXP) + 2 * U) * total.value
-    # An online softmax's differences between successive maxima add up to those above, and are rounded like them.
+    # In an online softmax, the differences between successive maxima add up to `difference` and are rounded too.
     apart = torch.where(kept.value == 0, 0.0, kept.value * difference.value.abs()).sum(-1, keepdim=True)
     return kept, Near(total.value, total.error + error + 4 * U * apart), shift
 

@@ -1,5 +1,5 @@
-"""Scaled, masked softmax: the oracle is the plain formula. Its gradient uses the probabilities rounded to their dtype,
-which the product with the values keeps too."""
+"""Scaled, masked softmax: the oracle is the plain formula. The oracle's gradient uses probabilities rounded to their
+dtype, because the kernel saves only the rounded ones."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
