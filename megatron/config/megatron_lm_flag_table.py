@@ -86,7 +86,7 @@ NEVER: dict[str, str] = {
     "data parallelism has no such option; remove the flag": """
         --enable-full-sharding-in-hsdp --use-sharp --sharp-enabled-group= --data-parallel-random-init
         --lazy-mpu-init=""",
-    "only GPT-style decoders are trained here; remove the flag": """
+    "only GPT-style decoders are supported; remove the flag": """
         --encoder-num-layers= --decoder-num-layers= --decoder-seq-length= --vocab-extra-ids=0
         --pipeline-model-parallel-split-rank= --standalone-embedding-stage --bert-no-binary-head --mask-prob=
         --short-seq-prob= --mask-factor= --mask-type= --relative-attention-num-buckets=
@@ -134,13 +134,13 @@ FAMILIES: dict[str, str] = {
     "--rl-": "reinforcement learning is not supported; remove the --rl-* flags",
     "--grpo-": "reinforcement learning is not supported; remove the --grpo-* flags",
     "--langrl-": "reinforcement learning is not supported; remove the --langrl-* flags",
-    "--ict-": "only GPT-style decoders are trained here; remove the --ict-* flags",
-    "--biencoder-": "only GPT-style decoders are trained here; remove the --biencoder-* flags",
-    "--retriever-": "only GPT-style decoders are trained here; remove the --retriever-* flags",
-    "--vision-": "only GPT-style decoders are trained here; remove the --vision-* flags",
-    "--swin-": "only GPT-style decoders are trained here; remove the --swin-* flags",
-    "--dino-": "only GPT-style decoders are trained here; remove the --dino-* flags",
-    "--mamba-": "only GPT-style decoders are trained here; remove the --mamba-* flags",
+    "--ict-": "only GPT-style decoders are supported; remove the --ict-* flags",
+    "--biencoder-": "only GPT-style decoders are supported; remove the --biencoder-* flags",
+    "--retriever-": "only GPT-style decoders are supported; remove the --retriever-* flags",
+    "--vision-": "only GPT-style decoders are supported; remove the --vision-* flags",
+    "--swin-": "only GPT-style decoders are supported; remove the --swin-* flags",
+    "--dino-": "only GPT-style decoders are supported; remove the --dino-* flags",
+    "--mamba-": "only GPT-style decoders are supported; remove the --mamba-* flags",
     "--inference-": "not supported in training; use tools/generate.py for generation",
     "--inprocess-": "torchrun restarts failed runs; remove the --inprocess-* flags",
     "--moe-": "this flag of mixture of experts is not supported; docs/flags.md has the supported ones",
@@ -148,7 +148,7 @@ FAMILIES: dict[str, str] = {
     "--fp8-": "fp8 is not supported yet; remove the flag",
     "--fp4-": "fp4 is not supported; use --bf16",
     "--cuda-graph-": "not supported; use --cuda-graphs, which captures the whole forward and backward pass",
-    "--hybrid-": "only GPT-style decoders are trained here; remove the --hybrid-* flags",
+    "--hybrid-": "only GPT-style decoders are supported; remove the --hybrid-* flags",
     "--fault-injector-": "fault injection is not supported; remove the --fault-injector-* flags",
     "--gtp-": "not supported; remove the --gtp-* flags",
     "--megatron-fsdp-": "Megatron-FSDP is not supported; remove the --megatron-fsdp-* flags",

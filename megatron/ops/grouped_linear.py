@@ -143,7 +143,7 @@ def _portable(target: Target) -> Implementation:
     if target.kind.cuda_libraries:
         reason = "one product for all experts in bf16; one per expert in other dtypes"
         return Implementation("torch", by_grouped_mm, reason)
-    reason = "one product per expert: PyTorch's grouped product is a loop here, and copies weights"
+    reason = "one product per expert: PyTorch's grouped product is a loop on this device, and copies weights"
     return Implementation("ref", by_loop, reason)
 
 

@@ -65,7 +65,8 @@ def _native(
 def _unsupported(query: Tensor, key: Tensor, value: Tensor, *, documents: Documents, **named: Any) -> str | None:
     if key.dim() == 4 and (documents.rows, documents.seq) != (key.shape[0], key.shape[2]):
         return (
-            f"documents of {documents.rows} x {documents.seq} keys for keys {described(key)}: the kernel needs as many"
+            f"documents of {documents.rows} x {documents.seq} keys for keys {described(key)}: "
+            "rows and length must be equal"
         )
     return plain.unsupported(query, key, value, mask=None)
 
