@@ -143,7 +143,7 @@ class RunCheckpoints:
         if info.line is not None and self.non_persistent is not None:
             kind, where = "non-persistent ", str(self.non_persistent.directory)
         waited = "" if info.blocked is None else f"; training waited for {info.blocked:.2f} s"
-        self.run.log.info(  # Megatron's words, then the cost
+        self.run.log.info(  # Megatron's wording, then the cost of the save
             f"  successfully saved {kind}checkpoint at iteration {info.step:7d} to {where} "
             f"({info.bytes_written / 1e6:.1f} MB in {info.seconds:.2f} s{waited})"
         )

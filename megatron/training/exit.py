@@ -32,7 +32,7 @@ _LONGEST = 300
 
 @dataclass(frozen=True)
 class StopReason:
-    kind: str  # "done", "planned", "exit_interval", "exit_duration", "signal", "paused", or an error's class
+    kind: str  # "done", "planned", "exit_interval", "exit_duration", "signal", "paused", or the class of an error
     text: str
     exit_code: int = 0
     warning: str = ""  # reasons that a planned end must not overwrite
@@ -92,7 +92,8 @@ def _unwritable(directory: Path, error: OSError) -> StorageError:
     return StorageError(f"--save {directory}: {FILE} cannot be written ({error.strerror}); {fix_of(error)}")
 
 
-# Seconds. The launcher ends the other ranks once one has left, so a rank with a PeerLostError waits longest.
+# Seconds. The launcher ends the other ranks once one has left, so a rank with a PeerLostError waits longest: the rank
+# that is the cause must print first.
 _OTHERS_ARE_STOPPED_WITHIN = 4.0
 _AFFECTED_WAITS = 8.0
 _LEAVES_WITHIN = 10.0
