@@ -95,7 +95,7 @@ class Engine:
         self.whole_weights = self.evaluation.whole_weights
         self.store = store
         self.stop_on_nonfinite = stop_on_nonfinite
-        self.buffers = persistent_buffers(built.model)  # such as running means, which every forward pass changes
+        self.buffers = persistent_buffers(built.model)  # a forward pass changes them: running means, say
         self.sum_replicas: Callable[[TrainingStore], None] = ReplicaSums(built.specs, parallel)
         self.routers: RouterSteps | None = None
         if isinstance(built.model, GPT) and built.model.routers is not None:

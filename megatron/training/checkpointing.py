@@ -123,7 +123,8 @@ class RunCheckpoints:
         self._tell(self.background.finish())
 
     def end(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Ends the saves of a run. The run may end with an error that other ranks do not have."""
+        """Waits for a background save. After an error abandons it, because other ranks may not have the error. `kind`:
+        class of the error, or None."""
         if kind is None:
             self.finish()
         else:

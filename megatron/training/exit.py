@@ -150,8 +150,8 @@ _WAY_ON = "start again with --load to continue from the last checkpoint"
 
 def as_megatron_error(error: BaseException, way_on: str = _WAY_ON) -> BaseException:
     """Returns the MegatronError that explains an exception to a user, or the exception itself. It explains Ctrl-C, a
-    closed stdout, a missing dependency, too little memory, and a lost peer (a bare RuntimeError of gloo). `way_on` says
-    how a run without that peer can continue."""
+    closed stdout, a missing dependency, too little memory, and a lost or stuck peer (a bare RuntimeError of gloo).
+    `way_on` tells the user how to continue after the loss of a peer."""
     if isinstance(error, KeyboardInterrupt):
         return InterruptError(f"interrupted (SIGINT); {str(error) or 'start the same command again'}")
     if isinstance(error, BrokenPipeError) and stdout_is_unread():
@@ -186,7 +186,7 @@ _GLOO_SAYS = ("gloo/", "Application timeout caused pair closure")
 
 
 def is_memory_short(error: BaseException) -> bool:
-    """True for Python's own error, the accelerator's, and the bare RuntimeError of torch's CPU allocator."""
+    """True for the out-of-memory errors of Python, of the accelerator and of torch's CPU allocator (a RuntimeError)."""
     kinds: tuple[type[BaseException], ...] = (MemoryError,)
     if (torch := sys.modules.get("torch")) is not None:
         kinds += (torch.OutOfMemoryError,)

@@ -52,7 +52,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Verified checkpoint of --load, of which only the manifest has been read. None: a start at iteration 0."""
+    """Checkpoint of --load, of which only the manifest has been read. `found` is None for a start at iteration 0."""
 
     found: FoundStep | None
     moved_to: int | None = None

@@ -24,7 +24,7 @@ _LATEST = 1e18  # microseconds
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 _COMMUNICATION = re.compile(r"^c10d::|^gloo:|^nccl|ncclDev|^mpi:|reduce_scatter|all_?gather|all_?reduce", re.I)
-# An event with such a name lasts from start to end of a collective. Other operations of its thread do not nest in it.
+# An event with this name lasts from start to end of a collective. Other events of its thread do not nest in it.
 _UNDER_WAY = re.compile(r"^(gloo|nccl):")
 # A compiled layer's trace does not show which module a kernel belongs to. Batched products count as
 # attention, although a few of them multiply the rows of experts by router weights.
