@@ -95,9 +95,7 @@ def repeated_units(model: nn.Module) -> Iterator[nn.Module]:
     """Entries of the model's outermost containers of modules, such as its layers."""
     for child in model.children():
         listed = isinstance(model, nn.ModuleList | nn.ModuleDict | nn.Sequential)
-        if listed and not isinstance(
-            child, nn.ModuleList | nn.ModuleDict
-        ):  # a ModuleList or ModuleDict is never called
+        if listed and not isinstance(child, nn.ModuleList | nn.ModuleDict):  # these two are never called
             yield child
         else:
             yield from repeated_units(child)

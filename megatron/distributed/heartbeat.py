@@ -210,9 +210,8 @@ class Heartbeat:
     # ---- the other ranks
 
     def look(self) -> None:
-        """Reads the announcement and the statuses of two ranks, whatever the number of ranks: the next rank, so that
-        every rank is checked by its predecessor, and the rank in charge. A rank that waits for long asks the rank in
-        charge to read all statuses."""
+        """Reads the announcement and two statuses: of the next rank, so that each is checked by its predecessor, and of
+        the rank in charge. A rank that waits for long asks the rank in charge to read all statuses."""
         self._read_announcement()
         for status in self._board.read(sorted({self._next, self._in_charge} - {self._info.rank})):
             # A final state counts only if it stays: the rank's next beat replaces a status that another program wrote.

@@ -187,8 +187,8 @@ def _own(partition: Partition, rank: int) -> tuple[int, ...]:
 
 def _new_group(name: str, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
     """Makes a group. Only its members call this, so that all groups of an axis are made at the same time; nccl splits
-    the world once for all of them. torch's name of a group contains the members and the number of groups that the rank
-    has made, so all ranks must make the same number of groups."""
+    the world once for all of them. In torch, a group's name contains the number of groups that the rank has made, so
+    all ranks must make equally many."""
     if not dist.is_initialized():
         raise RuntimeError(f"the {name} axis has {len(ranks)} ranks, but no process group was initialised")
     if name == "world" and dist.group.WORLD is not None:

@@ -59,9 +59,7 @@ class TextStream:
         searched = max(0, len(self.text) - max(map(len, self.stops), default=0))
         self.text += whole[len(before) :]
         last = self._tokens[self._decoded :]
-        if (
-            self._decoded and self.tokenizer.detokenize(last).strip()
-        ):  # a tokenizer would drop spaces after a context of only spaces
+        if self._decoded and self.tokenizer.detokenize(last).strip():  # after only spaces, more would be dropped
             self._tokens = last
         self._decoded = len(self._tokens)
         self._end_at_stop(searched)

@@ -147,8 +147,7 @@ def global_norm(
     device: torch.device | None = None,
 ) -> Tensor:
     """L2 norm over all tensors of the model; each element counts once. Another rank counts the elements in `copies`;
-    on this rank they only make the norm non-finite if one of them is not finite. `device`: device of the sums;
-    default: the tensors' device."""
+    here they only make the norm non-finite if one of them is. `device`: of the sums; default: the tensors' device."""
     squares = {axes: square_sum(tensors) for axes, tensors in groups.items()}
     for axes, tensors in (copies or {}).items():
         if tensors:

@@ -86,10 +86,9 @@ class Optimizer:
         client: UserUpdate | None = None,
     ) -> None:
         """Builds the update and the loss scaler. The function `rule` returns the settings of a parameter's group.
-        `split_over` has the axes that a parameter is split over; a parameter that is not in it is not split.
-        `norm_axes` lists these axes (with ZeRO's axes) for the parameters of all ranks, because all ranks must sum over
-        the same axes. A shard in `specs` describes which elements other ranks hold too. `client` is the user's own
-        optimizer, with its own rates."""
+        A parameter is split over its axes in `split_over`; default: none. All ranks must sum over the same axes, so
+        `norm_axes` lists such axes (with ZeRO's) of all ranks. A shard in `specs` describes which elements other ranks
+        hold too. The user's own optimizer is `client`."""
         self.store = store
         self.scaler: LossScaler = build_loss_scaler(precision)
         self.skipped_in_a_row = 0

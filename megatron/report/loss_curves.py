@@ -21,10 +21,8 @@ _TRAIN = re.compile(r"(?:^|[ \]])iteration +([0-9]{1,18})/ *\d+ \|")
 _EVALUATION = re.compile(
     r"(?:^|[ \]])iteration +([0-9]{1,18})(?: on validation set(?: \((?P<name>validation-[^|]+)\))?)? \|"
 )
-_NAMES_IN_LOGS = {
-    "learning_rate": "learning rate|lr",
-    "mean_lm_loss": "lm loss",
-}  # other names: with spaces in place of _
+# Names that a log writes differently. In other names it only replaces _ by a space.
+_NAMES_IN_LOGS = {"learning_rate": "learning rate|lr", "mean_lm_loss": "lm loss"}
 _NUMBER = r"([-+]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|nan|inf))"
 
 

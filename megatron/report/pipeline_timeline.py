@@ -54,8 +54,8 @@ class Timeline:
 
     @property
     def theoretical_bubble(self) -> float:
-        """Bubble of p equal stages with v chunks each and m micro-batches: (p - 1) / (m v) for GPipe, 1F1B and the
-        interleaved schedule; (p - 1) / (3 m) for zero-bubble, where F, B and W take equally long."""
+        """Bubble of p equal stages with v chunks each, for m micro-batches: (p - 1) / (m v). For zero-bubble, with
+        equally long F, B and W: (p - 1) / (3 m)."""
         return (self.ranks - 1) / (self.micro_batches * (3 if self.defers_wgrads else self.chunks))
 
 

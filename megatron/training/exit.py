@@ -150,8 +150,8 @@ _WAY_ON = "start again with --load to continue from the last checkpoint"
 
 def as_megatron_error(error: BaseException, way_on: str = _WAY_ON) -> BaseException:
     """Returns the MegatronError that explains an exception to a user, or the exception itself. It explains Ctrl-C, a
-    closed stdout, a missing dependency, too little memory, and a lost or stuck peer (a bare RuntimeError of gloo).
-    `way_on` tells the user how to continue after the loss of a peer."""
+    closed stdout, a missing dependency, too little memory, and a lost or stuck peer (a RuntimeError of gloo).
+    `way_on`: how to continue after that."""
     if isinstance(error, KeyboardInterrupt):
         return InterruptError(f"interrupted (SIGINT); {str(error) or 'start the same command again'}")
     if isinstance(error, BrokenPipeError) and stdout_is_unread():

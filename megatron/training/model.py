@@ -96,8 +96,8 @@ def _whole_part(
 ) -> Parallel:
     """Builds this rank's part, not yet divided by ZeRO. With `without_weights`, a GPT's weights stay on the
     meta device, because no rank could hold them all, and another model's weights go to `place`."""
-    # A model that tensor or pipeline parallelism will split is provided on the meta device, as a description. A model
-    # that only ZeRO will divide is provided on the host, where memory is not committed until it is written.
+    # A model that will be split over ranks is provided on the meta device, as a description. One that only ZeRO will
+    # divide is provided on the host, where memory is not committed until it is written.
     split = not is_plain(run.parallel)
     meta, host = torch.device("meta"), torch.device("cpu")
     described = _provided(run, model_provider, meta if split else host if without_weights else run.device)
