@@ -215,7 +215,7 @@ class BucketStore(TrainingStore):
     def _start_reduce(self) -> None:
         """Starts the remaining sums, in the same order on every rank."""
         assert not self._reduced, "reduce() was called twice in one step; call zero() first"
-        self.wait_for_weights()  # weights that this step did not use
+        self.wait_for_weights()  # the forward pass has not waited for weights that it did not use
         self._reduced = True
         for name, slot in self._slots.items():
             if slot.view is None:
@@ -271,7 +271,7 @@ class BucketStore(TrainingStore):
         return slot.parameter.grad
 
     def _stand_in(self, slot: GradientSlot) -> Tensor | None:
-        """Value of `parameter.grad` between passes if it is not the view of the buffer."""
+        """Value of `parameter.grad` between passes, for a gradient whose buffer `parameter.grad` does not show."""
         del slot
         return None
 

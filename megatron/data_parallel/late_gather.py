@@ -92,10 +92,10 @@ class _Order(TorchDispatchMode):
 
 
 def repeated_units(model: nn.Module) -> Iterator[nn.Module]:
-    """Repeated modules of a model, such as its layers: the outermost ones."""
+    """Entries of the model's outermost containers of modules, such as its layers."""
     for child in model.children():
         listed = isinstance(model, nn.ModuleList | nn.ModuleDict | nn.Sequential)
-        if listed and not isinstance(child, nn.ModuleList | nn.ModuleDict):  # containers are never called
+        if listed and not isinstance(child, nn.ModuleList | nn.ModuleDict):  # these two are never called
             yield child
         else:
             yield from repeated_units(child)

@@ -1,4 +1,5 @@
-"""Applies torch's `fully_shard` to the units of a model. Sums are in fp32, in the axis's process group and its log.
+"""Applies torch's `fully_shard` to the units of a model. Half-precision gradients are summed in fp32. The sums
+use the process group of the axis, and appear in the log of the axis.
 
 Functions import torch's sharding modules when they need them: the import takes a third of a second, which other ZeRO
 stages save.
@@ -42,7 +43,8 @@ class Unit:
 
 
 def divide(units: Sequence[Unit], keep_gathered: bool, dtype: torch.dtype, device: torch.device, on_host: bool) -> None:
-    """Divides the parameters of all units in place. A unit must come after the units inside it."""
+    """Divides the parameters of all units in place; half-precision ones become fp32. A unit must come after the units
+    inside it."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 

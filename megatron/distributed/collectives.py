@@ -165,7 +165,7 @@ def start_scatter_sum_in_place(flat: torch.Tensor, axis: Axis) -> Pending:
     sends, arrivals = _exchange(others, received, axis)
 
     def summed() -> torch.Tensor:
-        """Adds each part while the next ones arrive."""
+        """Adds each part while the next parts arrive."""
         for chunk, works in zip(received, arrivals, strict=True):
             for work, into, part in zip(works, own.split(_PART), chunk.split(_PART), strict=True):
                 with axis.wait(operation):
@@ -193,7 +193,7 @@ def start_gather_in_place(flat: torch.Tensor, axis: Axis) -> Pending:
 
 
 def gather_into(output: torch.Tensor, tensor: torch.Tensor, axis: Axis, *, async_op: bool) -> dist.Work | None:
-    """All-gathers flat tensors into `output`."""
+    """All-gathers flat tensors of equal length into the flat `output`."""
     if async_op:
         axis.begin("all_gather", tuple(tensor.shape))
         return _gather_flat(output, tensor, axis.group, async_op=True)
@@ -269,8 +269,8 @@ def exchange(rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], ax
 
 
 def start_shift(tensor: torch.Tensor, axis: Axis) -> Pending:
-    """Sends `tensor` to the next member of the ring and receives one of the same shape from the previous member. All
-    members must start the same shifts in the same order."""
+    """Starts sending `tensor` to the next member of the ring, and receiving one of the same shape from the previous
+    member. All members must start the same shifts in the same order."""
     if axis.size == 1:
         return Pending(lambda: tensor)
     tensor = tensor.contiguous()

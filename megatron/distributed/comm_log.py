@@ -69,7 +69,7 @@ class CommLog:
 
 
 class _Waiting:
-    """Context manager of `CommLog.wait`. A generator takes three times as long, and a small step waits 700 times."""
+    """Context manager of `CommLog.wait`. A generator would be three times slower, and a small step waits 700 times."""
 
     __slots__ = ("_log", "_operation")
 

@@ -113,9 +113,9 @@ def stuck_rank(statuses: Sequence[RankStatus]) -> str | None:
 
 
 def deadlock(statuses: Sequence[RankStatus], world: int, patience: float) -> str | None:
-    """Describes a deadlock: all ranks have waited longer than `patience`, and none of them for a collective that all of
-    its members have started. If a rank waits for its device, its status must have `recent`: the device may just be
-    busy."""
+    """Describes a deadlock: all unfinished ranks have waited longer than `patience`, and none of them waits for a
+    collective that all its members have started. A rank that waits for its device may just be computing; its status
+    must therefore have `recent`."""
     stuck = [
         status
         for status in statuses
@@ -136,7 +136,7 @@ def deadlock(statuses: Sequence[RankStatus], world: int, patience: float) -> str
         operation = status.waiting
         assert operation is not None
         if not operation.number:
-            continue  # a point-to-point message: its sender waits too, so it was not sent
+            continue  # a point-to-point message that was not sent, because its sender waits too
         behind = [by_rank[r] for r in operation.ranks if by_rank[r].counts.get(operation.axis, 0) < operation.number]
         if not behind:
             return None  # all have started it, so it is in flight
@@ -153,7 +153,7 @@ def deadlock(statuses: Sequence[RankStatus], world: int, patience: float) -> str
 
 def _uneven(statuses: Sequence[RankStatus], patience: float) -> str | None:
     """Names two ranks with different numbers of begun collectives. A host that launches work on a device continues
-    after beginning a collective, so only the counts show a difference; in a step that is merely long they are equal."""
+    after beginning a collective, so only the counts reveal a skipped collective; in a long step they are equal."""
     by_rank = {status.rank: status for status in statuses}
     for status in statuses:
         for axis, some in status.recent.items():

@@ -50,7 +50,7 @@ _ERRORS: dict[ErrorKind, type[MegatronError]] = {
     "lost": PeerLostError,
     "terminated": TerminatedError,
 }
-_WAY_ON = "start the same command again"  # before the first step
+_WAY_ON = "start the same command again"  # default of `way_on`, when no step was made
 
 Where = Callable[[], tuple[int, str]]
 """Returns the step and the phase that this rank is in."""
@@ -91,7 +91,7 @@ class Heartbeat:
         self._answered: bytes | None = None  # the last request that this rank has answered
         self._last_asked = -math.inf
         self._explains = False
-        self._announced: bytes | None = None  # by this rank, before any other
+        self._announced: bytes | None = None  # announcement of this rank, if no other rank announced before
         self._closed, self._ending = threading.Event(), threading.Lock()
         self._store_lock = threading.Lock()
 
@@ -210,12 +210,11 @@ class Heartbeat:
     # ---- the other ranks
 
     def look(self) -> None:
-        """Reads the announcement and the statuses of two other ranks, whatever the number of ranks. One is the next
-        rank, so that each is checked by one other; the other is the rank in charge. A rank that waits for long asks the
-        rank in charge to read all statuses."""
+        """Reads the announcement and two statuses: of the next rank, so that each is checked by its predecessor, and of
+        the rank in charge. A rank that waits for long asks the rank in charge to read all statuses."""
         self._read_announcement()
         for status in self._board.read(sorted({self._next, self._in_charge} - {self._info.rank})):
-            # Only if it persists: a status written by another program is replaced by the rank's next beat.
+            # A final state counts only if it stays: the rank's next beat replaces a status that another program wrote.
             stays = self._board.silent(status.rank) > 2 * self._interval
             if status.rank == self._next and status.state == "left" and stays:
                 self._next = (self._next + 1) % self._info.world_size
@@ -240,7 +239,7 @@ class Heartbeat:
                     self.answer(board)
 
     def answer(self, board: StatusBoard) -> None:
-        """Reads all ranks and looks for a hang, if a rank has requested it since the last time."""
+        """Reads all statuses and looks for a hang, if a rank has requested this since the last call."""
         asked = board.asked()
         if asked == self._answered:
             return

@@ -38,8 +38,8 @@ def interface_towards(host: str) -> Interface | None:
 
 
 def reachable_port(port: int) -> bool:
-    """True if a socket here listens on the port where other machines can connect; False if the system does not list its
-    sockets."""
+    """True if a socket of this machine listens on the port at an address that other machines can reach; False if the
+    system does not list its sockets."""
     if all(ipaddress.ip_address(address).is_loopback for address in _interfaces()):
         return False
     for path in _SOCKETS:

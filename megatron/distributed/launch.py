@@ -19,8 +19,8 @@ from operator import attrgetter
 
 import torch.distributed as dist
 
-# The functions of this module have the current world group as default argument. torch imports the module late (with an
-# optimizer, with `fully_shard`). Imported before any group exists, it holds no reference to one (see `shutdown`).
+# Functions of `torch.distributed.nn.functional` take the world group that exists at the import as default argument, and
+# so keep it alive (see `shutdown`). Otherwise torch would import it later, with an optimizer or `fully_shard`.
 import torch.distributed.nn.functional  # noqa: F401
 
 from megatron.errors import ConfigError, PeerLostError

@@ -46,9 +46,9 @@ class Patience:
 def wait_for_all(
     store: dist.Store, identity: Identity, info: LaunchInfo, patience: Patience, *, did: str = "come"
 ) -> None:
-    """Returns when all ranks have called it with the same values. `did`: verb phrase for what a missing rank has not
-    done. Work per rank does not grow with their number: the last rank to arrive informs the others. In every round the
-    first rank whose wait ends reads the list of arrivals.
+    """Returns when all ranks have called it with equal identities. `did`: past participle, as in "rank 3 has not come".
+    The work of a rank does not grow with the number of ranks: the last one to arrive informs the others. In every
+    round only the first one whose wait ends reads the list of arrivals.
     """
     if store.add(f"came_{info.rank}", 1) > 1:
         raise ConfigError(

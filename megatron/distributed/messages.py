@@ -39,7 +39,7 @@ def all_gather_json(value: T, axis: Axis, kind: type[T], *, after_work: bool = F
         padded = torch.nn.functional.pad(mine, (0, max(sizes) - len(mine)))
         rows = _all_gather(padded, group, axis.size).cpu().numpy()
     texts = [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
-    values: dict[bytes, T] = {}  # most of a thousand ranks send the same
+    values: dict[bytes, T] = {}  # most ranks send the same value
     for rank, text in enumerate(texts):
         if text not in values:
             values[text] = _decoded(text, axis, rank, kind)
@@ -65,7 +65,8 @@ def broadcast_json(value: T | None, axis: Axis, kind: type[T], source: int = 0) 
 def _all_gather(
     tensor: torch.Tensor, group: dist.ProcessGroup, size: int, *, without_limit: bool = False
 ) -> torch.Tensor:
-    """Gathers one row per member into one tensor: a thousand tensors take longer to make than to receive."""
+    """Gathers a flat tensor from each member into the rows of one tensor. With a thousand members, making a tensor for
+    each would take longer than receiving them."""
     gathered = tensor.new_empty(size * len(tensor))
     options = AllgatherOptions()
     if without_limit:

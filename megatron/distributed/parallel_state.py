@@ -150,8 +150,8 @@ def _axes(partitions: Partitions, rank: int) -> list[Axis]:
 
 
 def _make_groups(partitions: Partitions, rank: int, make: GroupMaker) -> dict[str, dist.ProcessGroup]:
-    """Groups of this rank, by axis. All ranks make the same number of calls, each for its own group (even a group of
-    one): one call on every rank makes all groups of an axis.
+    """Groups of this rank, by axis. Every rank calls `make` once per axis, for its own group (even a group of one), and
+    these calls together make all groups of the axis.
 
     Axes with equal groups share a communicator, which runs its operations one by one. Axes in OWN have their own.
     """
@@ -187,8 +187,8 @@ def _own(partition: Partition, rank: int) -> tuple[int, ...]:
 
 def _new_group(name: str, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
     """Makes a group. Only its members call this, so that all groups of an axis are made at the same time; nccl splits
-    the world once for all of them. A group's name in torch has its members and the number of groups that its rank has
-    made, so all ranks must make equally many."""
+    the world once for all of them. In torch, a group's name contains the number of groups that the rank has made, so
+    all ranks must make equally many."""
     if not dist.is_initialized():
         raise RuntimeError(f"the {name} axis has {len(ranks)} ranks, but no process group was initialised")
     if name == "world" and dist.group.WORLD is not None:

@@ -45,8 +45,8 @@ def init_process_group(
     collectives: timedelta | None = None,
 ) -> Connection | None:
     """Makes `device` the current one and joins the process group; a single process needs none. Values in `started_with`
-    must be the same on all ranks. The function `met` is called when all ranks have arrived, before they connect. The
-    meeting has the limit `timeout`, as have the collectives unless `collectives` is set."""
+    must be the same on all ranks. The function `met` is called when all ranks have arrived, before they connect.
+    `timeout` limits the meeting and, unless `collectives` is set, each collective."""
     device = device or torch.device("cpu")
     activate(device)
     if info.world_size == 1:
@@ -93,8 +93,8 @@ def _choose_gloo_interface(info: LaunchInfo) -> str | None:
 def open_to_other_machines(info: LaunchInfo) -> str | None:
     """Warns if the launcher's store accepts other machines although all ranks are on this one.
 
-    If torchrun chose the port, the ranks meet on loopback, and there is no warning: every run on a machine of one's own
-    is such a run. The remaining risk is in docs/parallelism.md.
+    There is no warning if torchrun chose the port, as in most runs on one machine: the ranks then meet on loopback. The
+    remaining risk is in docs/parallelism.md.
     """
     if info.world_size == 1 or _standalone(info):
         return None
@@ -109,7 +109,7 @@ def open_to_other_machines(info: LaunchInfo) -> str | None:
 
 
 def _standalone(info: LaunchInfo) -> bool:
-    """True if torchrun got no address: it then chooses a free port, and a UUID as the run's id."""
+    """True if torchrun was started without an address. It then chooses a free port, and a UUID as the run's id."""
     return len(info.run_id) == 36 and info.run_id.count("-") == 4
 
 

@@ -1,8 +1,8 @@
 """Runs an action when SIGTERM arrives, before the process ends.
 
 Launchers send SIGTERM to all ranks a tenth of a second after one of them has ended; the action lets the others print
-the cause. Python runs signal handlers between two steps of the main thread, which may be blocked in a collective with
-that very rank. A separate thread therefore waits for the signal.
+the cause. Python runs signal handlers only between bytecode instructions of the main thread, which may be blocked in
+a collective with the ended rank. A separate thread therefore waits for the signal.
 """
 
 import os

@@ -1,7 +1,6 @@
 """Watches the ranks while they connect and make their groups: if one fails or is lost, the others end.
 
-Otherwise a rank would wait for one that cannot connect as long as gloo tries: several times
---distributed-timeout-minutes.
+Without this watch, a rank would wait for a lost one until gloo gives up: several times --distributed-timeout-minutes.
 """
 
 import sys

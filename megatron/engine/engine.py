@@ -95,7 +95,7 @@ class Engine:
         self.whole_weights = self.evaluation.whole_weights
         self.store = store
         self.stop_on_nonfinite = stop_on_nonfinite
-        self.buffers = persistent_buffers(built.model)  # a step of the model changes them, such as running means
+        self.buffers = persistent_buffers(built.model)  # a forward pass changes them: running means, say
         self.sum_replicas: Callable[[TrainingStore], None] = ReplicaSums(built.specs, parallel)
         self.routers: RouterSteps | None = None
         if isinstance(built.model, GPT) and built.model.routers is not None:
@@ -234,7 +234,7 @@ class Engine:
     def _sum_over_ranks(self, totals: Tensor) -> Tensor:
         return sum_over_ranks(totals, self.parallel)
 
-    # numbers that are not finite
+    # ---- numbers that are not finite
 
     @property
     def _bad_numbers_stop(self) -> bool:

@@ -16,7 +16,7 @@ from megatron.state.shard import Shard
 
 
 def check_marked(config: OptimizerConfig, built: Parallel) -> None:
-    """Rejects Muon for a foreign model that marks no matrices: nothing would be orthogonalised."""
+    """Rejects Muon for a script's own model that marks no matrices, because Muon would orthogonalise nothing."""
     if not config.uses_muon or built.rows:
         return
     marked = {name: p for name, p in built.model.named_parameters() if getattr(p, "use_muon", False)}
@@ -56,8 +56,8 @@ class Groups:
         return row.is_linear_map if self.config.uses_muon else self.config.optimizer == "adafactor"
 
     def _marked(self, name: str, parameter: nn.Parameter) -> Matrix | None:
-        """Matrix of a foreign model's parameter, or None. Only the model's author knows which tensors are linear maps,
-        so Muon needs them marked (`use_muon`). No parameter is split."""
+        """Matrix of a parameter of a script's own model, or None. Only the author knows which tensors are linear maps,
+        so Muon needs them marked (`use_muon`). Tensor parallelism does not split such a model."""
         if self.config.optimizer != "adafactor" and not (
             self.config.uses_muon and getattr(parameter, "use_muon", False)
         ):

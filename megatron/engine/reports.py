@@ -1,4 +1,5 @@
-"""Named numbers that a training step reports besides its loss; reduced together, and copied to the host with it."""
+"""Numbers that a training step reports besides its loss. They are reduced together, and copied to the host with the
+loss."""
 
 from typing import Literal
 
@@ -26,11 +27,11 @@ class StepReports:
         self._values[name] = value.detach().double(), reduce
 
     def clear(self) -> None:
-        """Drops reported numbers, after a failed step or before recomputing one."""
+        """Drops reported numbers, before a step or before the recomputation of one."""
         self._values = {}
 
     def take(self) -> dict[str, Tensor]:
-        """Returns the reduced numbers and begins the next step. A collective if there are numbers to reduce."""
+        """Returns the reduced numbers of this step, by name, and clears them. A collective, unless all are "same"."""
         values, self._values = self._values, {}
         found = {name: value for name, (value, _) in values.items()}
         summed = [name for name, (_, reduce) in values.items() if reduce in ("sum", "mean")]

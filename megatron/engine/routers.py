@@ -60,7 +60,7 @@ class RouterSteps:
         return dict(zip(names, losses / (batch_size * len(self._layers)), strict=True))
 
     def _step_biases(self, counts: Tensor, updated: Tensor) -> None:
-        """Lowers the bias of experts that got more than the mean number of tokens, and raises the others'."""
+        """Lowers the bias of experts that got more tokens than the mean, and raises the bias of the other experts."""
         for router in self.routers:
             if router.expert_bias is not None:
                 seen = counts[self._layers.index(router.layer)]

@@ -1,4 +1,4 @@
-"""Moves batches to the device; no other code does."""
+"""Moves the batches of training and evaluation to the device."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Multiple choice: picks the choice with the highest log-probability after its context, in sum and per character."""
+"""Multiple choice: picks the choice with the highest log-probability, as a sum over its tokens and per character."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from megatron.inference.texts import check_text, read_json_lines, text_under
 from megatron.tokenizer import Tokenizer
 
 Fit = Callable[[list[int], list[int], str], tuple[list[int], list[int]]]
-"""Function (context, target, place) -> both, shortened to the model's window; its error names the place."""
+"""Function (context, target, place) -> (context, target), cut to the model's window; its errors name the place."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _row(context: str, choice: str, tokenizer: Tokenizer, fit: Fit, place: str) 
 
 
 def encode_pair(encode: Callable[[str], list[int]], context: str, target: str) -> tuple[list[int], list[int]]:
-    """Returns the tokens of both. Spaces at the end of the context go to the target, whose tokens include them."""
+    """Returns the tokens of the context and of the target. Spaces at the end of the context move to the target."""
     stripped = context.rstrip()
     target = context[len(stripped) :] + target
     before = encode(stripped) if stripped else []

@@ -1,7 +1,7 @@
 """Model for EleutherAI's harness: `tools/harness.py --model megatron --model_args load=DIR,... --tasks ...`.
 
-The harness is an optional package. Its requests are texts, which are tokenised as in its own `hf` model. As
-there, contexts that are too long lose their beginning, and long texts are cut into windows.
+The harness is an optional package. Its requests are texts. As in the harness's own `hf` model, a context that is too
+long loses its beginning, and a long text is cut into windows.
 """
 
 import dataclasses
@@ -125,7 +125,7 @@ class MegatronLM(TemplateLM):
         return sums.tolist()
 
     def generate_until(self, requests: "Sequence[Instance]", disable_tqdm: bool = False) -> list[str]:
-        """Generates each text with its own settings, in batches of equal settings. It ends before its stop text."""
+        """Generates a text for each request, in batches of equal settings. A text ends before its first stop text."""
         texts = [""] * len(requests)
         for same in _by_settings(requests):
             contexts, settings = [requests[number].args[0] for number in same], requests[same[0]].args[1]

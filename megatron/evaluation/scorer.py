@@ -68,7 +68,7 @@ class Scorer:
     def score(
         self, rows: Sequence[Scored], *, greedy: bool = False, on_batch: Callable[[int], object] = lambda tokens: None
     ) -> Scores:
-        """Returns scores in the order of `rows`. `on_batch` gets the tokens that all ranks read in each round."""
+        """Returns scores in the order of `rows`. `on_batch` gets the number of tokens that all ranks read in a turn."""
         self.model.eval()
         totals = torch.zeros(2, len(rows), dtype=torch.float64, device=self.device)
         for turn in self._turns(rows):
@@ -86,14 +86,14 @@ class Scorer:
         return Scores(logprobs, hits == np.array([row.count for row in rows]))
 
     def _turns(self, rows: Sequence[Scored]) -> Iterator[list[list[int]]]:
-        """Yields groups of one batch per data-parallel rank. If the last group has too few, some ranks repeat a batch,
-        because ranks that share experts must compute equally often."""
+        """Yields groups of one batch per data-parallel rank. The last group may have fewer. `score` then makes the
+        other ranks repeat a batch, because ranks that share experts must run equally many passes."""
         batches, size = list(self._batches(rows)), self.parallel.dp.size
         for first in range(0, len(batches), size):
             yield batches[first : first + size]
 
     def _batches(self, rows: Sequence[Scored]) -> Iterator[list[int]]:
-        """Yields batches of row numbers, longest rows first: a lack of memory shows early, and padding is small."""
+        """Yields batches of row numbers, longest rows first: too little memory shows early, and padding is small."""
         batch: list[int] = []
         for number in sorted(range(len(rows)), key=lambda number: -rows[number].length):
             longest = rows[batch[0]].length if batch else 0

@@ -62,7 +62,7 @@ class Answers:
         on_answers: Callable[[Mapping[int, Answer]], object] = lambda found: None,
     ) -> list[Answer]:
         """Returns answers in the order of the prompts. `on_text` receives the streamed text of a single prompt.
-        `on_answers` receives all answers so far, by number."""
+        `on_answers` receives all answers so far, by index of their prompts."""
         assert on_text is None or len(prompts) == 1
         seeds = wanted.sampling.seeds([prompt.tokens for prompt in prompts])
         found: dict[int, Answer] = {}

@@ -48,8 +48,9 @@ class _Search:
     done: bool = False
 
     def take_in(self, candidates: Sequence[tuple[int, int, float]]) -> list[int]:
-        """Takes the candidates (beam, token, sum of log-probabilities), best first. Returns, for each new open beam,
-        the beam that it extends. Returns none if the search is done, because the model may have no position left."""
+        """Takes the candidates (index of beam, token, sum of log-probabilities), best first. Returns, for each new open
+        beam, the index of the beam that it extends. Returns [] if the search is done, so that the prompt needs no
+        further position of the model."""
         parents: list[int] = []
         opened: list[Beam] = []
         for rank, (parent, token, total) in enumerate(candidates):

@@ -44,7 +44,7 @@ def generate(
 ) -> list[Continuation]:
     """Returns one continuation per prompt. All prompts are one batch, without padding, and do not affect each other.
 
-    `seeds` seed the rows' random numbers (default: the seeds of `sampling` for these prompts).
+    `seeds`: one per prompt, for its random numbers. Default: `sampling.seeds(prompts)`.
     """
     decoder = model if isinstance(model, Decoder) else Decoder(model)
     sampling = sampling or Sampling(greedy=True)
@@ -75,7 +75,7 @@ def generate(
 
 
 class _Batch:
-    """State of each prompt. `rows` are the prompts whose rows are still computed, by length."""
+    """State of each prompt. `rows`: indices of the prompts that are still computed, longest first."""
 
     def __init__(
         self,
@@ -94,7 +94,8 @@ class _Batch:
         self.finish: list[str | None] = [None] * len(prompts)
 
     def choice(self, sampling: Sampling, logprobs: bool) -> Callable[[Tensor], Tensor]:
-        """Makes the function logits [rows, vocabulary] -> [rows, 1 or 2]: next tokens, and `logprobs` if requested."""
+        """Makes the function logits [rows, vocabulary] -> [rows, 1 or 2]: next tokens and, with `logprobs`, their
+        log-probabilities."""
         generators = [self.generators[row] for row in self.rows] if self.generators else ()
 
         def choose(logits: Tensor) -> Tensor:
@@ -121,10 +122,10 @@ class _Batch:
                 self.finish[row] = "length"
 
     def worth_keeping(self) -> list[int]:
-        """Returns the places of the rows to keep; none if all have ended. Keeps all until half have ended, because
-        removing rows copies the keys and values of the others."""
+        """Returns the places of the rows to keep; none if all have ended. Removing rows copies the keys and values
+        of the others, so ended rows are kept until half have ended, or one has reached its number of tokens."""
         going_on = [place for place, row in enumerate(self.rows) if self.finish[row] is None]
-        if any(self.finish[row] == "length" for row in self.rows):  # the model may have no position left for these
+        if any(self.finish[row] == "length" for row in self.rows):  # the model may have no position left for ended rows
             return going_on
         return going_on if 2 * len(going_on) <= len(self.rows) else list(range(len(self.rows)))
 
@@ -165,7 +166,7 @@ def room(
     place: str = "--prompt",
     shorter: str = "shorten it, or give --truncate-prompts to drop its beginning",
 ) -> int:
-    """Returns the number of tokens to add to a prompt of `length`, for a model with `positions`."""
+    """Returns the number of tokens to add to a prompt of `length` tokens. `positions`: of the model; None: no limit."""
     if asked is not None and asked < 1:
         raise ConfigError(f"--max-new-tokens {asked}: must be at least 1")
     wanted = DEFAULT_NEW_TOKENS if asked is None else asked

@@ -111,7 +111,7 @@ class Subject:
 
     @cached_property
     def bos_id(self) -> int | None:
-        """Id of bos_token in the tokenizer's folder; None if it names none."""
+        """Id of the bos_token that the tokenizer's folder names; None without one."""
         folder = self.described.tokenizer_folder
         if folder is None or not (folder / "tokenizer_config.json").is_file():
             return None
@@ -241,8 +241,8 @@ def _tokenizer_in(folder: Path | None) -> Tokenizer | None:
 
 
 def _command_line(options: ModelOptions, described: Described) -> list[str]:
-    """Returns the flags of a training run that only evaluates this model. So its settings are checked, and the model is
-    split over ranks and loaded, as in training."""
+    """Returns the flags of a training run that only evaluates this model. This way the settings are checked, and the
+    model is split over ranks and loaded, as in training."""
     window = options.seq_length
     if window is None:
         window = min(described.positions or LONGEST_WINDOW, described.trained_length or LONGEST_WINDOW)

@@ -46,7 +46,7 @@ class Sampling:
         return found
 
     def choose(self, logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        """Chooses a token per row: [batch, vocabulary] -> [batch]. Samples on the CPU, so that all devices agree."""
+        """Chooses a token per row: [batch, vocabulary] -> [batch]. Sampling runs on the CPU, so all devices agree."""
         if self.greedy:
             return logits.argmax(-1)
         chances = self.filtered(logits.float()).softmax(-1).cpu()
@@ -64,13 +64,13 @@ class Sampling:
 
 
 def keep_top_k(logits: Tensor, count: int) -> Tensor:
-    """Keeps the `count` likeliest tokens, and ties with the last of them."""
+    """Keeps the `count` likeliest tokens, and ties with the last of them; other logits become -inf."""
     threshold = logits.topk(min(count, logits.shape[-1]), dim=-1).values[..., -1:]
     return logits.masked_fill(logits < threshold, float("-inf"))
 
 
 def keep_top_p(logits: Tensor, share: float) -> Tensor:
-    """Keeps the smallest set of likeliest tokens whose probabilities add up to `share`, at least one."""
+    """Keeps the smallest set of likeliest tokens whose probabilities add up to at least `share`."""
     ordered, order = logits.sort(dim=-1, descending=False)
     below = ordered.softmax(-1).cumsum(-1) <= 1 - share  # from the least likely upwards
     below[..., -1] = False

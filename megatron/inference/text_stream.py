@@ -14,8 +14,8 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stops: Sequence[str] = ()) -> None:
         self.tokenizer, self.stops = tokenizer, [stop for stop in stops if stop]
-        # Some tokenizers drop a space at the beginning of a text. So the last decoded tokens are decoded again together
-        # with the next ones; `_decoded` counts them.
+        # Some tokenizers drop a space at the beginning of a text. The last decoded tokens are therefore decoded again
+        # together with the next ones; `_decoded` is their number.
         self._context = _end_of(prompt, tokenizer)
         self._tokens, self._decoded = self._context, len(self._context)
         self._all: list[int] = []
@@ -59,7 +59,7 @@ class TextStream:
         searched = max(0, len(self.text) - max(map(len, self.stops), default=0))
         self.text += whole[len(before) :]
         last = self._tokens[self._decoded :]
-        if self._decoded and self.tokenizer.detokenize(last).strip():  # more spaces are dropped after only spaces
+        if self._decoded and self.tokenizer.detokenize(last).strip():  # after only spaces, more would be dropped
             self._tokens = last
         self._decoded = len(self._tokens)
         self._end_at_stop(searched)

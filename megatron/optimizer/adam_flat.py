@@ -47,8 +47,8 @@ class Resident:
 
     def sweep(self, *, changes: bool = True, refreshed: bool = False) -> Iterator[FlatRun]:
         """Yields each flat tensor of `runs` with its state in `kinds`, on the device that updates. Changes are stored
-        and copied to the model, unless `changes` is False. With `refreshed`, the model's weights are copied into it
-        first."""
+        and copied to the model, unless `changes` is False. With `refreshed`, the weights are first read from the
+        model."""
         del changes, refreshed
         return iter(self.runs)
 
@@ -200,7 +200,7 @@ def _set_masters(run: FlatRun, masters: Tensor) -> None:
 
 def step_control(decision: Decision, steps: Tensor, rates: Rates, betas: tuple[float, float]) -> Tensor:
     """Returns six numbers in one tensor: 1 (0 for a skipped step), factor on gradients, learning rate, weight decay,
-    bias corrections of the two moments."""
+    bias correction of the first moment, square root of the bias correction of the second."""
     numbers = [
         decision.applied,
         decision.factor,

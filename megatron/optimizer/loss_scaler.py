@@ -72,7 +72,7 @@ class DynamicLossScaler:
         }
 
     def load_state(self, state: ScalerState) -> None:
-        if not state:  # saved under a constant scale: this one keeps its initial value
+        if not state:  # saved under a constant scale: the dynamic scale keeps its initial value
             return
         self.scale = float(state["scale"])
         self.growth_tracker = int(state["growth_tracker"])

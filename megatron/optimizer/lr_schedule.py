@@ -51,7 +51,7 @@ class Curves:
     decoupled_max_lr: float | None = None
     decoupled_min_lr: float | None = None
     deepspeed: DeepSpeedCurve | None = None
-    """Learning-rate curve that replaces all fields above."""
+    """Learning-rate curve that replaces the fields about the learning rate."""
 
     def lr(self, num_steps: float) -> float:
         """Learning rate after `num_steps` samples."""
@@ -71,7 +71,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class Curve:
-    """Shape of --lr-decay-style."""
+    """Curve that one value of --lr-decay-style selects."""
 
     after_warmup: Callable[[Curves, float], float]
     """Function from the number of samples to the learning rate, after the warm-up."""
@@ -151,7 +151,7 @@ class Schedule:
         return self.curves.decay.after(num_steps)
 
     def warning_at_zero(self, samples: range) -> str | None:
-        """Warning that all updates after these numbers of samples have a learning rate of 0."""
+        """Warning if the updates after these numbers of samples all have a learning rate of 0, else None."""
         if any(self.lr(n) or self.decoupled_lr(n) for n in samples):
             return None
         way_out = "give --lr above 0, or a longer --lr-decay-iters, or --min-lr above 0"
@@ -167,8 +167,8 @@ class Schedule:
         return {**_plain(self.curves), "num_steps": num_steps}
 
     def load_state(self, state: ScheduleState) -> int:
-        """Returns `num_steps`. The flags select the settings of this run or the saved ones; without a flag, both must
-        be equal."""
+        """Returns the saved `num_steps`. The constructor's flags select this run's settings or the saved settings;
+        without a flag, raises if the two differ."""
         names = _plain(self.curves).keys()
         saved = {name: value for name, value in state.items() if name in names or name.startswith(_DEEPSPEED)}
         if self._use_checkpoint:
@@ -186,7 +186,7 @@ def _plain(curves: Curves) -> dict[str, Any]:
 
 
 def _curves_of(curves: Curves, saved: dict[str, Any]) -> Curves:
-    """Saved curves; settings that were not saved come from `curves`."""
+    """Curves with the saved settings; settings that were not saved come from `curves`."""
     deepspeed = {name.removeprefix(_DEEPSPEED): value for name, value in saved.items() if name.startswith(_DEEPSPEED)}
     of_decay = {field.name for field in fields(WeightDecay)}
     decay = replace(curves.decay, **{name: value for name, value in saved.items() if name in of_decay})

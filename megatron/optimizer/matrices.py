@@ -1,4 +1,4 @@
-"""Assembles whole matrices for rules that need them; one rank computes each.
+"""Assembles whole matrices for update rules that need them; one rank computes the update of each matrix.
 
 A matrix split by tensor parallelism is gathered over its ranks. A fused matrix is taken apart into its linear maps:
 queries, keys and values of QKV; gate and up of a gated MLP. The matrices are distributed over all ranks that hold them.
@@ -91,7 +91,7 @@ class WholeMatrices:
     def __call__(self, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
         names = list(pieces)
         mine: dict[str, Tensor] = {}
-        for name in names:  # gathers all before the first is computed, so that no rank waits for another's computation
+        for name in names:  # gathers all before it computes the first, so that no rank waits for another's result
             whole = self._whole(name, pieces[name])
             if self._is_mine(name):
                 mine[name] = whole
@@ -109,7 +109,7 @@ class WholeMatrices:
         local = self._grads.whole_of(name, piece.to(self._grads.device))  # the piece may be on the host
         if matrix.tp.size == 1:
             return local
-        # Zeros, because the simulated ranks of megatron/prove/order all hold this rank's part: the rest is never set.
+        # Zeros: the simulated ranks of megatron/prove/order all hold this rank's part, so the rest is never set.
         whole = local.new_zeros(matrix.spec.logical_shape)
         parts = collectives.all_gather(local, matrix.tp)
         for spec, part in zip(self._parts[name], parts, strict=True):

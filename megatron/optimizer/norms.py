@@ -1,8 +1,8 @@
-"""Norms and counts over many tensors; each element is read once. Results are tensors: no host sync.
+"""Norms and counts over many tensors. Results are tensors; functions that need a host sync document it.
 
-`torch.linalg.vector_norm` accumulates a large fp32 tensor in fp32: for 40 million elements it was 0.3 % too small. Here
-tensors are cut into rows of `_ROW` elements, and the rows' norms are accumulated in double precision. The error is 3e-9
-at the same speed. The native kernel accumulates in double precision throughout.
+`torch.linalg.vector_norm` accumulates a large fp32 tensor in fp32: for 40 million elements it was 0.3 % too small. This
+module cuts tensors into rows of `_ROW` elements, and accumulates the norms of the rows in double precision. The error
+is 3e-9 at the same speed. The native kernel accumulates in double precision throughout.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -80,7 +80,7 @@ def _small_norm(tensor: Tensor) -> Tensor:
 
 
 def sum_of_wide_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Sums squares in double precision from the first one on: it cannot overflow, so it needs no host sync."""
+    """Sums squares in double precision throughout. It cannot overflow for fp32, so it needs no host sync."""
     parts = [part for tensor in tensors for part in row_norms(tensor, torch.float64)]
     return torch.cat(parts).square().sum() if parts else torch.zeros((), dtype=torch.float64)
 
@@ -146,9 +146,8 @@ def global_norm(
     square_sum: SquareSum = sum_of_squares,
     device: torch.device | None = None,
 ) -> Tensor:
-    """L2 norm over all tensors of the model; each element counts once. Elements in `copies` are counted by another
-    rank; here they only make the norm non-finite if they are. `device`: device of the sums; default: the tensors'
-    device."""
+    """L2 norm over all tensors of the model; each element counts once. Another rank counts the elements in `copies`;
+    here they only make the norm non-finite if one of them is. `device`: of the sums; default: the tensors' device."""
     squares = {axes: square_sum(tensors) for axes, tensors in groups.items()}
     for axes, tensors in (copies or {}).items():
         if tensors:
@@ -176,7 +175,7 @@ def add_over_axes(values: Mapping[SplitOver, Tensor], device: torch.device) -> T
     dtype = widest(device)
     sums = []
     for axes, value in values.items():
-        # A rank without tensors of a group has its zero on the host, and copying it would be a host sync.
+        # A rank without tensors of a group has a zero on the host. Copying it to the device would be a host sync.
         box = value.to(dtype) if value.device == device else torch.zeros((), dtype=dtype, device=device)
         if axes:
             box = box.clone()

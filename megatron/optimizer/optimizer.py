@@ -85,10 +85,10 @@ class Optimizer:
         asynchronous: bool = False,
         client: UserUpdate | None = None,
     ) -> None:
-        """Builds the update and the loss scaler. The function `rule` returns the settings of a parameter's group. A
-        parameter is split over its axes in `split_over`, or over none. All such values on any rank, with ZeRO's axes,
-        are in `norm_axes`, because all ranks must sum over the same axes. The shards in `specs` tell which elements
-        other ranks hold too. The user's own optimizer, with its own rates, is `client`."""
+        """Builds the update and the loss scaler. The function `rule` returns the settings of a parameter's group.
+        A parameter is split over its axes in `split_over`; default: none. All ranks must sum over the same axes, so
+        `norm_axes` lists such axes (with ZeRO's) of all ranks. A shard in `specs` describes which elements other ranks
+        hold too. The user's own optimizer is `client`."""
         self.store = store
         self.scaler: LossScaler = build_loss_scaler(precision)
         self.skipped_in_a_row = 0
@@ -103,7 +103,7 @@ class Optimizer:
         self._update: Update | UserUpdate = client or build_update(
             store, config, rules, specs, kernels, self._device, asynchronous
         )
-        # The tensors may be on the host.
+        # The tensors may be on the host even if the model computes on a device.
         self._square_sum: SquareSum = partial(sum_on_device, square_sum_for(kernels, asynchronous), store.device)
         self._scale_on_device: ScaleOnDevice | None = None
         if asynchronous and isinstance(self.scaler, DynamicLossScaler):
@@ -204,7 +204,7 @@ class Optimizer:
 
     def held(self, name: str) -> Range | None:
         """Range of a parameter's elements that `state()` holds; None for all."""
-        division = self.store.divisions.get(name)  # a checkpoint may hold the state of a parameter that is frozen here
+        division = self.store.divisions.get(name)  # a checkpoint may also name parameters that are frozen now
         return None if division is None else division.held
 
     def extra_state(self) -> ExtraState:

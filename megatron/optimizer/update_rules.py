@@ -153,5 +153,5 @@ class DecidedOnHost:
 
 def _master(weight: Tensor) -> Tensor:
     if weight.dtype in (torch.float16, torch.bfloat16):
-        return torch.empty_like(weight, dtype=torch.float32).copy_(weight.detach())  # with the gradient's strides
+        return torch.empty_like(weight, dtype=torch.float32).copy_(weight.detach())  # keeps the strides
     return weight

@@ -14,14 +14,15 @@ from megatron.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Points = dict[int, float]  # iteration -> value; a resumed run repeats iterations, and the later one counts
+Points = dict[int, float]  # iteration -> value; if a resumed run repeats an iteration, its later value counts
 
 _SPLIT = re.compile(r"train|valid|validation-.+")  # the test split has one number, not a curve
 _TRAIN = re.compile(r"(?:^|[ \]])iteration +([0-9]{1,18})/ *\d+ \|")
 _EVALUATION = re.compile(
     r"(?:^|[ \]])iteration +([0-9]{1,18})(?: on validation set(?: \((?P<name>validation-[^|]+)\))?)? \|"
 )
-_NAMES_IN_LOGS = {"learning_rate": "learning rate|lr", "mean_lm_loss": "lm loss"}  # other names: a space for each _
+# Names that a log writes differently. In other names it only replaces _ by a space.
+_NAMES_IN_LOGS = {"learning_rate": "learning rate|lr", "mean_lm_loss": "lm loss"}
 _NUMBER = r"([-+]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|nan|inf))"
 
 
@@ -54,8 +55,8 @@ def read_metrics(path: Path, value: str) -> LoggedRun:
 
 
 def read_log(path: Path, value: str) -> LoggedRun:
-    """Reads the curves of `value`, a key of the metrics file. A log has the name in words, rounded values and mean
-    losses."""
+    """Reads the curves of `value`, a key of the metrics file. In a log the name is in words, values are rounded,
+    and losses are means."""
     run = LoggedRun(str(path))
     words = _NAMES_IN_LOGS.get(value, value.replace("_", " "))
     number = re.compile(rf"\| (?:{words}|{re.escape(value)})(?: value)?:? {_NUMBER}(?: \||$)", re.IGNORECASE)

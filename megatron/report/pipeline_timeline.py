@@ -1,4 +1,4 @@
-"""Times at which each pass of a pipelined step ran or, simulated, would run, and the share that is bubble."""
+"""Times at which each pass of a pipelined step ran, recorded or simulated, and the share of the bubble."""
 
 import json
 import math
@@ -47,15 +47,15 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Idle time over busy time, of all ranks from the first start to the last end."""
+        """Idle time over busy time of all ranks, from the first start to the last end."""
         busy = sum(span.end - span.start for span in self.spans)
         whole = self.ranks * (self.end - min(span.start for span in self.spans))
         return (whole - busy) / busy
 
     @property
     def theoretical_bubble(self) -> float:
-        """Bubble with equal stages: (p - 1) / (m v) for GPipe, 1F1B and the interleaved schedule; (p - 1) / (3 m) for
-        zero-bubble, where F, B and W take equally long."""
+        """Bubble of p equal stages with v chunks each, for m micro-batches: (p - 1) / (m v). For zero-bubble, with
+        equally long F, B and W: (p - 1) / (3 m)."""
         return (self.ranks - 1) / (self.micro_batches * (3 if self.defers_wgrads else self.chunks))
 
 

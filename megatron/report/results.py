@@ -34,8 +34,8 @@ class Published:
 
 
 def row_of_run(size: str, devices: str, path: Path) -> SizeResult:
-    """Returns the row of a run. Its samples/s is the median of the logged intervals, without the first (it warms up) if
-    there are others. Its perplexity is from the last evaluation of the validation split."""
+    """Returns the row of a run. samples/s is the median of the logged intervals; the first one warms up and counts only
+    if it is the only one. The perplexity is from the last evaluation of the validation split."""
     lines = list(_last_run(_objects(path)))
     trained = [_number(path, line, "samples_per_second") for line in lines if "samples_per_second" in line]
     evaluated = [_number(path, line, "lm_loss_ppl") for line in lines if line.get("split") == "valid"]

@@ -60,7 +60,7 @@ def _kept(config: RunConfig, layers: range, backend: Backend) -> list[float]:
 
 
 def _pieces(config: RunConfig) -> int:
-    """Number of ranks that share each sequence between the layers' products."""
+    """Number of ranks over which each sequence is split outside of attention and MLP (sequence parallelism)."""
     return config.parallel.tensor_model_parallel_size if config.parallel.splits_sequence else 1
 
 
@@ -101,7 +101,8 @@ def _mlp(config: RunConfig, width: int, backend: Backend) -> float:
 
 
 def _experts(config: RunConfig) -> float:
-    """Numbers kept per token, with even routing: one row per chosen expert for its input, hidden layer and output."""
+    """Numbers kept per token, with even routing: input, hidden layer and output of each chosen expert, and the hidden
+    layer of the shared expert."""
     model, moe, tp = config.model, config.moe, config.parallel.tensor_model_parallel_size
     width, per_width = moe.moe_ffn_hidden_size or model.ffn_size, 3 if model.gated else 2
     chosen = moe.moe_router_topk * (2 * model.hidden_size / _pieces(config) + per_width * width / tp)
@@ -116,7 +117,7 @@ def _most_in_flight(config: RunConfig, stage: int, micro_batches: int, chunks: S
         return sum(chunks)
     if SCHEDULES[parallel.schedule].keeps_all:
         return micro_batches * sum(chunks)
-    if len(set(chunks)) == 1:  # then the first backward pass follows the most forward passes
+    if len(set(chunks)) == 1:  # equal chunks: the peak is just before the first backward pass
         warm_up = ranks - stage - 1
         if len(chunks) > 1:
             warm_up = 2 * warm_up + (len(chunks) - 1) * (group or ranks)
@@ -147,7 +148,7 @@ def _most_of_interleaved(micro_batches: int, group: int, later_ranks: int, chunk
 
 
 def _of_first(passes: int, micro_batches: int, group: int, chunks: Sequence[float]) -> float:
-    """Bytes of the first passes of a step: groups of micro-batches go through one chunk after another."""
+    """Bytes of the first `passes` passes of a step. Groups of micro-batches go through one chunk after another."""
     whole = min(passes // (group * len(chunks)), micro_batches // group)
     rest, members = passes - whole * group * len(chunks), min(group, micro_batches - whole * group)
     begun = (size * min(max(rest - chunk * members, 0), members) for chunk, size in enumerate(chunks))

@@ -106,7 +106,7 @@ def _assemble(
     hash_later: bool,
     store: dist.Store | None,
 ) -> Parts:
-    """Builds all parts once. `store`: where the ranks wait for each other; a store serves one such meeting."""
+    """Builds all parts once. `store`: where the ranks meet over the data; every call needs an unused one."""
     config = run.config
     engine: Engine | Evaluation
     with ExitStack() as closing:
@@ -153,7 +153,7 @@ def _assemble(
 
 
 def _warn_of_zero_rate(run: Run, schedule: Schedule, progress: Progress) -> None:
-    """Warns if the learning rate is 0 until the end, so that the rest of the run trains nothing."""
+    """Warns if the learning rate is 0 in all remaining steps, so that the rest of the run trains nothing."""
     start, plan = progress.schedule_samples, run.batch_plan
     left = plan.samples_left(progress.iteration, progress.consumed_train_samples)
     to_come = range(start, start + left, max(plan.final_batch_size, left // 1000))

@@ -52,7 +52,7 @@ def validation_plan_of(run: Run) -> ValidationPlan | None:
 
 
 def check_validation(run: Run, found: int, split: str) -> None:
-    """Rejects a validation set of `found` samples if each evaluation should read more."""
+    """Rejects a validation set of `found` samples if each evaluation needs more."""
     plan, name = validation_plan_of(run), "validation set" if split == ONE_SET else f"set {split}"
     wanted = None if plan is None else plan.of(split)
     if wanted is None or wanted <= found:
@@ -103,8 +103,8 @@ class BatchMaker:
             start = 0
 
     def once(self, dataset: Any, samples: int | None = None) -> Iterator[Batch]:
-        """Yields every sample once, or the first `samples`. Samples of an incomplete last block go to the ranks one at
-        a time."""
+        """Yields every sample once, or only the first `samples` samples. A block has one micro-batch for each rank of
+        `dp`; the samples of an incomplete last block go to these ranks one at a time."""
         shape, samples = self._shape_of_evaluation, len(dataset) if samples is None else samples
         yield from self._load(dataset, 0, shape=shape, samples=samples)
         whole = samples // shape.block * shape.block

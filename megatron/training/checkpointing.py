@@ -123,7 +123,8 @@ class RunCheckpoints:
         self._tell(self.background.finish())
 
     def end(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Ends the saves of a run. The run may end with an error that other ranks do not have."""
+        """Waits for a background save. After an error abandons it, because other ranks may not have the error. `kind`:
+        class of the error, or None."""
         if kind is None:
             self.finish()
         else:
@@ -143,7 +144,7 @@ class RunCheckpoints:
         if info.line is not None and self.non_persistent is not None:
             kind, where = "non-persistent ", str(self.non_persistent.directory)
         waited = "" if info.blocked is None else f"; training waited for {info.blocked:.2f} s"
-        self.run.log.info(  # Megatron's words, then the cost
+        self.run.log.info(  # Megatron's wording, then the cost of the save
             f"  successfully saved {kind}checkpoint at iteration {info.step:7d} to {where} "
             f"({info.bytes_written / 1e6:.1f} MB in {info.seconds:.2f} s{waited})"
         )

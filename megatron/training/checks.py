@@ -33,7 +33,8 @@ def check_parts(
     needs_data: bool,
     refusals: Refusals,
 ) -> None:
-    """Rejects what does not fit. `needs_data=False`: the script has its own samples. `kernels`: None if rejected."""
+    """Rejects settings that do not fit the other arguments. `needs_data=False`: the script has its own samples.
+    `kernels`: None if their selection was rejected."""
     with refusals.of_checking():
         _check_launches(config, launch, device)
     if config.kernels.cuda_graphs and not kind_of(device.type).graphs:
@@ -55,7 +56,7 @@ def check_parts(
     with refusals.of_checking():
         copies_of(config, launch)
     if config.checkpoint.load is not None and (config.runtime.plans or launch.world_size == 1):
-        with refusals.of_checking():  # with several ranks, rank 0 looks and informs the others
+        with refusals.of_checking():  # with several ranks, rank 0 looks later and informs the others
             _check_load(config)
 
 

@@ -34,8 +34,8 @@ def prepare_cpu(config: RunConfig, launch: LaunchInfo, device: torch.device, log
 
 
 def prepare_accelerator(config: RunConfig, device: torch.device, log: RankLog, allocator: str = "") -> None:
-    """Selects and configures the device, before anything is allocated there. (The selection of kernels runs some of
-    them.) `allocator`: the user's own setting of torch's allocator."""
+    """Selects and configures the device. Call it before anything is allocated on the device, and before kernels are
+    selected, because the selection runs some kernels. `allocator`: the user's own setting of torch's allocator."""
     rounds, kind = config.precision.allow_tf32, kind_of(device.type)
     if rounds and not kind.tf32:
         log.info(f"--allow-tf32: has no effect, because the device {device.type} has no TF32 products")

@@ -50,14 +50,14 @@ _BUILT = 2048
 
 
 def check_launch_files(run: Run, *, needs_data: bool) -> None:
-    """Opens the data sources and the checkpoint's description, as a launch would. Slow work (sample order, hashes,
-    tensors) and a script's own providers are left to the launch."""
+    """Opens the data sources and the checkpoint's manifest, as a launch would. Does no slow work (sample order, hashes,
+    tensors), and does not call a script's own datasets provider."""
     config, refusals = run.config, Refusals()
     if needs_data and not config.data.mock_data:
         with refusals.of_checking():
             _check_data(run)
     load, finetune = config.checkpoint.load, config.checkpoint.finetune
-    if load is not None and not finetune:  # else it may be a Megatron-LM checkpoint, without a description
+    if load is not None and not finetune:  # with --finetune it may be a Megatron-LM checkpoint, which has no manifest
         with refusals.of_checking():
             _check_checkpoint(run, Path(load))
     with refusals.of_checking():
@@ -155,7 +155,7 @@ def render_plan(run: Run, model_provider: Callable[[Run], nn.Module]) -> str:
 
 
 def _memory(run: Run, held: int) -> tuple[str, str]:
-    """Table row about weights, gradients and optimizer, given the parameters that a rank holds."""
+    """Table row about weights, gradients and optimizer, given the number of parameters on a rank."""
     on_host = run.config.parallel.parameters_on_host and on_accelerator(run)
     away = offloaded_share(run)
     return (

@@ -18,9 +18,9 @@ from megatron.training.resume import Progress
 
 
 class SplitEvaluator:
-    """Evaluates one split. With a `ValidationPlan`, every evaluation of the validation split or of a validation set
-    reads the same samples. Without a plan, an evaluation reads the next `eval_iters` global batches, as in Megatron.
-    The test split is always read from its start. A split of None is empty."""
+    """Evaluates the validation split, or several validation sets, and the test split. With a `ValidationPlan`, every
+    evaluation of a validation set reads the same samples. Without a plan, it reads the next `eval_iters` global
+    batches, as in Megatron. The test split is always read from its start. A split of None is empty."""
 
     def __init__(
         self, run: Run, engine: Engine | Evaluation, data: Data, batches: BatchMaker, hooks: Sequence[Hook]

@@ -32,7 +32,7 @@ _LONGEST = 300
 
 @dataclass(frozen=True)
 class StopReason:
-    kind: str  # "done", "planned", "exit_interval", "exit_duration", "signal", "paused", or an error's class
+    kind: str  # "done", "planned", "exit_interval", "exit_duration", "signal", "paused", or the class of an error
     text: str
     exit_code: int = 0
     warning: str = ""  # reasons that a planned end must not overwrite
@@ -92,7 +92,8 @@ def _unwritable(directory: Path, error: OSError) -> StorageError:
     return StorageError(f"--save {directory}: {FILE} cannot be written ({error.strerror}); {fix_of(error)}")
 
 
-# Seconds. The launcher ends the other ranks once one has left, so a rank with a PeerLostError waits longest.
+# Seconds. The launcher ends the other ranks once one has left, so a rank with a PeerLostError waits longest: the rank
+# that is the cause must print first.
 _OTHERS_ARE_STOPPED_WITHIN = 4.0
 _AFFECTED_WAITS = 8.0
 _LEAVES_WITHIN = 10.0
@@ -149,8 +150,8 @@ _WAY_ON = "start again with --load to continue from the last checkpoint"
 
 def as_megatron_error(error: BaseException, way_on: str = _WAY_ON) -> BaseException:
     """Returns the MegatronError that explains an exception to a user, or the exception itself. It explains Ctrl-C, a
-    closed stdout, a missing dependency, too little memory, and a lost peer (a bare RuntimeError of gloo). `way_on` says
-    how a run without that peer can continue."""
+    closed stdout, a missing dependency, too little memory, and a lost or stuck peer (a RuntimeError of gloo).
+    `way_on`: how to continue after that."""
     if isinstance(error, KeyboardInterrupt):
         return InterruptError(f"interrupted (SIGINT); {str(error) or 'start the same command again'}")
     if isinstance(error, BrokenPipeError) and stdout_is_unread():
@@ -185,7 +186,7 @@ _GLOO_SAYS = ("gloo/", "Application timeout caused pair closure")
 
 
 def is_memory_short(error: BaseException) -> bool:
-    """True for Python's own error, the accelerator's, and the bare RuntimeError of torch's CPU allocator."""
+    """True for the out-of-memory errors of Python, of the accelerator and of torch's CPU allocator (a RuntimeError)."""
     kinds: tuple[type[BaseException], ...] = (MemoryError,)
     if (torch := sys.modules.get("torch")) is not None:
         kinds += (torch.OutOfMemoryError,)

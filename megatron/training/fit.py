@@ -1,4 +1,4 @@
-"""The verdict of --dry-run on memory: whether the run fits, and the flags that would save most."""
+"""Rows of --dry-run about memory: whether the run fits, and the flags that would save most."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ _ONE_MACHINE = 8  # usual number of GPUs
 
 @dataclass(frozen=True)
 class Room:
-    """The memory that a plan is compared with."""
+    """Memory that the run must fit into."""
 
     of: str
     limit: int | None
@@ -44,7 +44,7 @@ class Room:
 
 
 def plan_rows(run: Run, model: nn.Module, moe: MoEConfig | None = None) -> list[tuple[str, str]]:
-    """The rows of --dry-run about memory. Empty for a foreign model and for an evaluation."""
+    """Returns table rows (name, text); none for a script's own model, or for a run that only evaluates."""
     if run.config.training.skip_train or not isinstance(model, GPT):
         return []
     room, needs = Room.of_run(run), _of_stages(run, model, moe)
@@ -61,7 +61,7 @@ def plan_rows(run: Run, model: nn.Module, moe: MoEConfig | None = None) -> list[
 
 
 def _of_stages(run: Run, model: GPT, moe: MoEConfig | None) -> list[RankBytes]:
-    """Returns the need of one rank of each pipeline stage."""
+    """Returns the memory that one rank of each pipeline stage needs."""
     return predicted(run, model, run.config.parallel.layout(run.launch.world_size).group_of("pp", 0), moe)
 
 
@@ -113,5 +113,5 @@ def _layouts(config: RunConfig) -> Iterator[tuple[str, str, dict[str, Any]]]:
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
         size = 2 * getattr(parallel, name)
         if name.startswith("tensor") and size > _ONE_MACHINE:
-            continue  # tensor parallelism sends much in every layer, so its ranks must be on one machine
+            continue  # tensor-parallel ranks send much data in every layer, so they must be on one machine
         yield f"--{name.replace('_', '-')} {size}", "parallel", {name: size}

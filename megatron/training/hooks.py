@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """Override the methods you need and pass the hook to `pretrain(..., hooks=[...])`.
+    """Base class of hooks: override the methods that you need, and pass the hook to `pretrain(..., hooks=[...])`.
 
     Every rank has the hooks and calls them at the same points, built-in ones first, then yours in the given order. A
     hook may therefore use collectives; one that writes or prints does so on one rank: `if run.log.main`. Records hold

@@ -22,10 +22,10 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def started_with(config: RunConfig, launch: LaunchInfo, tokenizer: Tokenizer | None = None) -> dict[str, str]:
-    """Facts that ranks must share, by name. Settings are listed by their spelling, without paths (machines may differ)
-    and launch-only settings. Other facts are whether there are checkpoints to load and to save (on one machine also
-    where), and the destination of replicated shards. Hashes identify the package, the script and the tokenizer's
-    files."""
+    """Facts that ranks must share, by name. Settings are listed by flag, without paths (machines may differ) and
+    launch-only settings. Other facts are which checkpoint directories are set (on one machine also the paths of --load
+    and --save), the destination of replicated shards, and torch's version. Hashes identify the package, the script and
+    the tokenizer's files."""
     compared = (setting for setting in all_settings() if not setting.flag.path and not setting.flag.cli_only)
     values = {setting.spelling: config.value(setting) for setting in compared}
     script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
@@ -70,7 +70,8 @@ def meet_over_data(datasets: Datasets, store: dist.Store, launch: LaunchInfo, to
 
 
 def _compared(datasets: Datasets) -> tuple[dict[str, str], dict[str, str]]:
-    """Values by name, and how messages show them. File locations may differ between machines."""
+    """Compared values by name, and the texts by which messages show them. Values contain no paths, because paths may
+    differ between machines."""
     values: dict[str, str] = {}
     shown: dict[str, str] = {}
     for number, source in enumerate(datasets.sources, start=1):

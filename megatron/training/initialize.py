@@ -77,7 +77,7 @@ class Run:
 
     @property
     def data_vocab_size(self) -> int:
-        """Vocabulary size of the data: all ids of the tokenizer are below it."""
+        """Vocabulary size of the data; all token ids are smaller."""
         if self.tokenizer is not None:
             return self.tokenizer.vocab_size
         if self.config.tokenizer.vocab_size is None:
@@ -99,7 +99,7 @@ class Run:
 
     @property
     def tokenizer_fingerprint(self) -> tuple[str, ...] | None:
-        """Fingerprints under which data of this run's tokenizer may be recorded."""
+        """Fingerprints that data of this run's tokenizer may have recorded; None without a tokenizer."""
         return self.tokenizer.fingerprints if self.tokenizer is not None else None
 
 

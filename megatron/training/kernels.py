@@ -20,7 +20,7 @@ def resolve_kernels(settings: KernelsConfig, device: torch.device, native: Libra
 
 
 def verified_by_all(native: Library, parallel: ParallelState) -> Library:
-    """Marks the CUDA kernels as unverified that any machine has not verified. Each machine has tested its own GPU."""
+    """Marks a CUDA kernel as unverified if any machine has not verified it. Each machine has tested its own GPU."""
     return agreed(native, all_gather_json(dict(native.unverified), parallel.world, dict[str, str]))
 
 

@@ -17,7 +17,7 @@ class LogForm:
 
 
 def classic_train(record: TrainRecord, now: datetime) -> str:
-    """Formats Megatron-LM's fields in its wording and order, then further ones."""
+    """Formats Megatron-LM's fields in its wording and order, then this package's own fields."""
     parts = [
         f" iteration {record.iteration:8d}/{record.total_iterations:8d}",
         f"consumed samples: {record.consumed_train_samples:12d}",

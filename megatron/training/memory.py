@@ -83,7 +83,7 @@ def offloaded_share(run: Run) -> float:
 
 
 def with_memory_checked(model_provider: ModelProvider) -> ModelProvider:
-    """Wraps a provider: checks that a training of its model fits into memory, before weights have values."""
+    """Wraps a provider: before weights have values, checks that training its model fits into memory."""
 
     def provider(run: Run) -> nn.Module:
         model = model_provider(run)
@@ -94,8 +94,8 @@ def with_memory_checked(model_provider: ModelProvider) -> ModelProvider:
 
 
 def _check_memory(run: Run, model: nn.Module) -> None:
-    """Rejects a training whose ranks on this machine need more memory than it has. Otherwise the system would kill one
-    of them without a message. `model` describes the whole model. The prediction is a lower bound."""
+    """Rejects a training run whose ranks on this machine need more memory than the machine has. Otherwise the system
+    would kill a rank without a message. `model` describes the whole model. The prediction is a lower bound."""
     if run.device.type != "cpu" or run.config.training.skip_train or not isinstance(model, GPT):
         return
     launch = run.launch

@@ -94,10 +94,10 @@ def _provided(run: Run, model_provider: ModelProvider, device: torch.device) -> 
 def _whole_part(
     run: Run, model_provider: ModelProvider, forward_step: ForwardStep, place: torch.device, *, without_weights: bool
 ) -> Parallel:
-    """Builds this rank's part, not yet divided by ZeRO. Weights of a foreign model go to `place`. With
-    `without_weights` a GPT's weights stay on the meta device, because no rank could hold them all."""
-    # If the model will be split, the provider's whole one is only a description on the meta device. One that will only
-    # be divided is built on the host, where memory is not committed until it is written.
+    """Builds this rank's part, not yet divided by ZeRO. With `without_weights`, a GPT's weights stay on the
+    meta device, because no rank could hold them all, and another model's weights go to `place`."""
+    # A model that will be split over ranks is provided on the meta device, as a description. One that only ZeRO will
+    # divide is provided on the host, where memory is not committed until it is written.
     split = not is_plain(run.parallel)
     meta, host = torch.device("meta"), torch.device("cpu")
     described = _provided(run, model_provider, meta if split else host if without_weights else run.device)

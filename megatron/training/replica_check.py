@@ -1,9 +1,9 @@
 """Implements --check-replicas-every: replicas of a parameter must be bit-identical on all ranks that hold them.
 
-Specs tell which index range of each parameter a rank holds. Every range gets a fingerprint, and ranks that hold the
-same range must have the same one. Data-parallel ranks have replicas of the whole model; tensor-parallel ranks have
-replicas of norms, biases, and KV heads that are fewer than the ranks. A tied token embedding has replicas on the first
-and the last pipeline stage. The check covers weights, running buffers and the optimizer's state.
+A spec describes which index range of a parameter a rank holds. Every range gets a fingerprint, and ranks that hold the
+same range must have the same fingerprint. Data-parallel ranks have replicas of the whole model. Tensor-parallel ranks
+have replicas of norms and biases, and of KV heads if there are fewer heads than ranks. A tied token embedding has
+replicas on the first and the last pipeline stage. The check covers weights, running buffers and the optimizer's state.
 """
 
 from collections import Counter
@@ -51,7 +51,7 @@ class ReplicaCheck(Hook):
     @torch.no_grad()
     def check(self, iteration: int) -> None:
         mine = self._fingerprints()
-        # Every replica of a tensor is reached over one of these two axes, or over both in turn.
+        # Any two replicas of a tensor are connected by one of these two axes, or by both in turn.
         differing = [_differing(_everyone(mine, axis)) for axis in (self._state.dp_cp, self._state.model)]
         flag = torch.tensor([float(any(differing))], device=self._engine.device)
         all_reduce(flag, self._state.world, op="max")

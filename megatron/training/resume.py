@@ -52,11 +52,11 @@ class Progress:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Verified checkpoint of --load, of which only the manifest has been read. None: a start at iteration 0."""
+    """Checkpoint of --load, of which only the manifest has been read. `found` is None for a start at iteration 0."""
 
     found: FoundStep | None
     moved_to: int | None = None
-    """Iteration that --override-ckpt-iteration gives the checkpoint; None keeps its own."""
+    """Iteration that --override-ckpt-iteration gives the checkpoint; None keeps the saved iteration."""
 
     @property
     def resumed(self) -> bool:
@@ -158,8 +158,8 @@ def find_resume_point(run: Run, history: RunHistory, *, hash_later: bool) -> Res
 
 
 def _moved_to(run: Run, found: FoundStep | None) -> int | None:
-    """Iteration of --override-ckpt-iteration, or None to keep the step's own. If the same command saved the step, this
-    is a restart, which keeps the step's own: otherwise every restart would begin at the same iteration."""
+    """Iteration of --override-ckpt-iteration, or None to keep the iteration of the step. It is also kept if a run with
+    the same flag and --save directory saved the step: otherwise every restart would begin at the same iteration."""
     config = run.config.checkpoint
     wanted = config.override_ckpt_iteration
     if wanted is None:

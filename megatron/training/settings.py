@@ -48,7 +48,7 @@ def read_settings(
     if not there and not config.model.num_layers:
         if opens_files:
             check_paths(config, refusals)
-        refusals.end()  # the shape and the tokenizer would come from --load
+        refusals.end()  # without --load, the shape and the tokenizer are unknown
     theirs = config.checkpoint.load is not None and is_hugging_face(Path(config.checkpoint.load))
     if theirs or config.checkpoint.use_checkpoint_args:
         refusals.end()  # little can be checked without the model's shape
@@ -108,7 +108,7 @@ def _with_checkpoint_args(config: RunConfig, source: StepSource) -> RunConfig:
 
 
 def _with_settings_of_folder(config: RunConfig, source: StepSource, *, needs_data: bool) -> RunConfig:
-    """Takes the settings from --load of a Hugging Face model: its weights, shape and tokenizer."""
+    """Takes shape, vocabulary and tokenizer from the Hugging Face model of --load."""
     checkpoint = config.checkpoint
     assert checkpoint.load is not None
     folder = Path(checkpoint.load)

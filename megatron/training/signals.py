@@ -18,7 +18,8 @@ def stopping_signals(config: TrainingConfig) -> tuple[signal.Signals, ...]:
 
 
 def noted_while_starting(config: TrainingConfig) -> "SignalFlag":
-    """Records stopping signals until the loop begins, because they would kill the run without a message."""
+    """Records stopping signals until the loop begins, because their default action kills the run without a message.
+    SIGTERM and SIGINT are not recorded: until then they end the run at once."""
     flag = SignalFlag(tuple(number for number in stopping_signals(config) if number not in _ENDS_AT_ONCE))
     flag.stay()
     return flag
@@ -27,8 +28,8 @@ def noted_while_starting(config: TrainingConfig) -> "SignalFlag":
 class SignalFlag:
     """Records a signal; the loop reads it between two steps.
 
-    A second Ctrl-C ends the process at once. A signal that is ignored (a job in a script's background) stays ignored.
-    Listeners in another thread (`on_sigterm`) do not receive the signals meanwhile.
+    A second Ctrl-C ends the process at once. A signal that the process ignores (as in a script's background job)
+    stays ignored. If SIGTERM is recorded, `on_sigterm` does not receive it meanwhile.
     """
 
     def __init__(self, signals: tuple[signal.Signals, ...]) -> None:
@@ -36,7 +37,8 @@ class SignalFlag:
         self._stays = self._ended = False
         wanted = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._remember) for number in wanted}
-        # Last here and first in `restore`: a signal in between is received twice and ends the run; none is lost.
+        # The listener is removed after the handlers are set, and put back before they are reset. A signal in between
+        # reaches both and ends the run, but no signal is lost.
         self._takes_over = signal.SIGTERM in self._previous  # else an existing listener keeps receiving SIGTERM
         self._listener = signal.set_wakeup_fd(-1) if self._takes_over else -1
 

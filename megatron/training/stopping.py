@@ -13,9 +13,9 @@ from megatron.utils.device import ToHost
 
 
 class StopConditions:
-    """Reasons to stop, queried once after every iteration. Clocks and signals differ between ranks: one rank with a
-    reason stops all. The ranks' all-reduced flags are read at once. With asynchronous steps (`later`), they are read
-    after the next iteration, as a step's outcome is: no host sync, and all ranks stop one step later.
+    """Reasons to stop, queried once after every iteration. Clocks and signals differ between ranks, so the ranks
+    all-reduce their flags: one rank with a reason stops all. With `later` (asynchronous steps), the flags are read
+    after the next iteration. This avoids a host sync, and all ranks stop one step later.
     """
 
     def __init__(self, run: Run, *, later: bool) -> None:

@@ -34,7 +34,7 @@ class Iteration:
 
 
 class TrainingLog:
-    """Receives every iteration in order. Counts and means cover the time since the last logged one."""
+    """Receives every iteration in order. Counts and means cover the iterations since the last logged one."""
 
     def __init__(self, run: Run, engine: Engine, hooks: Sequence[Hook], progress: Progress) -> None:
         self._config, self._batch_plan, self._log = run.config.logging, run.batch_plan, run.log
@@ -43,7 +43,7 @@ class TrainingLog:
         self.total_iterations = done + self._batch_plan.iterations_left(done, consumed)
         self._last_told = time.perf_counter()
         self._since_logged: list[tuple[float, int, float, float]] = []  # loss, samples, seconds, waits for data
-        self._slow = 1  # of those, left out of the ETA: a run's first iteration allocates and compiles
+        self._slow = 1  # iterations left out of the ETA: the first one of a run allocates and compiles
         self._skipped = self._not_finite = 0
         self.skipped = SkippedSteps()
         training = run.config.training

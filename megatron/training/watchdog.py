@@ -19,7 +19,7 @@ from megatron.utils.log import print_line
 
 @dataclass
 class Position:
-    """Iteration and phase of this rank, and what a signal leaves of the run. Read by other threads."""
+    """Iteration and phase of this rank, and the way to continue the run after a signal. Read by other threads."""
 
     run: Run
     history: RunHistory
@@ -32,7 +32,7 @@ class Position:
         return self.parts.progress.iteration, engine.timers.current if isinstance(engine, Engine) else ""
 
     def way_on(self, interrupted: bool = True) -> str:
-        """Says from which checkpoint the run can continue, or that there is none and how to get one."""
+        """Text that names the checkpoint from which the run can continue or, without one, the flags that save some."""
         history, settings = self.history, self.run.config.checkpoint
         trained = self()[0] - history.started_from
         if trained <= 0:
@@ -52,7 +52,8 @@ class Position:
 
     @contextmanager
     def told_at_end(self) -> Iterator[None]:
-        """Gives Ctrl-C and a failed collective their text for the user, while the run is known."""
+        """Adds `way_on` to a KeyboardInterrupt, and turns the RuntimeError of a failed collective into a MegatronError
+        with that text."""
         try:
             yield
         except KeyboardInterrupt as interrupt:

@@ -156,7 +156,7 @@ def sums_over(axes: Sequence[Axes], parts: Iterable[Tensor]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class _Job:
-    """One slot in one update."""
+    """Update of one slot in one step."""
 
     slot: Slot
     grad: Tensor
@@ -173,7 +173,7 @@ class _Job:
 
     def mix(self, sums: Sequence[Tensor], eps: float) -> list[Tensor]:
         """Updates the second moment and returns it. For a skipped step it returns the moment that the step would have
-        given: the stored one may still be zero, and the caller divides by it."""
+        given, because the caller divides by it and the stored moment may still be zero."""
         if self.extent.is_matrix:
             counts = [prod(side.logical_shape) for side in (self.extent.columns, self.extent.rows)]
             kept = [self.slot.state[ROWS], self.slot.state[COLUMNS]]

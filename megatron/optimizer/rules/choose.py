@@ -34,7 +34,8 @@ def choose_rules(
     *,
     apex: bool = False,
 ) -> dict[str, UpdateRule]:
-    """Returns the rule of each parameter by name. A collective with Muon. `apex`: use it for Adam with fp32 moments."""
+    """Returns the rule of each parameter by name. A collective with Muon. `apex`: use it for Adam, unless the moments
+    are narrower than fp32."""
     if config.uses_muon:
         return _with_muon(grads, config, groups, device)
     if apex and config.optimizer == "adam" and not config.has_narrow_moments:

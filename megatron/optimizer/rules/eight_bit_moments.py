@@ -1,8 +1,8 @@
 """Moments of Adam in 8 bits each, plus 4 bytes per block of 256.
 
 Blocks run along the dimension of a matrix that tensor parallelism never cuts, so every layout has the same blocks.
-ZeRO's pieces may cut a block; its ranks then agree on the block's largest number. A checkpoint holds the moments in
-fp32, as AdamW's does; reading them back gives the same codes.
+ZeRO's pieces may cut a block; the ranks with parts of a block then agree on the largest number in it. A checkpoint
+holds the moments in fp32, as for AdamW; loading them gives the same codes.
 """
 
 from collections.abc import Mapping

@@ -24,10 +24,10 @@ _LATEST = 1e18  # microseconds
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 _COMMUNICATION = re.compile(r"^c10d::|^gloo:|^nccl|ncclDev|^mpi:|reduce_scatter|all_?gather|all_?reduce", re.I)
-# Spans a collective from start to end, whichever thread records it: other operations begin and end meanwhile.
+# An event with this name lasts from start to end of a collective. Other events of its thread do not nest in it.
 _UNDER_WAY = re.compile(r"^(gloo|nccl):")
-# A compiled layer's trace does not show which module a kernel belongs to. Batched products count as attention's; a few
-# of them weigh the rows of experts.
+# A compiled layer's trace does not show which module a kernel belongs to. Batched products count as
+# attention, although a few of them multiply the rows of experts by router weights.
 _ATTENTION = re.compile(r"attention|flash|fmha|sdpa|^megatron_native::(softmax|block)_|^aten::(bmm|baddbmm)_?$", re.I)
 _PRODUCT = re.compile(
     r"^aten::(mm|addmm|matmul|linear|_grouped_mm|mv|addmv)_?$|^mkldnn::|gemm|cutlass|nvjet|xmma", re.I
