@@ -95,7 +95,7 @@ class GuardedWeights(FullySharded):
         compared_over: Axis,
     ) -> None:
         """`withheld` is the text of the error for using `parameter.grad` after `withhold()`. Ranks of `compared_over`
-        check in every step that they use the same parts."""
+        check in every step that they use the same layers."""
         model, modules = units[-1].module, [unit.module for unit in units]
         self._same_use = SameUse(model, modules, compared_over, device)
         self._writes = GatheredWrites(model, modules)

@@ -236,7 +236,7 @@ def _few_layers(config: RunConfig) -> tuple[int, ParallelConfig]:
         chunks = min(2, stages.chunks)
         extra = parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
         group = parallel.microbatch_group_size_per_virtual_pipeline_stage
-        each = 2 if extra else 1  # the first or the last stage then has one layer less
+        each = 2 if extra else 1  # the first stage, the last stage or both have one layer less
         return pp * chunks * each - extra, replace(
             parallel,
             num_layers_per_virtual_pipeline_stage=parallel.num_layers_per_virtual_pipeline_stage and each,
