@@ -5,7 +5,7 @@
 
 The script unpacks the commit into a temporary folder and builds its kernels. Each round runs the benchmark of both
 checkouts, in alternating order. A ratio is this checkout's time over the commit's, as the median over rounds: above 1
-it has become slower. Other contenders show the machine's drift.
+it has become slower. Contenders without code of this project, such as torch, show how much the machine drifts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def measure(checkout: Path, script: str, arguments: list[str], result: Path) -> 
 
 
 def times(content: dict[str, Any]) -> dict[str, float]:
-    """Returns the seconds of train_step.py's contenders, or parallel.py's milliseconds per step and bubbles."""
+    """Returns seconds by contender (train_step.py), or milliseconds per step and bubbles by layout (parallel.py)."""
     if "seconds" in content:
         return {name: statistics.median(found) for name, found in content["seconds"].items()}
     layouts = {row["layout"]: row["ms_per_step"] for row in content["layouts"]}

@@ -3,9 +3,9 @@
     python benchmarks/bus_bandwidth.py                     # all GPUs, over nccl
     python benchmarks/bus_bandwidth.py --device cpu --ranks 2 --sizes 1
 
-Bus bandwidth is defined as in nccl-tests, comparable to the link's: bytes of the whole buffer over time, times
-2 (n - 1) / n for an all-reduce, 1 for a ring shift and (n - 1) / n for the others. Ours and torch's take turns; the
-result is the median. If `all_reduce_perf` of nccl-tests is on PATH, it runs last.
+Bus bandwidth is defined as in nccl-tests, so it can be compared with a link's bandwidth. It is the bytes of the whole
+buffer over time, times 2 (n - 1) / n for an all-reduce, 1 for a ring shift and (n - 1) / n for others. Our collectives
+and torch's take turns; the result is the median. If `all_reduce_perf` of nccl-tests is on PATH, it runs last.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def contenders(size: int, device: Any) -> dict[str, tuple[Run, Run, float]]:
 
 
 def in_turns(runs: Sequence[Run], rounds: int, device: Any) -> list[float]:
-    """Measures the median seconds of each, after a first call that connects."""
+    """Returns the median seconds of each run over `rounds`. A first call, which is not timed, connects the ranks."""
     import torch
 
     times: list[list[float]] = [[] for _ in runs]

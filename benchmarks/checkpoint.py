@@ -142,7 +142,7 @@ def load_ours(state: State, folder: Path) -> None:
     own = {name: {kind: target[f"{place}/{name}"] for place, kind in places} for name in state.weights}
     loaded = load_checkpoint(found, parallel=state.parallel, params=params, own=own, load_rng=False)
     assert loaded.optimizer is not None
-    for name, kinds in own.items():  # as an optimizer copies tensors of other memory
+    for name, kinds in own.items():  # as in an optimizer: tensors that were loaded into other memory are copied
         for kind, tensor in kinds.items():
             if loaded.optimizer[name][kind] is not tensor:
                 tensor.copy_(loaded.optimizer[name][kind])
@@ -216,7 +216,7 @@ def main() -> None:
 def measured(
     state: State, contenders: dict[str, Callable[[State, Path], Times]], rounds: int, folder: Path | None
 ) -> dict[str, list[Times]]:
-    """Measures all rounds after one that is not counted."""
+    """Measures `rounds` rounds, after a first one that is not counted."""
     found: dict[str, list[Times]] = {name: [] for name in contenders}
     for number in range(rounds + 1):
         for name in rotated(list(contenders), number):

@@ -97,7 +97,7 @@ def prepare(name: str, folder: Path, threads: int, rows: list[Scored]) -> Turn:
 
 
 def race(work: str, args: argparse.Namespace, folder: Path) -> float:
-    """Races the contenders. Returns the ratio of our speed to theirs."""
+    """Runs the contenders in turns. Returns the ratio of our speed to that of `transformers`."""
     rows = rows_of(work, args.rows)
     tokens = sum(row.length for row in rows)
     contenders = {name: partial(prepare, name, folder, args.threads, rows) for name in CONTENDERS}

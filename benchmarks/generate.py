@@ -88,7 +88,7 @@ def theirs(folder: Path, args: argparse.Namespace) -> Generate:
 
 
 def limit(folder: Path, args: argparse.Namespace) -> Generate:
-    """Computes only the matrix products."""
+    """Returns a function that computes only the matrix products of a generation."""
     from transformers import AutoModelForCausalLM
 
     from megatron.ops import resolve

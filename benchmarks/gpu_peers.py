@@ -218,7 +218,7 @@ def prepare(name: str, task: Task) -> Turn:
 
 
 def first_steps(block: Block, steps: int, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Makes the first steps, and retries if other contenders take the memory. Compiled code is kept between tries."""
+    """Runs the first steps, and retries if other contenders take the memory. Compiled code is kept between tries."""
     for seconds in WAITS:
         with contextlib.suppress(torch.OutOfMemoryError):
             block(steps)
@@ -232,8 +232,8 @@ def first_steps(block: Block, steps: int, sleep: Callable[[float], None] = time.
 
 
 def get_ready(contenders: Contenders, names: Sequence[str], task: Task, steps: int, until: float) -> None:
-    """Starts all contenders at once. Those that compile the whole model make their first steps at once. The others
-    make theirs one by one meanwhile, because memory does not hold the first steps of all."""
+    """Starts all contenders. Those that compile the whole model run their first steps at the same time. Meanwhile the
+    others run their first steps one after another, because memory does not suffice for all of them together."""
     slow = [name for name in names if CONTENDERS[name].compiles_all]
     quick = [name for name in names if name not in slow]
     for name in (*slow, *quick):
@@ -252,7 +252,7 @@ def get_ready(contenders: Contenders, names: Sequence[str], task: Task, steps: i
 def compare(
     task: Task, names: Sequence[str], rounds: int, steps: int, until: float, save: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Runs rounds until there are enough or the time is over. Passes the result so far to `save` after each."""
+    """Runs at most `rounds` rounds, until the time `until`. Passes the result so far to `save` after each round."""
     begun = time.monotonic()
     contenders = Contenders()
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in names}

@@ -5,7 +5,7 @@
     python benchmarks/index_build.py --first-batch 1e7          # from an empty cache and from a warm one
 
 Megatron-LM's helpers cannot be installed without a build, so the peer is its algorithm in numpy: np.mgrid,
-RandomState.shuffle, cumsum and searchsorted instead of the C++ loop (measured: as fast), and a shuffled arange. The
+RandomState.shuffle, a shuffled arange, and instead of the C++ loop cumsum and searchsorted (which are as fast). The
 script checks that its arrays equal ours. The lower bounds are RandomState.shuffle alone, gathering the lengths in
 shuffled order, and copying as many bytes as the arrays have. Contenders take turns, and a ratio is the median over
 rounds of times within one round. Memory is the growth of a fresh process from its resident size to ru_maxrss (Linux),
@@ -104,7 +104,7 @@ def in_turns(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[
     times: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
     for number in range(rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:  # all orders
+        for name in names[number % len(names) :] + names[: number % len(names)]:  # rotates the order
             start = time.perf_counter()
             runs[name]()
             times[name].append(time.perf_counter() - start)
@@ -122,7 +122,8 @@ def print_memory_growth(name: str, documents: int, tokens: int, seq: int) -> Non
     lengths = make_lengths(documents, tokens)
     contenders(lengths[:1000], 8)[name]()  # memory of code that is loaded at first use does not count
     make = contenders(lengths, seq)[name]
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()  # now; the peak was higher
+    # The current resident size; the peak so far was higher.
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     arrays = make()
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     print(grown / sum(array.nbytes for array in arrays))
@@ -132,7 +133,7 @@ def measure_index(documents: int, tokens: int, seq: int, rounds: int) -> dict[st
     names = contenders(np.empty(0, dtype=np.int32), seq)
     memory = {
         name: memory_growth(name, documents, tokens, seq) for name in names
-    }  # first: a child starts with our peak
+    }  # measured first, because the peak memory of a child process starts at that of its parent
     lengths = make_lengths(documents, tokens)
     makers = contenders(lengths, seq)
     arrays = peer(lengths, seq)
@@ -155,7 +156,7 @@ def measure_index(documents: int, tokens: int, seq: int, rounds: int) -> dict[st
 
 
 def write_synthetic(prefix: Path, documents: int, mean: int) -> None:
-    """Writes an .idx of `documents` documents, a sparse .bin of zeros, and their record."""
+    """Writes a dataset of `documents` documents: the .idx, a sparse .bin of zeros, and the record beside them."""
     from megatron.data.indexed.dataset import IndexedDataset
     from megatron.data.indexed.record import DataRecord, write_record
 

@@ -75,7 +75,7 @@ class Case:
 
 def case_of(op: str, shape: str, inputs: Any, moved: Callable[[tuple[Any, ...]], int], **options: Any) -> Case:
     """Makes the case of a model's operation. The peer is PyTorch's own function, or the formula if there is none.
-    All contenders get `arguments`."""
+    `options` are fields of Case, and `arguments`: keyword arguments that every contender gets."""
     operation, arguments = OPERATIONS[op], options.pop("arguments", {})
     eager = options.pop("eager", operation.without_native(Target("cpu")).function)
     formula = options.pop("formula", operation.formula)
@@ -116,7 +116,8 @@ def norm_inputs(summed: bool, bias: bool) -> Callable[[torch.dtype, str], tuple[
 
 
 def norm_case(op: str, *, summed: bool = False, bias: bool = False) -> Case:
-    # Forward x -> out, backward x, grad -> grad_x; a sum adds the residual, itself, and its gradient.
+    # Passes over memory: x -> out (forward), x and grad -> grad_x (backward). With a residual sum, the residual, the
+    # sum and the gradient of the sum are added.
     passes = 8 if summed else 5
     return case_of(op, "4096 x 768", norm_inputs(summed, bias), lambda args: size(args[0]) * passes)
 
@@ -136,7 +137,7 @@ def attention_inputs(batch: int, heads: int, seq: int, dtype: torch.dtype, devic
 
 
 def packed_attention_case(batch: int, heads: int, seq: int, length: int) -> Case:
-    """Attention within documents of one length. PyTorch's function gets a mask that was made before."""
+    """Attention within documents of one length. PyTorch's function gets a precomputed mask."""
     documents = Documents.of_starts(torch.arange(batch * seq).view(batch, seq) % length == 0)
     masks = cache(lambda device: documents.to(torch.device(device)).mask(seq, None))
 

@@ -75,7 +75,7 @@ MOMENTS = ("build", "forward", "backward", "step")
 
 
 class Watch:
-    """Counts at the end of every forward pass, and reads RSS at each moment of a step. The last step's numbers stay."""
+    """Counts tensors' bytes after every forward pass, and reads RSS at each moment of a step. Keeps the last step's."""
 
     def __init__(self) -> None:
         self.gathered = self.activations = 0
@@ -171,7 +171,7 @@ def weights_of(engine: Engine) -> list[Tensor]:
 
 
 def measure_alone(config: RunConfig, rank: int, ranks: int) -> Measured:
-    """Measures the same model with torch's fully_shard and optimizer."""
+    """Measures one rank of the same model with torch's fully_shard and torch's optimizer."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     watch = Watch()
     vocabulary, micro, seq = config.tokenizer.vocab_size, config.training.micro_batch_size, config.data.seq_length
@@ -202,7 +202,7 @@ Measure = Callable[[RunConfig, int, int], Measured]
 
 
 def measure(ranks: int, config: RunConfig, how: Measure) -> Measured:
-    """Measures all ranks. Returns the result of the rank that keeps most."""
+    """Measures all ranks. Returns the result of the rank that stores the most parameters, gradients and state."""
 
     def body(rank: int) -> bytes:
         set_allocator("system")
@@ -243,7 +243,7 @@ code that a first step loads, threads, buffers of gloo and of products, and the 
 
 
 def off(measured: Measured, formula: StateBytes) -> float:
-    """Largest relative difference of the stored bytes."""
+    """Returns the largest relative difference between stored bytes and the formula, over the kinds of tensors."""
     kinds = ("parameters", "gradients", "optimizer")
     return max(abs(getattr(measured, kind) / getattr(formula, kind) - 1) for kind in kinds)
 

@@ -1,6 +1,6 @@
 """Compares steps of a model in parallel layouts and in one process, and measures pipeline bubbles.
 
-    python benchmarks/parallel.py                  # two ranks of one thread each against one process of two
+    python benchmarks/parallel.py                  # two ranks of one thread each, and one process of two threads
     python benchmarks/parallel.py --only bubbles --bubble-steps 14
     python benchmarks/parallel.py --hidden 512 --heads 8 --seq 256 --vocab 8192 --rounds 3 --steps 5 --json result.json
 

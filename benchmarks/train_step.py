@@ -125,7 +125,7 @@ def floor_step(shape: Shape, dtype: torch.dtype) -> Step:
         for _ in range(shape.layers):
             for triple in linears:
                 products(*triple)
-            for _ in range(2):  # scores and their gradient's partner
+            for _ in range(2):  # scores, and the gradient of the attention probabilities
                 torch.bmm(query, query.transpose(1, 2), out=scores)
             for _ in range(4):  # output, and the gradients of value, query and key
                 torch.bmm(scores, query)
@@ -142,7 +142,7 @@ class Contender:
     make: Callable[[Task, Tensor, Tensor], Step]
     allocator: str = "system"
     products: str = "mkl"
-    widens: bool | None = False  # True: bf16 is multiplied in fp32; None: as a run decides
+    widens: bool | None = False  # True: bf16 is multiplied in fp32; None: chosen as in a run
     counts: str = ""  # peer or limit that the verdict uses; else it is only shown
     dtype: torch.dtype | None = None  # None: the task's
 

@@ -13,8 +13,8 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}:/{1,2})([^\s'\"<>]*[^\s'\"<>:;
 
 
 def without_secrets(text: str) -> str:
-    """Replaces the user, password and query of every URL in a text by dots, because signed links have their key in the
-    query. Parts that look similar stay: `?` in s3://bucket/a?.json is a file pattern, and container@account in
+    """Replaces the user, password and query of every URL in a text by dots. (Signed links have their key in the query.)
+    Two parts that only look like these stay: `?` in s3://bucket/a?.json is a file pattern, and container@account in
     abfs://container@account is an address."""
     return _URL.sub(lambda found: found[1] + _public(found[1], found[2]), text)
 

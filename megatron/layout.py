@@ -33,7 +33,7 @@ PROCESSES = "processes"
 RANK_ORDER = "tp-cp-dp-pp"
 """Order of the axes in the rank number. The first one varies fastest."""
 
-_MULTIPLES = 100  # a message tries this many multiples on each side
+_MULTIPLES = 100  # number of multiples on each side that a message tries
 
 AXES = (
     *("tp", "cp", "ep", "dp", "pp", "dp_cp", "expert_dp", "shard", "expert_shard", "replicate"),
@@ -52,7 +52,7 @@ ranks.
 
 @dataclass(frozen=True)
 class Way:
-    """Other sizes of one setting, which an error suggests."""
+    """Alternative sizes of one setting, as an error message suggests them."""
 
     words: str
     """Text with {} for the sizes, such as "use --x {}"."""
@@ -63,7 +63,7 @@ class Way:
     """All sizes that this check accepts, ascending."""
 
     def told(self, passes: Callable[[str, int], bool]) -> str:
-        """Returns the words with the nearest passing sizes below and above the one asked for; "" if there is none."""
+        """Returns `words` with the nearest sizes below and above `asked` for which `passes` is true; "" if none is."""
         below = [n for n in reversed(self.sizes) if n < self.asked]
         above = [n for n in self.sizes if n > self.asked]
         near = [next((n for n in side if passes(self.setting, n)), None) for side in (below, above)]
@@ -72,7 +72,7 @@ class Way:
 
 
 class SizesError(ConfigError):
-    """An error with sizes that fit. `text` omits those that other checks reject. A way without sizes is only text."""
+    """An error that suggests sizes. `text` omits sizes that other checks reject. A way may also be a fixed text."""
 
     def __init__(self, reason: str, *ways: Way | str) -> None:
         self._reason, self._ways = reason, ways

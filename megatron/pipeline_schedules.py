@@ -113,7 +113,7 @@ def schedule_of(name: str, group: int | None = None) -> Order:
 
 
 def _alternate(forward: list[Action], backward: list[Action], warm_up: int) -> list[Action]:
-    """`warm_up` forward passes, then one forward and one backward in turn, then the rest of the backward passes."""
+    """Returns `warm_up` forward passes, then one forward and one backward in turn, then the other backward passes."""
     warm_up = min(warm_up, len(forward))
     steady = len(forward) - warm_up
     actions = forward[:warm_up]

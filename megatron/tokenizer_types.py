@@ -1,10 +1,10 @@
-"""Types of tokenizers as data: the names that --tokenizer-type takes, the settings that each reads, and its class."""
+"""Table of tokenizer types: names that --tokenizer-type accepts, each with its class and the settings it reads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 _OF_ONE_TYPE = ("null_tokenizer_eod_id", "tokenizer_model", "vocab_file", "merge_file")
-"""Settings that are rejected with a type that does not read them."""
+"""Settings that are an error with a tokenizer type that does not read them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -175,7 +175,7 @@ Curves = dict[str, list[float]]
 
 
 def recorded(name: str) -> Any:
-    """The value of docs/pictures/data/NAME.json, with the command that made it."""
+    """Content of docs/pictures/data/NAME.json, which also has the command that made it."""
     return json.loads((PICTURES_FOLDER / "data" / f"{name}.json").read_text(encoding="utf-8"))
 
 

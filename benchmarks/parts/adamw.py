@@ -62,7 +62,7 @@ SHARDS = [
 
 
 def shards_inputs(dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
-    """Draws weights, moments and gradients."""
+    """Draws weights, two moments (zeros) and gradients of `dtype`, each a flat vector of all shards."""
     count = sum(SHARDS)
     moments = torch.zeros(2, count, device=device).unbind()
     return torch.randn(count, device=device) * 0.02, *moments, torch.randn(count, device=device).to(dtype)

@@ -68,8 +68,8 @@ def environment(device: str) -> dict[str, str]:
 
 
 def why_not(device: str) -> str | None:
-    """Returns the reason why the kernels do not load, or None. A new process tests it: it sees a new build, and may
-    crash."""
+    """Returns the reason why the kernels do not load, or None. The test runs in a new process, because only that loads
+    a new build, and because it may crash."""
     code = "from megatron.ops.select import why_not_native as w; from megatron.ops.library import library as l; "
     said = output_of(sys.executable, "-c", f"{code}print(w(l(), {device!r}) or '')", seconds=120)
     return said or None
@@ -85,7 +85,7 @@ def make_ready(device: str) -> str | None:
     return why_not(device)
 
 
-# ---------------------------------------------------------------- right
+# ---------------------------------------------------------------- correctness
 
 
 def judge_all(
@@ -133,7 +133,7 @@ def _sanitized(program: str, tool: str, seed: int, seconds: float, output: Path)
     try:
         return _verdict(process.wait(seconds), output.read_text(errors="replace").strip())
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # and the program under it
+        os.killpg(process.pid, signal.SIGKILL)  # also kills the program that the sanitizer has started
         process.wait()
         return f"not run: it took longer than the remaining {seconds:.0f} s"
 
@@ -160,7 +160,7 @@ def _verdict(code: int, said: str) -> str:
     """Returns 'clean', the tool's findings, or the reason why it did not run."""
     if code == 0:
         return "clean"
-    # The tool's own lines, if any: the first one names the error, stacks follow.
+    # Lines of the sanitizer, if there are any: the first one names the error, and the stacks follow.
     own = [line for line in said.splitlines() if line.startswith("=========")]
     if broken := [line for line in own if "Internal Sanitizer Error" in line]:
         return f"not run: {broken[0].strip('= ')}"
@@ -169,7 +169,7 @@ def _verdict(code: int, said: str) -> str:
     return "\n".join(own)[:600] or said[-600:]
 
 
-# ---------------------------------------------------------------- fast
+# ---------------------------------------------------------------- speed
 
 
 def times(device: str, rounds: int, seconds: float) -> list[dict[str, Any]]:

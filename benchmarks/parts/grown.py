@@ -1,4 +1,4 @@
-"""Enlarges a kernel's arguments for a GPU. Small ones would stay in its cache and measure only the launch."""
+"""Enlarges a kernel's arguments for a GPU. Small arguments stay in its cache, and their time is mostly the launch."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class NotInstalledError(Exception):
 
 
 def serve(prepare: Callable[[], Turn], link: Connection) -> None:
-    """Runs a contender's process: reports that it is ready, then answers every number of steps with a turn."""
+    """Runs in a contender's process. Reports that it is ready, then makes a turn for each number of steps received."""
     try:
         turn = prepare()
         link.send(("ready", {}))
@@ -39,7 +39,7 @@ def serve(prepare: Callable[[], Turn], link: Connection) -> None:
 
 
 class Contenders:
-    """The contenders that are still in the race. `left_out` has the reasons of the others."""
+    """Contenders that still run. `left_out` has the names of the others, with the reasons."""
 
     def __init__(self) -> None:
         self.left_out: dict[str, str] = {}
@@ -56,7 +56,7 @@ class Contenders:
         here, there = self._context.Pipe()
         process = self._context.Process(target=serve, args=(prepare, there), name=name)
         process.start()
-        there.close()  # so that a contender that dies ends the wait for it
+        there.close()  # so that waiting for a contender ends if its process dies
         self._links[name], self._processes[name] = here, process
 
     def ask(self, name: str, steps: int) -> None:
@@ -64,7 +64,7 @@ class Contenders:
             self._links[name].send(steps)
 
     def answer(self, name: str, seconds: float | None = None) -> dict[str, Any] | None:
-        """Returns a contender's measurements; None if it dropped out of the race."""
+        """Returns a contender's measurements; None if it is left out from now on."""
         link, process = self._links[name], self._processes[name]
         seconds = None if seconds is None else max(0.0, seconds)
         kind, said = self._received(link, process, seconds)
@@ -101,7 +101,7 @@ class Contenders:
 
 
 def race(prepare: Mapping[str, Callable[[], Turn]], rounds: int) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    """Races contenders, all of which must finish. Returns every contender's "seconds" per round, without the uncounted
+    """Runs contenders in turns; all must finish. Returns every contender's "seconds" per round, without the uncounted
     first round, and its last measurements."""
     contenders = Contenders()
     times: dict[str, list[float]] = {name: [] for name in prepare}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def parser(*, check: bool = False) -> Parser:
-    """Returns the parser; with `check`, no other flag is required."""
+    """Returns the parser. For a command with --check (`check`), no other flag is required."""
     p = Parser(
         prog="convert_checkpoint.py",
         description="Converts a checkpoint. --to hf writes a folder with the run's tokenizer, which transformers opens "

@@ -83,5 +83,5 @@ def _simulated(arguments: argparse.Namespace) -> Timeline:
             f"--stages {ranks} --micro-batches {micro_batches} --chunks {chunks}: a picture shows at most "
             f"{_MOST_PASSES} passes; give fewer"
         )
-    backward = 1 if record.defers_wgrads else 2  # without the weight gradients, or with them
+    backward = 1 if record.defers_wgrads else 2  # time units of a backward pass, without or with the weight gradients
     return simulate(schedule_of(schedule, group), ranks, micro_batches, chunks, cost=cost_of_kinds(1, backward, 1))

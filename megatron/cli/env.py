@@ -80,7 +80,7 @@ def _torch(problem: Callable[[str], None]) -> Rows:
 
 
 def _source(name: str, cuda: str | None, hip: str | None) -> str:
-    """Describes the origin of a torch (wheel or build) and the devices that it was built for."""
+    """Describes the origin of torch version `name` (wheel or build) and the devices that it was built for."""
     built = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPU"
     try:
         known = version("torch")

@@ -153,7 +153,7 @@ _NOT_WITH_CHAT = {
 
 
 def check_sampling_flags(given: argparse.Namespace) -> None:
-    """Checks the flags that need no torch."""
+    """Rejects flags that do not fit together, as far as this can be checked without torch."""
     if given.greedy and (given.top_k or given.top_p or given.temperature != 1.0):
         raise ConfigError("--greedy: with this flag, --temperature, --top-k and --top-p have no effect; remove them")
     if given.num_beams > 1 and (given.greedy or given.top_k or given.top_p or given.temperature != 1.0):

@@ -257,7 +257,7 @@ def powers_of_two(most: int) -> list[int]:
 
 
 def _with_dashes(word: str) -> str:
-    """Replaces underscores in flags, as Megatron's older scripts spell them."""
+    """Replaces underscores in a flag by dashes, because older Megatron scripts spell flags with underscores."""
     flag, equals, value = word.partition("=")
     return flag.replace("_", "-") + equals + value if flag.startswith("--") else word
 

@@ -168,7 +168,7 @@ class ClientUpdate:
         return f"{kind.__module__}.{kind.__qualname__}"
 
     def _take(self, name: str, parameter: nn.Parameter) -> Tensor:
-        """Returns the tensor that is updated in place of `parameter`, and moves the existing state to it."""
+        """Returns the tensor that the optimizer updates instead of `parameter`, and moves the existing state to it."""
         weight = self._weights[name] = self._grads.weight(name)
         tensor = weight
         if weight.dtype in HALF or self._on_host:
@@ -214,7 +214,8 @@ def _number_of_tensors(optimizer: torch.optim.Optimizer) -> int:
 
 
 def choose_fused(optimizer: torch.optim.Optimizer) -> None:
-    """Selects torch's fused kernel on a CPU if the user left the choice to torch, whose default there is a loop."""
+    """Selects torch's fused kernel on a CPU if the user left the choice to torch. (torch's default on a CPU is a
+    loop over the parameters.)"""
     if type(optimizer) not in _HAVE_FUSED or any(optimizer.state.values()):
         return
     for group in optimizer.param_groups:

@@ -69,9 +69,10 @@ class DistributedDataParallel(AveragingWrapper):
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
     ) -> None:
-        """Searches the graph for the parameters that a pass uses, if `find_unused_parameters` is set; the others may be
-        unused. The arguments `check_reduction`, `gradient_as_bucket_view` and `static_graph` have no effect. (Gradients
-        are always views of the buckets, and the graph may change in every pass.)"""
+        """Searches the graph of each pass for the parameters that it uses, if `find_unused_parameters` is set. Else
+        every pass must use all parameters. The arguments `check_reduction`, `gradient_as_bucket_view` and
+        `static_graph` have no effect. (Gradients are always views of the buckets, and the graph may change in every
+        pass.)"""
         del dim, check_reduction, gradient_as_bucket_view, static_graph
         super().__init__(module, process_group)
         self._device = _device_of(module, device_ids, output_device)
@@ -145,7 +146,7 @@ class DistributedDataParallel(AveragingWrapper):
         )
 
     def _finish(self) -> None:
-        """Reduces and averages the gradients, within the backward pass, once the last gradient is there."""
+        """Reduces and averages the gradients, within the backward pass, when the last gradient has arrived."""
         nobodys = self._used_by_nobody() if self._find_unused else ()
         self._grads.reduce()
         if self._dp.size > 1:
@@ -154,7 +155,7 @@ class DistributedDataParallel(AveragingWrapper):
             one.grad = nobodys[name] if name in nobodys else self._grads.grad(name)  # type: ignore[call-overload]
 
     def _used_by_nobody(self) -> dict[str, Tensor | None]:
-        """Returns the parameters that no rank has used, with the gradients that they keep."""
+        """Returns name -> existing gradient for the parameters that no rank has used in this pass."""
         used = [name not in self._unused for name in self._trained]
         users = collectives.all_reduce(torch.tensor(used, dtype=torch.int32, device=self._grads.device), self._dp)
         counted = zip(self._trained.items(), users.tolist(), strict=True)

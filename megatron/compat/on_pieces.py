@@ -66,8 +66,8 @@ Part = Callable[[Tensor], Tensor]
 
 
 def _trained(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> tuple[list[Tensor], list[Tensor]]:
-    """Trains small parameters, each rank with its part. Returns the whole parameters before training, and the flat ones
-    after training."""
+    """Trains small parameters, once for each of `parts` (the parts of all ranks). Returns the whole parameters before
+    training, and the joined parts after training, flat."""
     held = _one_of_each_kind(optimizer)
     draw = torch.Generator().manual_seed(0)
     first = next(iter(held.values()))
@@ -89,7 +89,7 @@ def _trained(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> tuple[l
 
 
 def _one_of_each_kind(optimizer: torch.optim.Optimizer) -> dict[int, Tensor]:
-    """Returns one trained parameter of each group and number of dimensions, by its id."""
+    """Returns id -> parameter: one that is trained for each group and each number of dimensions."""
     kinds: dict[tuple[int, int], Tensor] = {}
     for number, group in enumerate(optimizer.param_groups):
         for one in group["params"]:
@@ -157,4 +157,4 @@ _LR = 0.01
 
 
 class _Dropped:
-    """Stand-in for a parameter that is not tried."""
+    """Stand-in for a parameter that the test does not use."""

@@ -89,7 +89,7 @@ def _values(words: Sequence[str]) -> dict[str, str]:
 
 
 def main(name: str, argv: Sequence[str] | None = None) -> int:
-    """Exits with 0 if asked for help, else with 2, as for a usage error."""
+    """Prints the equivalent command. Returns 0 for --help, else 2, the exit code of a usage error."""
     words = sys.argv[1:] if argv is None else argv
 
     def answer() -> None:

@@ -25,7 +25,7 @@ class AveragingWrapper(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Makes the passes inside only accumulate this rank's gradients, without reducing them."""
+        """Context in which backward passes only accumulate this rank's gradients, without reducing them."""
         before, self._syncs = self._syncs, False
         try:
             yield
@@ -45,7 +45,7 @@ class AveragingWrapper(nn.Module):
 
 
 def axis_of(group: dist.ProcessGroup | None, who: str) -> Axis:
-    """Returns the axis of `group`, by default of all ranks. `who` opens the error message."""
+    """Returns the axis of `group`, by default of all ranks. The error message begins with `who`."""
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError(
             f"{who}: there is no process group; call torch.distributed.init_process_group('gloo') (or 'nccl') first, "

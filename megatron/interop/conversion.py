@@ -32,7 +32,7 @@ def no_progress(done: int, total: int) -> None:
 
 @dataclass
 class Reading:
-    """Makes tensors that a conversion reads only when it writes them; `show` reports the progress."""
+    """Makes deferred tensors: a conversion reads each only when it writes it. `show` reports the progress."""
 
     show: Show
     total: int = 0

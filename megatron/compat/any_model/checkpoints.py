@@ -230,7 +230,7 @@ def _chosen(load_dir: Path, tag: str | None) -> Path:
         named = load_dir / LATEST
         if not named.is_file():
             if (load_dir / TRACKER).is_file():
-                return load_dir  # a tag's own directory, or another run's
+                return load_dir  # the directory of one tag, or the --save of a run of pretrain_gpt.py
             raise ConfigError(
                 f"load_checkpoint: {load_dir} has no file {LATEST}, so nothing was saved there; give the directory of "
                 "save_checkpoint, or a tag"

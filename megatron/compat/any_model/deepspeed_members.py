@@ -17,18 +17,19 @@ class Instead:
 
 
 def _of_key(path: str) -> Instead:
-    """Returns the note on a key from the table of configuration keys."""
+    """Returns the notice or the fix that the table of configuration keys has for a key."""
     key = keys_by_path()[path]
     return Instead(f"{path} has no effect here: {key.line}" if key.line else f"not supported; {key.way_out}")
 
 
 def _of_block(path: str, names: str) -> dict[str, Instead]:
-    """Returns methods named BLOCK_NAME, which raise with the text of the block."""
+    """Returns a method BLOCK_NAME for each of `names`. It raises with the text of the block `path`."""
     return {f"{path}_{name}": _of_key(path) for name in names.split()}
 
 
 def _of_zero_keys(start: str, names: str) -> dict[str, Instead]:
-    """Returns methods named after keys of `zero_optimization`, where their names begin with `start`."""
+    """Returns a method zero_NAME for each of `names`. It raises with the text of the key named `start` + NAME in
+    `zero_optimization`."""
     return {f"zero_{name}": _of_key(f"zero_optimization.{start}{name}") for name in names.split()}
 
 

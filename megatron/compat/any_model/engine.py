@@ -72,8 +72,8 @@ class ModelEngine(EngineFacts):
     # passes
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Runs the model. Tensors are moved to its device; in half precision, floating-point ones are cast to its
-        dtype."""
+        """Runs the model. Input tensors are moved to the model's device. In half precision, floating-point inputs are
+        cast to the model's dtype."""
         half = getattr(torch, self.settings.precision.params_dtype)
         half = None if half == torch.float32 else half
         inputs, named = moved(inputs, self.device, half), moved(named, self.device, half)
@@ -88,7 +88,7 @@ class ModelEngine(EngineFacts):
         Returns the loss divided by the same number. With `scale_wrt_gas=False`, neither is divided."""
         self._check_loss(loss)
         share = 1.0 / self.gradient_accumulation_steps() if scale_wrt_gas else 1.0
-        wide = loss.float() if loss.dtype in HALF else loss  # has room for a loss scale
+        wide = loss.float() if loss.dtype in HALF else loss  # fp16 may overflow if multiplied by the loss scale
         factor = share * self._core.loss_scale
         try:
             self._expect_gradients()
@@ -111,8 +111,8 @@ class ModelEngine(EngineFacts):
             self._grads.arm()
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Counts a micro-batch. After the last of an accumulation it reduces, clips, updates, and calls the scheduler's
-        step() with `lr_kwargs`."""
+        """Counts a micro-batch. After the last micro-batch of an accumulation, reduces and clips the gradients, updates
+        the weights, and calls the scheduler's step() with `lr_kwargs`."""
         if self._calls.adds_up:
             raise ConfigError(
                 "engine.step(): was called inside no_sync(), which only adds up gradients; call it after the block"
@@ -152,7 +152,7 @@ class ModelEngine(EngineFacts):
         self._usage.share_buffers()
         if info.skipped:
             self._check_skipped(info)
-        self._grads.zero()  # losses of other models may add gradients here; the next update drops them
+        self._grads.zero()  # the loss of another model may still add gradients to this one; the next update drops them
         every = self.settings.log_interval
         if every is not None and self.global_steps % every == 0:
             self.log.info(
@@ -172,7 +172,7 @@ class ModelEngine(EngineFacts):
             self.log.info(line_after_skips(self._core.loss_scale, self.settings.precision))
 
     def _check_skipped(self, info: StepInfo) -> None:
-        """Accepts an overflow while the loss scale adapts, else raises. All ranks call it: one may have the cause."""
+        """Accepts an overflow while the loss scale adapts, else raises. All ranks call it to find the cause."""
         what: str | None = "a gradient is not finite"
         if not self._core.static_scale:
             what = overflows_at_the_bottom(self._core, info.loss_scale, info.skipped_in_a_row)
@@ -186,8 +186,8 @@ class ModelEngine(EngineFacts):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Lets any number of backward passes inside accumulate gradients without step(). The step after the next
-        backward pass outside reduces all of them."""
+        """Context in which backward passes accumulate gradients, without a step() after each. The first backward pass
+        and step() after the context reduce all of these gradients."""
         if self._calls.owed:
             raise ConfigError("engine.no_sync(): the last backward pass needs engine.step(); call engine.step() first")
         self._calls.adds_up = True
@@ -220,8 +220,8 @@ class ModelEngine(EngineFacts):
         return self.module._compiled_call_impl is not None
 
     def destroy(self) -> None:
-        """Ends training by this engine. At stages 0 and 1 the model is plain again, for another engine or a torch
-        loop."""
+        """Ends training by this engine. At stages 0 and 1, another engine or a plain torch loop can then train the
+        model."""
         self._grads.close()
         for one in self.module.parameters():
             if isinstance(one.grad, WithheldGrad):
@@ -377,7 +377,7 @@ class ModelEngine(EngineFacts):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """Returns attributes of the model, as DeepSpeed's engine does, and that engine's other members."""
+        """Returns an attribute of the model, or else a member of DeepSpeed's engine from deepspeed_members.py."""
         modules = self.__dict__.get("_modules", {})
         if name in modules:  # fast path: every step reads `module`, which torch looks up last
             return modules[name]

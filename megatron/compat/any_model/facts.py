@@ -17,7 +17,7 @@ from megatron.utils.log import RankLog
 
 @dataclass
 class Calls:
-    """State of the calls so far. Not attributes of the engine, because attributes of an nn.Module are slow to set."""
+    """Counters and flags of the calls so far. Stored in one object, because nn.Module sets attributes slowly."""
 
     micro_steps: int = 0
     global_steps: int = 0
@@ -141,22 +141,22 @@ class EngineFacts(nn.Module):
         return self.settings.batch.accumulation
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """True if the step of this micro-batch makes the update."""
+        """True if step() for the current micro-batch makes the update."""
         if self._calls.boundary is not None:
             return self._calls.boundary
         return self._calls.counted + 1 >= self.gradient_accumulation_steps()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Sets whether the next backward passes end an accumulation; None returns to counting. Must be set to true
-        before the last backward pass of an update. While it is false, step() need not be called."""
+        """Sets whether the next backward passes end an accumulation. With None, micro-batches are counted again. Must
+        be set to true before the last backward pass of an update. While false, step() need not be called."""
         self._calls.boundary = is_boundary if is_boundary is None else bool(is_boundary)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Changes the accumulation steps; the micro-batch stays."""
+        """Changes the number of accumulation steps. The micro-batch size stays."""
         self._set_batch("set_train_batch_size()", train_batch_size, self.settings.batch.micro, None)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Changes the micro-batch; the accumulation steps stay."""
+        """Changes the micro-batch size. The number of accumulation steps stays."""
         self._set_batch("set_train_micro_batch_size()", None, micro_batch_size, self.settings.batch.accumulation)
         if self.training_dataloader is not None:
             self.log.info(
@@ -219,7 +219,7 @@ class EngineFacts(nn.Module):
         return self.settings.log_interval
 
     def optimizer_name(self) -> str:
-        """Class of your own optimizer, or the type that the configuration names."""
+        """Class name of the optimizer that was passed to initialize(), or the type that the configuration names."""
         if not isinstance(self.optimizer, RuleOptimizer):
             return type(self.optimizer).__name__
         name = str(self.settings.given["optimizer.type"])
@@ -235,7 +235,7 @@ class EngineFacts(nn.Module):
         return self._block("scheduler.params")
 
     def _block(self, path: str) -> dict[str, Any] | None:
-        """Given keys of a block, with their values; None if there are none."""
+        """Returns key -> value for the keys of block `path` that the configuration has; None if it has none."""
         given = self.settings.given
         return {key[len(path) + 1 :]: value for key, value in given.items() if key.startswith(f"{path}.")} or None
 
@@ -245,7 +245,7 @@ class EngineFacts(nn.Module):
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def set_lr(self, lr: float) -> None:
-        """Sets the rate of all groups; a scheduler changes it again at its next step."""
+        """Sets the learning rate of all groups. A scheduler overwrites it at its next step."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 

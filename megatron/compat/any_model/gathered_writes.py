@@ -46,7 +46,7 @@ class GatheredWrites:
             for own, parameter in module.named_parameters(recurse=False):
                 if parameter.is_inference():  # has no version counter and no gradient
                     return
-                if path is not None and not hasattr(parameter, "device_mesh"):  # a DTensor is sharded now
+                if path is not None and not hasattr(parameter, "device_mesh"):  # a DTensor is not gathered now
                     name = f"{path}.{own}" if path else own
                     self._counts.setdefault(name, (parameter, parameter._version))
                     self._trained.setdefault(name, parameter.requires_grad)
@@ -54,8 +54,8 @@ class GatheredWrites:
 
 
 def refuse_new_parameters(model: nn.Module, known: Container[int]) -> None:
-    """Raises a ConfigError for a parameter that was added after training was prepared. `known`: ids of the parameters
-    that were there."""
+    """Raises a ConfigError for a parameter that was added after initialize(). `known`: ids of the parameters that the
+    model had then."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in known and not parameter.is_inference():
             raise ConfigError(

@@ -32,7 +32,7 @@ class GradientHooks:
     them in every backward pass, with the gradient of one rank's micro-batch."""
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], dp: Axis) -> None:
-        """Takes the hooks out of autograd. Must be made before `BucketStore`, whose own hooks stay. A collective."""
+        """Removes the hooks from autograd. Must be constructed before `BucketStore`, whose hooks stay. A collective."""
         self._parameters = {name: one for name, one in parameters if one.requires_grad}
         self._hooks = {name: hooks for name, one in self._parameters.items() if (hooks := list(_taken(one)))}
         here = {name: [hook.kind for hook in hooks] for name, hooks in self._hooks.items()}
@@ -45,7 +45,7 @@ class GradientHooks:
                     )
 
     def refuse_those_after(self, stage: int) -> None:
-        """Raises a ConfigError for a parameter with a hook that reads `parameter.grad`."""
+        """Raises a ConfigError for a parameter with a hook that reads `parameter.grad`. The message names `stage`."""
         for name, hooks in self._hooks.items():
             if any(hook.kind == _AFTER for hook in hooks):
                 raise ConfigError(

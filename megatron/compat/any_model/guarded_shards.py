@@ -38,7 +38,7 @@ def _guarded_shard() -> Any:
                 if any(text in str(error) for text in _FROM_TORCH):
                     raise divided_now(getattr(func, "__name__", str(func))) from error
                 raise
-            if type(result) is DTensor:  # its results meet plain tensors later
+            if type(result) is DTensor:  # results are guarded too: the program may combine them with plain tensors
                 result.__class__ = cls
             return result
 

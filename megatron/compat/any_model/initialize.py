@@ -141,7 +141,7 @@ def _checked_model(model: Any) -> nn.Module:
 
 
 def _places(model: nn.Module) -> list[tuple[str, tuple[int, int]]]:
-    """Returns each parameter's first byte and the end of its last, in the order of memory."""
+    """Returns (name, (address of the first byte, address after the last byte)) of each parameter, ascending."""
     places = []
     for name, one in model.named_parameters():
         last = sum((size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True))
@@ -271,12 +271,14 @@ def _one_config(args: Any, config: Any, config_params: Any) -> Mapping[str, Any]
 def _prepare_model(model: nn.Module, settings: EngineSettings, place: RankPlacement) -> None:
     """Moves and casts the model in place, so the user's optimizer keeps its parameters. Broadcasts rank 0's values."""
     dtype = getattr(torch, settings.precision.params_dtype)
-    device = torch.device("cpu") if settings.parameters_on_host else place.device  # it may be too small
+    # The accelerator's memory may be too small for the whole model.
+    device = torch.device("cpu") if settings.parameters_on_host else place.device
     if dtype != torch.float32:
         cast_floats(model, dtype)
     model.to(device)
     for one in model.parameters():
-        one.data = one.data.contiguous()  # like gradients and state: fused kernels go by memory order
+        # Gradients and state are contiguous, and fused kernels follow the order in memory.
+        one.data = one.data.contiguous()
     for group in (model.named_parameters(), model.named_buffers()):
         broadcast_parameters(group, place.parallel.dp, through=place.device)
 

@@ -95,7 +95,7 @@ class GuardedWeights(FullySharded):
         compared_over: Axis,
     ) -> None:
         """`withheld` is the text of the error for using `parameter.grad` after `withhold()`. Ranks of `compared_over`
-        check in every step that they use the same parts."""
+        check in every step that they use the same layers."""
         model, modules = units[-1].module, [unit.module for unit in units]
         self._same_use = SameUse(model, modules, compared_over, device)
         self._writes = GatheredWrites(model, modules)
@@ -118,8 +118,8 @@ class GuardedWeights(FullySharded):
         return {key: whole[name_of[id(one)]] if id(one) in name_of else one.detach() for key, one in state.items()}
 
     def check_writes(self) -> None:
-        """Raises a ConfigError if the program has written weights in a way that sharding loses. It has replaced
-        `.data`, whose new values `fully_shard` does not gather, or has written gathered weights."""
+        """Raises a ConfigError if the program has written weights in a way that sharding loses: it has replaced `.data`
+        (whose new values `fully_shard` does not gather), or has written to gathered weights."""
         for name, place in self._storages().items():
             if place != self._places[name]:
                 raise ConfigError(
@@ -180,6 +180,6 @@ class GuardedWeights(FullySharded):
 
 
 def _names_of_tied(model: nn.Module) -> dict[str, str]:
-    """Maps each name of a parameter to its first name."""
+    """Maps every name of a parameter to its first name. A tied parameter has several names."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     return {name: first[id(one)] for name, one in model.named_parameters(remove_duplicate=False)}

@@ -1,4 +1,4 @@
-"""Log lines about a dynamic loss scale that begins too high: the number of lost updates, and the key to begin lower."""
+"""Log lines about a dynamic loss scale that starts too high: the number of lost updates, and the key that lowers it."""
 
 import math
 from collections.abc import Iterator

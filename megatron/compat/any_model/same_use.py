@@ -72,7 +72,7 @@ class SameUse:
         self._first_step = False
 
     def _before(self, number: int, unit: nn.Module, *_: Any) -> None:
-        """Compares ranks before a gather. Skips a unit that is gathered already, which one rank may use alone."""
+        """Compares ranks before a gather, in the first step. A unit that is gathered already needs no comparison."""
         if self._first_step and any(_divided_now(parameter) for parameter in unit.parameters()):
             self._gathers = True
             if unit is not self._units[-1][0]:

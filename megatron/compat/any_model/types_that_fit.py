@@ -12,7 +12,7 @@ from megatron.errors import ConfigError
 
 class TypesThatFit:
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """`dtype`: as in the settings."""
+        """`dtype`: the dtype that the settings give the model."""
         self._model = model
         self._at_first = {dtype, *(one.dtype for one in model.parameters())}
 

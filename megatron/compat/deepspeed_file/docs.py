@@ -32,7 +32,7 @@ def here(key: Key) -> str:
 
 
 def _rows(keys: Iterable[Key]) -> Iterator[str]:
-    """Yields one row per outcome; neighbours in a block that have the same outcome share it."""
+    """Yields one row per outcome. Neighbouring keys of a block with the same outcome share a row."""
     for (block, outcome), same in groupby(
         (key for key in keys if not key.has_rows), lambda key: (key.path.rpartition(".")[0], here(key))
     ):

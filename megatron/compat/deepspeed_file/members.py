@@ -91,8 +91,8 @@ _MEMBERS: Mapping[str, str] = MappingProxyType(
 
 @cache
 def members_of(block: str) -> Mapping[str, Kind | None]:
-    """Returns key -> the type of its value, None for any. Empty if the block is not listed; every listed one also has
-    `enabled`."""
+    """Returns key -> type of the value (None: any type) for a block. Every listed block also has the key `enabled`. A
+    block that is not listed gets an empty mapping."""
     if block not in _MEMBERS:
         return {}
     kinds: dict[str, Kind | None] = {"enabled": "switch"}

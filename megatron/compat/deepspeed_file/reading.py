@@ -29,7 +29,7 @@ class DeepSpeedSettings(Assignments):
 
 @dataclass
 class FileReading:
-    """State of the reading, also for the functions that read several keys together (blocks.py)."""
+    """State while a configuration is read. Functions that read several keys together (blocks.py) also use it."""
 
     settings: DeepSpeedSettings
     refusals: Refusals
@@ -113,7 +113,7 @@ class FileReading:
         spelled = key.path if key.kind == "block" else self.spelled(key.path)
         if key.kind == "block":
             _check_members(key.path, value)
-            if not value or is_off(value.get("enabled", True)):  # no flag turns it on
+            if not value or is_off(value.get("enabled", True)):  # no flag can enable this block
                 self._say_idle(key.path, value)
                 return
         if key.way_out:

@@ -29,8 +29,8 @@ class OSS(torch.optim.Optimizer):
         broadcast_fp16: bool = False,
         **default: Any,
     ) -> None:
-        """Creates `optim`, a class, with the options `default`. With `broadcast_fp16`, updated parameters are rounded
-        to fp16 for the broadcast, on all ranks alike."""
+        """Creates an optimizer of class `optim` with the options `default`. With `broadcast_fp16`, updated parameters
+        are rounded to fp16 for the broadcast, equally on all ranks."""
         _check_arguments(params, optim, default)
         self.axis = axis_of(group, "OSS")
         self._owners: dict[int, int] = {}
@@ -107,8 +107,7 @@ class OSS(torch.optim.Optimizer):
         self._whole = found if recipient_rank in (-1, self.axis.rank) else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the whole state, in the format of `optim` over all parameters in one process. Such an optimizer can
-        also load it."""
+        """Returns the whole state in the format of `optim`, so an unsharded optimizer of that class can load it."""
         if self._whole is None:
             raise ConfigError(
                 "OSS.state_dict(): the state is divided over the ranks; call "

@@ -47,8 +47,8 @@ class ShardedDataParallel(AveragingWrapper):
         auto_refresh_trainable: bool = True,
         reduce_fp16: bool = False,
     ) -> None:
-        """Limits a message to `reduce_buffer_size` elements; with `reduce_fp16`, it is rounded to fp16.
-        `auto_refresh_trainable` changes no result: every pass sees parameters that were frozen later."""
+        """Limits a message to `reduce_buffer_size` elements, or one larger parameter. With `reduce_fp16`, messages are
+        rounded to fp16. `auto_refresh_trainable` has no effect: every pass checks which parameters are frozen."""
         del auto_refresh_trainable
         self._optimizers = _checked_optimizers(sharded_optimizer)
         super().__init__(module, process_group)

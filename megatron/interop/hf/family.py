@@ -73,13 +73,13 @@ class Family(ABC):
     # ------------------------------------------------------------ weights
 
     def exchanges(self, config: ModelConfig, vocab_size: int, moe: MoEConfig | None = None) -> Iterator[Exchange]:
-        """Yields the exchanges of all parameters of a model, in its order."""
+        """Yields the exchanges of all parameters of a model, in the order of the model."""
         for parameter in parameters(config, vocab_size, moe).values():
             module = parameter.row.name.rpartition(".")[0]
             yield Exchange(parameter, self.tensors[module], gain_less_one(config, parameter.name))
 
     def zero_biases(self, config: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
-        """Returns the family's biases that this model lacks, as zeros: with these it computes the same function."""
+        """Returns zeros for biases that the family has and this model lacks. They do not change the function."""
         if not self.always_biased:
             return {}
         ours = parameters(config, vocab_size)
@@ -117,11 +117,12 @@ class Family(ABC):
         }
 
     def read_config(self, values: Mapping[str, Any]) -> tuple[ModelConfig, MoEConfig]:
-        """Returns the model that a config.json describes. Rejects unsupported settings by their name there."""
+        """Returns the model that a config.json describes. Rejects unsupported settings."""
         check_types(values)
         if values.get("auto_map"):
             raise ConfigError("config.json: auto_map asks to run the model's own code, which is not supported")
-        refuse_unless(values, is_causal=True)  # no class declares it, but the masks of all of them read it
+        # No configuration class declares this key, but the attention masks of all models read it.
+        refuse_unless(values, is_causal=True)
         try:
             given, moe = self.model_from_json(values), self.experts_from_json(values)
         except KeyError as error:

@@ -23,7 +23,7 @@ from megatron.utils.foreign import ADAPTER, is_not_a_directory, read_finite_json
 
 @dataclass(frozen=True)
 class Stored:
-    """Location of a tensor. In some files of the Hub, its name lacks the prefix."""
+    """Location of a tensor. In some files of the Hub, the names of tensors lack the model's prefix."""
 
     file: WeightsFile
     name: str
@@ -50,8 +50,8 @@ class HuggingFaceFolder:
         return [*kept_files(self.folder).values()]
 
     def settings(self) -> dict[str, dict[str, Any]]:
-        """Returns the settings as a native checkpoint would have them. The token embedding decides the vocabulary size:
-        most have more rows than their tokenizer has entries."""
+        """Returns the settings as a native checkpoint would have them. The vocabulary size is the number of rows of the
+        token embedding, which is often larger than the tokenizer's vocabulary."""
         window = self.config.window_size
         tokenizer: dict[str, Any] = {"vocab_size": self.vocab_size}
         if (self.folder / "tokenizer.json").is_file():

@@ -33,7 +33,7 @@ TEXTS = (
     "ALL CAPS CamelCase snake_case kebab-case http://a.b/c?d=e&f=%20 <b>&amp;</b> ... --- !!!???",
 )
 _TOKENS = 12
-"""Number of added tokens that are tried, from both ends of the list."""
+"""Number of added tokens that are compared, from both ends of the list."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def expected_of(source: TokenizerFiles, folder: Path, rows: int, context: int, *
             with library_errors(gives_up(tokenizer.name)):
                 encoding, whole = plain.encode(text, add_special_tokens=False), plain.encode(text)
             ids = encoding.ids if any(token in text for token in added) else tokenizer.tokenize(text)
-        except DataError:  # a run rejects this text, as one with a letter that the vocabulary lacks
+        except DataError:  # a run rejects this text, for example because of a letter that the vocabulary lacks
             continue
         texts.append(text)
         decoded = tokenizer.detokenize(ids)

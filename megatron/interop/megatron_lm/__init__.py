@@ -8,8 +8,8 @@ from megatron.torch_files.member_checks import MemberChecks, Say
 
 
 def open_foreign(directory: Path, say: Say = lambda text: None, *, check_hashes: bool = True) -> MegatronStep | None:
-    """Opens the step in this directory if Megatron-LM wrote it; None if it is ours or not a step. What is read is
-    compared with the checksums in its files; `say` reports files without them."""
+    """Opens the step in this directory. Returns None if it is a native step or no step. With `check_hashes`, all reads
+    are compared with the checksums in the files; `say` reports files without checksums."""
     checks = MemberChecks(say) if check_hashes else None
     if is_torch_dist(directory):
         return open_torch_dist(directory, checks)

@@ -1,8 +1,8 @@
 """Reads a directory of torch's distributed format: which bytes of which file hold which chunk of a tensor.
 
 `.metadata` is a pickle. It is read as a description (`torch_files/pickle_reader.py`): nothing in it is imported or
-called. Before a tensor is read, file names and positions are checked, and that the chunks cover each tensor exactly
-once.
+called. Before a tensor is read, the file names, the positions and the chunks are checked: the chunks must cover each
+tensor exactly once.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,7 +69,7 @@ class DistDirectory:
         return TorchFile(self._mapped[place.file].part(place.start, place.length), self.checks, key)
 
     def read(self, key: str, box: Sequence[tuple[int, int]]) -> Tensor:
-        """Reads a part of a tensor; `box` has the range of each dimension."""
+        """Reads a part of the tensor `key`. `box` has the range (start, stop) of each dimension."""
         tensor = self.tensors[key]
         found = torch.empty([stop - start for start, stop in box], dtype=tensor.dtype)
         for chunk in tensor.chunks:
@@ -132,7 +132,7 @@ def _described(content: Any) -> tuple[dict[str, DistTensor], dict[str, FileRange
 
 
 def _places(stored: Mapping[Any, Any]) -> Iterator[tuple[tuple[str, Offsets | None], FileRange]]:
-    """Yields (name, offsets of the chunk, or None for an entry that is not a tensor) -> its bytes."""
+    """Yields ((name, offsets of the chunk), its bytes in a file). Entries that are not tensors have None as offsets."""
     for index, info in stored.items():
         named, where = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
         key, offsets = named.get("fqn"), named.get("offset")

@@ -49,7 +49,7 @@ _IN_LAYER: Mapping[str, tuple[str | None, str, str]] = {
     "mlp.shared_expert.dense_4h_to_h": (None, *("mlp.shared_experts.linear_fc2.{k}",) * 2),
 }
 _WITH_EXPERTS = {"post_attention_layernorm": "pre_mlp_layernorm.{k}"}
-"""Norm before a router, which is a separate module also with `te` names."""
+"""Norm before a router. It is a separate module even with `te` names."""
 _OUTSIDE = (WORD_TABLE, f"{POSITIONS}.weight", HEAD_TABLE)
 _OF_LAYER = re.compile(r"layers\.\d+\.(.+)\.(\w+)")
 _EXPERT = re.compile(r"mlp\.experts\.\d+\.")

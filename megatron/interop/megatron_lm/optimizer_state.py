@@ -83,7 +83,7 @@ def of_rank(tree: ClassicTree, at: ModelRank) -> Entries:
     if state is None:
         return {}
     chain = state if isinstance(state, list) else [state]
-    apart = any(map(_has_experts, chain))  # is there an optimizer for experts?
+    apart = any(map(_has_experts, chain))  # True: experts have an optimizer of their own
     links = [_Link(tree, at, one, _has_experts(one) if apart and len(chain) > 1 else None) for one in chain]
     if len({link.of_experts for link in links}) != len(links):
         raise _refused(tree, _DIVIDED)

@@ -42,7 +42,7 @@ class MegatronStep:
     """Reason why the optimizer's state cannot be read; None if it can, or if there is none."""
 
     def with_vocabulary(self, rows: int) -> "MegatronStep":
-        """Cuts the padding rows of the tables; `rows` are kept. The checkpoint's args may lack this number."""
+        """Keeps `rows` rows of the vocabulary tables, without padding. (The checkpoint's args may lack this number.)"""
         tables = {name: self.manifest.model[name] for name in VOCABULARY_TABLES if name in self.manifest.model}
         if any(sum(piece.shape[0] for piece in record.slices) < rows for record in tables.values()):  # with padding
             return self

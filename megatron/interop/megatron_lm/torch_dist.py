@@ -38,7 +38,7 @@ from megatron.torch_files.torch_file import plain_values
 BACKEND = "metadata.json"
 _OF_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\..*|chained_\d+\..*")
 _KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "master", "param": "master"}
-"""Kinds of state by their name there. The master is `param` in the fully reshardable form."""
+"""Kinds of state by their name in Megatron-LM. The master is `param` in the fully reshardable form."""
 _HALF = (torch.float16, torch.bfloat16)
 _STACKED = "decoder.layers."
 

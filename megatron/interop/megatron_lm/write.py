@@ -140,7 +140,7 @@ class _Writer:
             yield WORD_TABLE, HEAD_COPY if self.target.names == "classic" else HEAD_TABLE
 
     def _position(self, parameter: Parameter) -> tuple[int, int]:
-        """Position in Megatron-LM's order: its later models create the output projection before the input one."""
+        """Position in Megatron-LM's order. Its later models create an output projection before the input projection."""
         order = {"classic": (), "core": _OF_LAYER_IN_CORE, "te": _OF_LAYER_IN_TE}[self.target.names]
         if parameter.layer is None:
             return (-1 if parameter.name.startswith("embedding.") else self.config.num_layers), 0
@@ -148,7 +148,7 @@ class _Writer:
         return parameter.layer, order.index(module) if module in order else len(order) if order else 0
 
     def tensor(self, name: str, record: TensorRecord, tp: int) -> Tensor:
-        """Returns a rank's slice in Megatron-LM's layout; it is read when it is written."""
+        """Returns a rank's slice in Megatron-LM's layout. The data is read only while the file is written."""
         row = self.wanted[name].row
         ranges: tuple[Range, ...] | None = None
         shape = row.stored_shape
@@ -185,7 +185,7 @@ class _Writer:
         args = their_args(
             self.config, self.moe, self.vocab_size, tp=self.target.tp, pp=self.target.pp, others=manifest.args
         )
-        if self.target.names != "classic":  # core models know the tanh form only by the fusion
+        if self.target.names != "classic":  # core models use the tanh form of GELU only if it is fused
             args |= {"bias_gelu_fusion": self.config.bias_gelu_fusion or self.config.activation == "gelu_tanh"}
         content = {
             "args": Namespace(**{name: classic.plain(value) for name, value in (args | samples).items()}),

@@ -204,15 +204,15 @@ def _small_model(config: RunConfig, layers: int, seq_length: int) -> Any:
 
 
 def _short_context(model: ModelConfig, shorter: float) -> dict[str, Any]:
-    """Shortens the original context length of a rotary scaling too; else the scaling would hardly matter."""
+    """Returns the original context length of a rotary scaling, shortened; else the scaling would have little effect."""
     names = {"llama3": "rope_original_max_position", "yarn": "yarn_original_max_position_embeddings"}
     name = names.get(model.rope_scaling)
     return {} if name is None else {name: max(1, round(getattr(model, name) * shorter))}
 
 
 def _few_heads(config: RunConfig) -> tuple[int, int]:
-    """Returns (groups, heads). Each rank still has several groups, one, or part of one; a group has fewer queries, but
-    still several if it had several."""
+    """Returns (groups, heads) of the smaller model. A rank that had several groups, one, or a part of one still has
+    that. A group with several queries keeps at least two."""
     model, parallel = config.model, config.parallel
     tp, unit = parallel.tensor_model_parallel_size, parallel.tensor_model_parallel_size
     if parallel.cp_attention == "a2a":
@@ -226,16 +226,17 @@ def _few_heads(config: RunConfig) -> tuple[int, int]:
 
 
 def _few_layers(config: RunConfig) -> tuple[int, ParallelConfig]:
-    """Returns the number of layers and their stages. A stage that had more layers than another still has more."""
+    """Returns the number of layers, and the settings that place them on stages. A stage that had more layers than
+    another still has more."""
     parallel, layers = config.parallel, config.model.num_layers
     pp, stages = parallel.pipeline_model_parallel_size, stage_layers(config.model.num_layers, parallel)
     if config.moe.is_on and not config.moe.moe_layer_freq.strip().isdigit():
-        return layers, parallel  # the setting lists every layer
+        return layers, parallel  # --moe-layer-freq lists every layer, so their number cannot change
     if stages.chunks > 1:
         chunks = min(2, stages.chunks)
         extra = parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
         group = parallel.microbatch_group_size_per_virtual_pipeline_stage
-        each = 2 if extra else 1  # the first and the last stage keep one of them
+        each = 2 if extra else 1  # the first stage, the last stage or both have one layer less
         return pp * chunks * each - extra, replace(
             parallel,
             num_layers_per_virtual_pipeline_stage=parallel.num_layers_per_virtual_pipeline_stage and each,

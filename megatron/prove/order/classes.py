@@ -27,7 +27,7 @@ def representative(layout: Layout, rank: int) -> int:
 
 
 def _unit(layout: Layout) -> int:
-    """Returns the number of neighbouring data- and context-parallel ranks that have a class each."""
+    """Returns the number of consecutive data- and context-parallel ranks that are in different classes."""
     unit = lcm(layout.cp, layout.ep)
     return unit if layout.shard % unit == 0 else lcm(unit, layout.shard)
 

@@ -184,7 +184,7 @@ def _first_step(recording: Recording, cluster: ClusterRecording) -> tuple[str, .
 
 
 def _said(op: Op, recording: Recording, cluster: ClusterRecording) -> str:
-    """Describes an operation, with peers by stage, so that ranks of different replicas can be compared."""
+    """Describes an operation. Peers are named by stage, so that ranks of different replicas get equal texts."""
     axis = recording.groups[op.group].what
     if op.is_collective:
         return f"{axis} {op}"

@@ -36,7 +36,8 @@ def choose(config: ModelConfig, moe: MoEConfig, *, came_as: str | None = None) -
 
 
 def keeping_tokenizer(family: Family, tokenizer: Mapping[str, Any], config: ModelConfig, moe: MoEConfig) -> Family:
-    """Returns `family`, or another one for this model if `transformers` would replace the tokenizer in its folder."""
+    """Returns `family`, or another family of this model if `transformers` would replace the tokenizer in a `family`
+    folder."""
     if family.keeps_tokenizer(tokenizer):
         return family
     for other in FAMILIES:

@@ -116,7 +116,7 @@ class LlamaLike(Family):
         }
 
     def _biases_from_json(self, values: Mapping[str, Any]) -> bool:
-        if self.has_qkv_bias:  # then it has no others, whatever config.json says
+        if self.has_qkv_bias:  # such a family has no other biases, whatever config.json says
             return False
         attention, mlp = bool(values.get("attention_bias", False)), bool(values.get("mlp_bias", False))
         if not self.may_have_biases:
@@ -128,7 +128,7 @@ class LlamaLike(Family):
         return mlp
 
     def _only_attention_is_biased(self, values: Mapping[str, Any]) -> bool:
-        """True if only attention has biases: for queries, keys and values, with zeros for the output projection."""
+        """True if config.json gives biases to attention only. The bias of its output projection is then zero."""
         return self.may_have_biases and bool(values.get("attention_bias")) and not values.get("mlp_bias")
 
     def window_to_json(self, config: ModelConfig) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class LlamaLike(Family):
 
 
 def window_width(config: ModelConfig) -> int | None:
-    """Window width for config.json, which counts the query's own token; ours does not."""
+    """Window width for config.json. It counts the query's own token, unlike --window-size."""
     return None if config.window is None else config.window[0] + 1
 
 

@@ -67,7 +67,8 @@ class GPTNeoX(Family):
         older = {"partial_rotary_factor": values.get("rotary_pct", 0.25)}
         older["rope_theta"] = values.get("rotary_emb_base", 10000.0)
         width = values["hidden_size"] // values["num_attention_heads"]
-        refuse_unless(values, attention_bias=True, head_dim=width, **older)  # keys that this family ignores
+        # The importer reads these keys nowhere else, so it accepts only the values that it assumes.
+        refuse_unless(values, attention_bias=True, head_dim=width, **older)
         return {
             "num_layers": values["num_hidden_layers"],
             "hidden_size": values["hidden_size"],
