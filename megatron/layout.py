@@ -12,7 +12,6 @@ the optimizer's state over the ranks of an instance. Ranks with the same index i
 shard.
 """
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -85,11 +84,11 @@ class SizesError(ConfigError):
 
     def planned(self) -> "SizesError":
         """Returns this error for the ranks of --dry-run-ranks, which no launcher has started."""
-        reason = re.sub(r"the number of processes, (\d+),", r"--dry-run-ranks \1", self._reason)
-        ways = [
-            replace(way, words="use --dry-run-ranks {}") if isinstance(way, Way) and way.setting == PROCESSES else way
-            for way in self._ways
-        ]
+        reason, ways = self._reason, list(self._ways)
+        for index, way in enumerate(ways):
+            if isinstance(way, Way) and way.setting == PROCESSES:
+                reason = reason.replace(_processes(way.asked), f"--dry-run-ranks {way.asked}")
+                ways[index] = replace(way, words="use --dry-run-ranks {}")
         return SizesError(reason, *ways)
 
 
@@ -233,7 +232,7 @@ class Layout:
             if self.world_size % others == 0:
                 ways.append(Way(f"use {flag} {{}}", flag, size, divisors(self.world_size // others)))
         needs = f"{product} = {self.model_size}" if len(given) > 1 else product
-        reason = f"the number of processes, {self.world_size}, is not divisible by {self.model_size}"
+        reason = f"{_processes(self.world_size)} is not divisible by {self.model_size}"
         return SizesError(f"{needs}: {reason}", *ways)
 
     def _expert_error(self) -> SizesError:
@@ -256,6 +255,10 @@ class Layout:
             f"divisible by {self.instances}",
             Way(f"use {INSTANCES_FLAG} {{}}", INSTANCES_FLAG, self.instances, divisors(size)),
         )
+
+
+def _processes(number: int) -> str:
+    return f"the number of processes, {number},"
 
 
 def divisors(number: int) -> list[int]:

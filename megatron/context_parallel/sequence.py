@@ -120,4 +120,6 @@ class SharedSequence(SequenceView):
         return own_positions(tokens, self.cp, device)
 
     def visible(self, shape: torch.Size, *, window: Window, documents: Documents | None, device: torch.device) -> Any:
+        if documents is not None:
+            documents.check_shape(shape[0], shape[1] * self.cp.size)
         return self.attention.visible(self.cp, shape, window, documents, device)

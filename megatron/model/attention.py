@@ -36,6 +36,8 @@ class SequenceView:
         self, shape: torch.Size, *, window: Window, documents: Documents | None, device: torch.device
     ) -> Visible:
         """`shape`: [batch, tokens of a row in this pass]."""
+        if documents is not None:
+            documents.check_shape(*shape)
         return Visible(documents, look_back(window))
 
 

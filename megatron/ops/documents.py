@@ -74,6 +74,14 @@ class Documents:
         of_queries = numbers * (seq if queries is None else queries)
         return Documents(keys=numbers * seq, queries=of_queries, rows=rows, seq=seq, longest=seq, divide_rows=False)
 
+    def check_shape(self, rows: int, seq: int) -> None:
+        """Raises if these are not the documents of `rows` rows of `seq` keys: a GPU would read beyond the keys."""
+        if (self.rows, self.seq) != (rows, seq):
+            raise DataError(
+                f"document_ids of {self.rows} rows of {self.seq} tokens for a batch of {rows} rows of {seq} tokens; "
+                "give the documents of the whole sequence, also with --context-parallel-size"
+            )
+
     def to(self, device: torch.device, *, non_blocking: bool = False) -> "Documents":
         """Returns the boundaries on another device."""
         keys = self.keys.to(device, non_blocking=non_blocking)

@@ -87,20 +87,17 @@ def varlen_attention(
 ) -> Tensor:
     batch, heads, queries, width = query.shape
     query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # [tokens, heads or groups, d]
+    boundaries = documents.queries, documents.keys, min(queries, documents.longest), documents.longest
     kernel = _flash if query.dtype in HALF and width <= _WIDEST else _memory_efficient
-    out = kernel(query, key, value, documents, left, scale, dropout_p, min(queries, documents.longest))
+    out = kernel(query, key, value, boundaries, left, scale, dropout_p)
     return out.view(batch, queries, heads, width).transpose(1, 2)
 
 
+Boundaries = tuple[Tensor, Tensor, int, int]  # of queries and of keys, and the largest number of each in a document
+
+
 def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    documents: Documents,
-    left: int | None,
-    scale: float,
-    dropout_p: float,
-    most_queries: int,
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Boundaries, left: int | None, scale: float, dropout_p: float
 ) -> Tensor:
     width = query.shape[2]
     if lacking := -width % _WIDTH:
@@ -109,10 +106,7 @@ def _flash(
         query,
         key,
         value,
-        documents.queries,
-        documents.keys,
-        most_queries,
-        documents.longest,
+        *boundaries,
         dropout_p,
         True,  # causal, from the bottom right
         False,  # no mask of the dropout
@@ -124,24 +118,14 @@ def _flash(
 
 
 def _memory_efficient(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    documents: Documents,
-    left: int | None,
-    scale: float,
-    dropout_p: float,
-    most_queries: int,
+    query: Tensor, key: Tensor, value: Tensor, boundaries: Boundaries, left: int | None, scale: float, dropout_p: float
 ) -> Tensor:
     if (repeat := query.shape[1] // key.shape[1]) > 1:
         key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
     out = torch.ops.aten._efficient_attention_forward(
         *(t.unsqueeze(0) for t in (query, key, value)),
-        None,
-        documents.queries,
-        documents.keys,
-        most_queries,
-        documents.longest,
+        None,  # no bias
+        *boundaries,
         dropout_p,
         _CAUSAL_FROM_BOTTOM_RIGHT,
         torch.is_grad_enabled(),

@@ -5,10 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.context_parallel.sequence import by_rank, chunks_of, in_sequence, own_part, own_positions, slice_batch
+from megatron.context_parallel.sequence import (
+    SharedSequence,
+    by_rank,
+    chunks_of,
+    in_sequence,
+    own_part,
+    own_positions,
+    slice_batch,
+)
 from megatron.distributed.parallel_state import Axis
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, DataError
+from megatron.model.attention import SequenceView
 from megatron.ops.documents import Documents
+from megatron.parallelize.factory import CONTEXT_ATTENTION
 
 
 def axis(rank: int, size: int) -> Axis:
@@ -88,3 +98,23 @@ def test_a_sequence_that_does_not_divide_is_our_mistake() -> None:
 def test_data_that_cannot_be_cut_is_refused(batch: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match="^--context-parallel-size 2: .*" + words):
         slice_batch(batch, axis(0, 2))
+
+
+@pytest.mark.parametrize("kind", CONTEXT_ATTENTION)
+@pytest.mark.parametrize(("rows", "seq"), [(2, 8), (1, 16), (4, 8)])
+def test_documents_of_another_shape_are_rejected(kind: str, rows: int, seq: int) -> None:
+    """A rank that has 8 of 16 tokens of 2 rows needs the documents of all 16."""
+    view = SharedSequence(axis(0, 2), CONTEXT_ATTENTION[kind])
+    device = torch.device("cpu")
+    whole = Documents.of_starts(torch.ones(2, 16, dtype=torch.bool))
+    view.visible(torch.Size((2, 8)), window=None, documents=whole, device=device)
+    other = Documents.of_starts(torch.ones(rows, seq, dtype=torch.bool))
+    message = f"document_ids of {rows} rows of {seq} tokens for a batch of 2 rows of 16 tokens; give the documents"
+    with pytest.raises(DataError, match=message):
+        view.visible(torch.Size((2, 8)), window=None, documents=other, device=device)
+
+
+def test_documents_of_another_shape_are_rejected_without_context_parallelism() -> None:
+    other = Documents.of_starts(torch.ones(2, 16, dtype=torch.bool))
+    with pytest.raises(DataError, match="document_ids of 2 rows of 16 tokens for a batch of 2 rows of 8 tokens"):
+        SequenceView().visible(torch.Size((2, 8)), window=None, documents=other, device=torch.device("cpu"))

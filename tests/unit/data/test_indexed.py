@@ -221,6 +221,12 @@ def test_missing_files_name_what_was_meant(golden: Path) -> None:
     golden.with_name("other.jsonl").write_text("{}")
     with pytest.raises(ConfigError, match=r"convert it: python tools/preprocess_data.py --input .*other.jsonl"):
         IndexedDataset(golden.with_name("other.jsonl"))
+    golden.with_name("plain").write_text("Some text.\n")
+    steps = (
+        r"convert it: python -X utf8 -c .* > .*plain.jsonl && python tools/preprocess_data.py --input .*plain.jsonl$"
+    )
+    with pytest.raises(ConfigError, match=steps):
+        IndexedDataset(golden.with_name("plain"))
     golden.with_name("golden_text_document.bin").unlink()
     with pytest.raises(ConfigError, match=r"golden_text_document.bin does not exist"):
         IndexedDataset(golden.with_name("golden_text_document"))
