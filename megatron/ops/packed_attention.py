@@ -19,7 +19,7 @@ from megatron.ops.sdpa import sdpa
 from megatron.utils.dtype import HALF
 
 _WIDTH, _WIDEST = 8, 256
-"""Flash attention takes heads whose width is a multiple of the first and at most the second."""
+"""Both kernels take heads whose width is a multiple of the first number; flash attention takes at most the second."""
 _CAUSAL_FROM_BOTTOM_RIGHT = 2
 
 
@@ -85,12 +85,25 @@ def varlen_attention(
     dropout_p: float = 0.0,
     layer_scaling: int = 1,  # the scores stay in fp32
 ) -> Tensor:
-    batch, heads, queries, width = query.shape
+    batch, _, queries, width = query.shape
+    if query.dtype == torch.float64:  # neither kernel has it
+        return packed_attention(
+            query,
+            key,
+            value,
+            documents=documents,
+            left=left,
+            scale=scale,
+            dropout_p=dropout_p,
+            layer_scaling=layer_scaling,
+        )
     query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # [tokens, heads or groups, d]
+    if lacking := -width % _WIDTH:
+        query, key, value = (F.pad(t, (0, lacking)) for t in (query, key, value))
     boundaries = documents.queries, documents.keys, min(queries, documents.longest), documents.longest
     kernel = _flash if query.dtype in HALF and width <= _WIDEST else _memory_efficient
     out = kernel(query, key, value, boundaries, left, scale, dropout_p)
-    return out.view(batch, queries, heads, width).transpose(1, 2)
+    return out[..., :width].unflatten(0, (batch, queries)).transpose(1, 2)
 
 
 Boundaries = tuple[Tensor, Tensor, int, int]  # of queries and of keys, and the largest number of each in a document
@@ -99,10 +112,7 @@ Boundaries = tuple[Tensor, Tensor, int, int]  # of queries and of keys, and the 
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, boundaries: Boundaries, left: int | None, scale: float, dropout_p: float
 ) -> Tensor:
-    width = query.shape[2]
-    if lacking := -width % _WIDTH:
-        query, key, value = (F.pad(t, (0, lacking)) for t in (query, key, value))
-    out = torch.ops.aten._flash_attention_forward(
+    out: Tensor = torch.ops.aten._flash_attention_forward(
         query,
         key,
         value,
@@ -114,7 +124,7 @@ def _flash(
         window_size_left=-1 if left is None else left,
         window_size_right=0,
     )[0]
-    return out[..., :width]
+    return out
 
 
 def _memory_efficient(

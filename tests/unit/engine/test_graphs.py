@@ -105,6 +105,7 @@ def test_a_recording_for_more_documents_replaces_the_smaller() -> None:
     engine, made = parts.trainer.engine, list[ReplayedByCalling]()
 
     def make_graph() -> ReplayedByCalling:
+        assert not graphed._recordings, "the smaller recording still holds its memory"
         made.append(ReplayedByCalling(engine.store))
         return made[-1]
 

@@ -138,9 +138,9 @@ def test_boundaries_that_do_not_fit(boundaries: list[int], message: str) -> None
     assert "\n" not in str(error.value)
 
 
-def inputs(queries: int, keys: int, dtype: torch.dtype) -> list[Tensor]:
+def inputs(queries: int, keys: int, dtype: torch.dtype, width: int = WIDTH) -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
-    shapes = [(BATCH, HEADS, queries, WIDTH), (BATCH, GROUPS, keys, WIDTH), (BATCH, GROUPS, keys, WIDTH)]
+    shapes = [(BATCH, HEADS, queries, width), (BATCH, GROUPS, keys, width), (BATCH, GROUPS, keys, width)]
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
@@ -215,6 +215,53 @@ def test_the_calls_of_a_gpu_mean_the_formula(
     assert out.dtype == dtype and (out.double() - exact).norm() <= allowed * exact.norm()
 
 
+@pytest.mark.parametrize(("dtype", "width", "kernel"), [
+    (torch.bfloat16, 20, "flash"), (torch.float16, 256, "flash"), (torch.bfloat16, 264, "efficient"),
+    (torch.float32, 20, "efficient"), (torch.float64, 20, None),
+])  # fmt: skip
+def test_every_head_width_has_a_kernel(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int, kernel: str | None
+) -> None:
+    """Flash takes widths up to 256 in half precision. Both kernels take multiples of 8."""
+    used = []
+
+    def noted(name: str, function: Any) -> Any:
+        return lambda *args, **named: used.append(name) or function(*args, **named)
+
+    monkeypatch.setattr(torch.ops.aten, "_efficient_attention_forward", noted("efficient", efficient_by_definition))
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", noted("flash", flash_by_definition))
+    documents = Documents.of_starts(torch.arange(BATCH * 24).view(BATCH, 24) % 7 == 0)
+    tensors = inputs(24, 24, dtype, width)
+    out = varlen_attention(*tensors, documents=documents, left=None, scale=SCALE)
+    exact = packed_attention(*[t.double() for t in tensors], documents=documents, left=None, scale=SCALE)
+    assert used == ([kernel] if kernel else []) and out.shape == exact.shape
+    assert (out.double() - exact).norm() <= 1e-2 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_calls_of_a_gpu_pass_dropout(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    passed: dict[str, Any] = {}
+    tensors = [tensor.to("meta") for tensor in inputs(48, 48, dtype)]
+    documents = Documents.of_rows(BATCH, 48, torch.device("meta"))
+    operator = "_flash_attention_forward" if dtype == torch.bfloat16 else "_efficient_attention_forward"
+    with noted_calls(operator, passed):
+        varlen_attention(*tensors, documents=documents, left=None, scale=SCALE, dropout_p=0.25)
+    names = [argument.name for argument in getattr(torch.ops.aten, operator).default._schema.arguments]
+    assert passed["args"][names.index("dropout_p")] == 0.25
+
+
+def test_a_recording_takes_a_batch_with_a_longer_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorded call keeps its numbers, so the length that it was recorded with must allow every document."""
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_by_definition)
+    place = Documents.of_starts(torch.arange(BATCH * 24).view(BATCH, 24) % 3 == 0).for_recording()
+    other = Documents.of_starts(torch.arange(BATCH * 24).view(BATCH, 24) % 20 == 0)
+    place.copy_(other)
+    tensors = inputs(24, 24, torch.bfloat16)
+    out = varlen_attention(*tensors, documents=place, left=None, scale=SCALE)
+    exact = packed_attention(*[t.double() for t in tensors], documents=other, left=None, scale=SCALE)
+    assert (out.double() - exact).norm() <= 1e-2 * exact.norm()
+
+
 def flash_by_definition(
     query: Tensor,
     key: Tensor,
@@ -265,6 +312,7 @@ def efficient_by_definition(
     """query, key and value [1, tokens, heads, d]; mask type 2 is causal from the bottom right. A window counts a
     query's own key."""
     assert mask_type == 2 and bias is None and query.shape[2] == key.shape[2]
+    assert log_sum_exp == torch.is_grad_enabled(), "backward needs it"
     query, key, value = (t[0] for t in (query, key, value))
     left = -1 if window_size is None else window_size - 1
     return (

@@ -17,6 +17,7 @@ from megatron.training import dry_run
 from megatron.training.output_places import check_output_places
 from megatron.utils.device import human_bytes
 from tests.helpers.runs import flags, pretrain_here, train_here
+from tests.unit.tokenizer.support import write_small_bpe
 
 PROFILED = {"profile_dir": {"profile": True, "profile_step_start": 0, "profile_step_end": 1}}
 
@@ -87,3 +88,16 @@ def test_the_size_of_a_small_checkpoint_is_estimated_with_its_headers(
     real = sum(path.stat().st_size for path in files)
     assert 0.97 * real < estimates[0] < 1.15 * real, (estimates, real)
     assert 0.97 * real < needs[0] < 1.15 * real, (needs, real)
+
+
+def test_the_size_of_a_checkpoint_has_the_tokenizers_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    estimates: list[float] = []
+    monkeypatch.setattr(dry_run, "space_for", lambda size, save: estimates.append(size) or human_bytes(size))
+    (tmp_path / "files").mkdir()
+    vocab, merges = write_small_bpe(tmp_path / "files")
+    tokenizer = {"vocab_size": None, "tokenizer_type": "GPT2BPETokenizer", "vocab_file": vocab, "merge_file": merges}
+    run = {"save": tmp_path / "run", "train_iters": 1, **tokenizer}
+    assert pretrain_here(flags(**run, dry_run=True)) == 0
+    assert pretrain_here(flags(**run, dry_run=True, no_save_tokenizer_assets=True)) == 0
+    size = vocab.stat().st_size + merges.stat().st_size
+    assert 0.5 * size < estimates[0] - estimates[1] < 6 * size, (estimates, size)
