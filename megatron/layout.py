@@ -87,7 +87,7 @@ class SizesError(ConfigError):
         reason, ways = self._reason, list(self._ways)
         for index, way in enumerate(ways):
             if isinstance(way, Way) and way.setting == PROCESSES:
-                reason = reason.replace(_processes(way.asked), f"--dry-run-ranks {way.asked}")
+                reason = reason.replace(f"the number of processes, {way.asked},", f"--dry-run-ranks {way.asked}")
                 ways[index] = replace(way, words="use --dry-run-ranks {}")
         return SizesError(reason, *ways)
 
@@ -232,7 +232,7 @@ class Layout:
             if self.world_size % others == 0:
                 ways.append(Way(f"use {flag} {{}}", flag, size, divisors(self.world_size // others)))
         needs = f"{product} = {self.model_size}" if len(given) > 1 else product
-        reason = f"{_processes(self.world_size)} is not divisible by {self.model_size}"
+        reason = f"the number of processes, {self.world_size}, is not divisible by {self.model_size}"
         return SizesError(f"{needs}: {reason}", *ways)
 
     def _expert_error(self) -> SizesError:
@@ -255,10 +255,6 @@ class Layout:
             f"divisible by {self.instances}",
             Way(f"use {INSTANCES_FLAG} {{}}", INSTANCES_FLAG, self.instances, divisors(size)),
         )
-
-
-def _processes(number: int) -> str:
-    return f"the number of processes, {number},"
 
 
 def divisors(number: int) -> list[int]:

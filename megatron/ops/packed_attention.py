@@ -66,7 +66,7 @@ def _unsupported(query: Tensor, key: Tensor, value: Tensor, *, documents: Docume
     if key.dim() == 4 and (documents.rows, documents.seq) != (key.shape[0], key.shape[2]):
         return (
             f"documents of {documents.rows} x {documents.seq} keys for keys {described(key)}: "
-            "rows and length must be equal"
+            "the kernel needs the same rows and length"
         )
     return plain.unsupported(query, key, value, mask=None)
 
