@@ -77,7 +77,7 @@ class Browser:
         while b"\0" not in self._rest:
             read = os.read(self._from.fileno(), 1 << 20)
             if not read:
-                raise BrowserError("the browser ended before it answered; start it by hand to see why")
+                raise BrowserError("the browser exited before it answered; start it in a shell to see its error")
             self._rest += read
         text, self._rest = self._rest.split(b"\0", 1)
         message: dict[str, Any] = json.loads(text)

@@ -63,7 +63,7 @@ class ClientUpdate:
         moved = [name for name, place in self._places.items() if self._grads.parameter(name).data_ptr() != place]
         if moved:
             raise ConfigError(
-                f"{moved[0]}.data was replaced, but weights that the ranks divide (ZeRO) live in a buffer; write into "
+                f"{moved[0]}.data was replaced, but under ZeRO its memory is part of a buffer; write into "
                 f"it: {moved[0]}.data.copy_(...)"
             )
         if not decision.applied:

@@ -141,7 +141,9 @@ def flags_page() -> str:
     """Returns docs/flags.md: the settings by section, and links to the other two generated pages."""
     others = {
         "Retired spellings": ["[Flags of other programs](flags_of_others.md#retired-spellings) lists old spellings."],
-        "Known by name": ["[Flags of other programs](flags_of_others.md) lists flags that have no setting here."],
+        "Known by name": [
+            "[Flags of other programs](flags_of_others.md) lists other programs' flags that are missing here."
+        ],
         "Presets": ["[Presets](presets.md) lists the models that `--model` selects."],
     }
     meanings = _table(("status", "meaning"), _MEANINGS.items())
@@ -197,7 +199,7 @@ def others_page() -> str:
         "Names elsewhere": _names_elsewhere(),
     }
     subject = (
-        "This page lists flags of Megatron-LM and Megatron-DeepSpeed without a setting here, and other trainers' names."
+        "This page lists flags of Megatron-LM and Megatron-DeepSpeed that are missing here, and other trainers' names."
     )
     return _page("Flags of other programs", subject, _OTHERS, sections)
 

@@ -235,7 +235,7 @@ def answers() -> Mapping[str, str]:
 
 
 def given_elsewhere(spelling: str) -> str | None:
-    """Returns the replacement of another program's setting: "here it is --lr", or a sentence; None if unknown.
+    """Returns the replacement of another program's setting: "use --lr instead", or a sentence; None if unknown.
 
     If the whole name is unknown, the part after its last dot is looked up: `seq_len` of `--training.seq_len`.
     """
@@ -243,4 +243,4 @@ def given_elsewhere(spelling: str) -> str | None:
     answer = answers().get(name.replace(".", "-")) or answers().get(name.rpartition(".")[2])
     if answer is None:
         return None
-    return f"here it is {answer}" if answer.startswith("--") else answer
+    return f"use {answer} instead" if answer.startswith("--") else answer

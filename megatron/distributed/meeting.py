@@ -52,8 +52,8 @@ def wait_for_all(
     """
     if store.add(f"came_{info.rank}", 1) > 1:
         raise ConfigError(
-            f"--master-port {info.master_port}: another process is rank {info.rank} there already; choose another port "
-            "if two jobs use this one, and start every rank once"
+            f"--master-port {info.master_port}: another process has already joined as rank {info.rank}; choose "
+            "another port if two jobs use this one, and start every rank once"
         )
     store.append("came", f"{info.rank} ")  # type: ignore[attr-defined]  # torch's stubs lack it
     unlike = identity.unlike_first(store)

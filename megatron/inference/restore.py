@@ -40,8 +40,8 @@ def restore_model(
     if parameters.keys() != saved.model.keys():
         differing = sorted(parameters.keys() ^ saved.model.keys())
         raise CheckpointError(
-            f"{reader.directory}: its weights do not match its settings: only one of them has "
-            f"{', '.join(differing[:8])}; copy the whole step again"
+            f"{reader.directory}: its weights and its settings name different parameters ({', '.join(differing[:8])}); "
+            "copy the whole step again"
         )
     for name, tensor in tensors or ((name, reader.logical(name, record)) for name, record in saved.model.items()):
         parameters[name].copy_(tensor)

@@ -173,7 +173,9 @@ class GPT(nn.Module):
         shape: torch.Size,
         cache: KVCache | None,
     ) -> AttentionContext:
-        assert cache is None or document_ids is None, "document_ids do not work with a cache, which has one document"
+        assert cache is None or document_ids is None, (
+            "document_ids and a cache exclude each other: a cache holds one document"
+        )
         if cache is None:
             documents = documents_of(document_ids)
             window, device = self.config.window, position_ids.device

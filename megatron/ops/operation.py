@@ -145,7 +145,7 @@ class Fallbacks:
         kind = re.sub(r" \(.*?\)", "", reason)  # without the shapes
         if kind not in self.said:
             self.said.add(kind)
-            self.warn(f"{op}: native kernels cannot take {kind}; a fallback runs for all such calls")
+            self.warn(f"{op}: native kernels do not support {kind}; a fallback runs for all such calls")
 
 
 def with_fallback(
@@ -170,7 +170,7 @@ def with_fallback(
         if reason is None:
             return kernel(*args, **named)
         if fallbacks is None:
-            raise ConfigError(f"--kernels native: {name} cannot take {reason}; use --kernels auto")
+            raise ConfigError(f"--kernels native: {name} does not support {reason}; use --kernels auto")
         fallbacks.say(name, reason)
         return fallback(*args, **named)
 

@@ -92,8 +92,8 @@ class Kernels:
         """Returns one line with the operations that do not run on the kernels of csrc/."""
         others = ", ".join(f"{choice.op} ({choice.backend})" for choice in self.choices if choice.backend != "native")
         any_native = any(choice.backend.startswith("native") for choice in self.choices)
-        line = f"kernels: native{f', but {others}' if others else ''}" if any_native else "kernels: none is native"
-        return f"{line}; --log-kernels shows all, and why"
+        line = f"kernels: native{f' except {others}' if others else ''}" if any_native else "kernels: no native kernels"
+        return f"{line}; --log-kernels lists all, with reasons"
 
 
 def _ordered() -> list[Operation]:

@@ -236,7 +236,7 @@ def check_not_split(model: nn.Module, config: ParallelConfig) -> None:
     if config.model_parallel_size > 1 or config.expert_model_parallel_size > 1:
         raise ConfigError(
             "--tensor-model-parallel-size, --pipeline-model-parallel-size, --context-parallel-size and "
-            f"--expert-model-parallel-size only split Megatron's GPT, but the model provider gave a "
+            f"--expert-model-parallel-size only split Megatron's GPT, but the model provider returned a "
             f"{type(model).__name__}; set these sizes to 1, to train it with data parallelism"
         )
 

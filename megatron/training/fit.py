@@ -49,11 +49,11 @@ def plan_rows(run: Run, model: nn.Module, moe: MoEConfig | None = None) -> list[
         return []
     room, needs = Room.of_run(run), _of_stages(run, model, moe)
     total = room.needed(run, needs)
-    whose = "the ranks together" if room.shared else "the fullest rank"
+    whose = "the ranks together" if room.shared else "the rank that needs most"
     most = human_bytes(max(rank.activations for rank in needs))
     rows = [
         ("activations", f"{most} on the rank with most (estimate, without temporary tensors)"),
-        ("memory in all", f"{human_bytes(total)} for {whose} (estimate){_verdict(total, room)}"),
+        ("total memory", f"{human_bytes(total)} for {whose} (estimate){_verdict(total, room)}"),
     ]
     saved = {words: total - room.needed(other, _of_stages(other, model, moe)) for words, other in _changes(run)}
     best = sorted((words for words in saved if saved[words] > 0), key=lambda words: -saved[words])[:_CHANGES_SHOWN]

@@ -104,7 +104,7 @@ class TrainingLog:
         ranks = all_gather_json(mine, self._engine.parallel.world, dict[str, int])
         most = {kind: max(range(len(ranks)), key=lambda rank: ranks[rank][kind]) for kind in mine}
         sizes = [f"{kind.replace('_', ' ')} {ranks[rank][kind] / 1e6:.1f} (rank {rank})" for kind, rank in most.items()]
-        self._log.info(f" memory after iteration {iteration} (MB, the fullest rank): {' | '.join(sizes)}")
+        self._log.info(f" memory after iteration {iteration} (MB, the rank that uses most): {' | '.join(sizes)}")
 
     def _record(self, iteration: Iteration, result: StepResult, reported: Mapping[str, float]) -> TrainRecord:
         losses, samples, seconds, waited = zip(*self._since_logged, strict=True)

@@ -78,7 +78,7 @@ def watched(run: Run, history: RunHistory, record: ExitRecord) -> Iterator[Posit
             where = f" (rank {run.launch.rank})" if run.launch.world_size > 1 else ""
             print_line(f"error{where}: {error}", sys.stderr)
             if isinstance(error, HangError) and (entries := last_entries()):
-                print_line(f"its last collectives: {'; '.join(entries)}", sys.stderr)
+                print_line(f"last collectives of this rank: {'; '.join(entries)}", sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
 

@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
         flag = word.split("=", 1)[0]
         known = list(self._option_string_actions)
         elsewhere, near = named_elsewhere(flag, known), nearest_flag(flag, known)
-        hint = f"here it is {elsewhere}" if elsewhere else f"did you mean {near}?" if near else "see --help"
+        hint = f"use {elsewhere} instead" if elsewhere else f"did you mean {near}?" if near else "see --help"
         raise ConfigError(f"{flag}: no such flag; {hint}" if flag.startswith("-") else f"{word}: not a flag; {hint}")
 
 

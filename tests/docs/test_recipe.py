@@ -198,7 +198,7 @@ def test_a_layout_fits_its_devices_or_another_number_is_named(recipe: Checkout) 
 
 MEMORY = """
 . ./test/recipe.sh
-python() { case " $* " in FITS) ;; *) echo "memory in all  9 GiB for the ranks together: does not fit" ;; esac; }
+python() { case " $* " in FITS) ;; *) echo "total memory  9 GiB for the ranks together: does not fit" ;; esac; }
 PYTHON=python devices=2 MICRO=4 LAYOUT=here GIVEN="TYPED" SETTINGS=(--micro-batch-size 4 --seq-length 9)
 fit_memory
 echo "${SETTINGS[@]}; $LAYOUT"

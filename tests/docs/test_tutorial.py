@@ -126,7 +126,7 @@ def test_a_typo_in_the_tutorials_command_is_one_line(checkout: Checkout) -> None
         )
     )
     assert done.returncode == 2 and len(done.stdout.strip().splitlines()) == 1, done.stdout
-    assert "--learning-rte: unknown setting (here it is --lr)" in done.stdout
+    assert "--learning-rte: unknown setting (use --lr instead)" in done.stdout
 
 
 @pytest.fixture(scope="module")

@@ -123,7 +123,7 @@ class GuardedWeights(FullySharded):
         for name, place in self._storages().items():
             if place != self._places[name]:
                 raise ConfigError(
-                    f"{name}.data was replaced, but weights that the ranks divide (ZeRO) live in a buffer; "
+                    f"{name}.data was replaced, but under ZeRO its memory is part of a buffer; "
                     f"use engine.load_state_dict({{...}}, strict=False), with the whole tensor"
                 )
         if written := self._writes.found():

@@ -127,7 +127,7 @@ class OSS(torch.optim.Optimizer):
         sizes, here = [len(group["params"]) for group in saved], [len(group["params"]) for group in self.param_groups]
         if sizes != here:
             raise ConfigError(
-                f"OSS.load_state_dict(): the loaded groups have {sizes} parameters, but those here have {here}; load "
+                f"OSS.load_state_dict(): the loaded groups have {sizes} parameters, this model's have {here}; load "
                 "this model's state"
             )
         own: dict[int, Any] = {}

@@ -30,7 +30,9 @@ class LoggingConfig:
     tensorboard_log_interval: int = _tensorboard_flag(1, "Steps between TensorBoard entries.", at_least=1)
     tensorboard_queue_size: int = _tensorboard_flag(1000, "Pending TensorBoard entries before a flush.", at_least=1)
     log_memory_interval: int | None = flag(
-        None, "Steps between log lines with the memory of the fullest rank, a multiple of --log-interval.", at_least=1
+        None,
+        "Steps between log lines with the memory of the rank that uses most, a multiple of --log-interval.",
+        at_least=1,
     )
     metrics_jsonl: str | None = flag(None, "File for metrics, one JSON object per logged iteration.", path=True)
     log_timers_to_tensorboard: bool = _tensorboard_flag(False, "Write the timers to TensorBoard.")

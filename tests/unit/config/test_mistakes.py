@@ -19,8 +19,8 @@ NULL = "--tokenizer-type NullTokenizer"
 ADDED = {
     "--num-layer 3": ("--num-layer", "did you mean --num-layers?"),
     "--lerning-rate 1e-3": ("--lerning-rate", "docs/flags.md"),
-    "--learning_rate 1e-3": ("--learning_rate", "here it is --lr)"),
-    "--max_steps 5": ("--max_steps", "here it is --train-iters)"),
+    "--learning_rate 1e-3": ("--learning_rate", "use --lr instead)"),
+    "--max_steps 5": ("--max_steps", "use --train-iters instead)"),
     "-num-layers 3": ("-num-layers", "give --num-layers"),
     "-lr 1": ("-lr", "give --lr"),
     "--split 969 30 1": ("--split 969 30 1: one value", "use --split 969,30,1"),

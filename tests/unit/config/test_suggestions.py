@@ -189,7 +189,7 @@ def test_two_hundred_names_of_which_a_third_have_no_answer() -> None:
 
 @pytest.mark.parametrize("typed", ELSEWHERE)
 def test_the_setting_of_another_program(typed: str) -> None:
-    assert hint(typed) == f"here it is {ELSEWHERE[typed]}"
+    assert hint(typed) == f"use {ELSEWHERE[typed]} instead"
 
 
 @pytest.mark.parametrize("typed", SENTENCES)

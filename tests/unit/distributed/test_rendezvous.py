@@ -174,7 +174,7 @@ def test_a_rank_that_is_there_twice_is_refused() -> None:
     meeting.come(ranks[0])
     store = dist.TCPStore("127.0.0.1", ranks[0].master_port, timeout=timedelta(seconds=60), wait_for_workers=False)
     dist.PrefixStore("none/attempt_0", store).add("came_1", 1)
-    with pytest.raises(ConfigError, match=r"--master-port \d+: another process is rank 1 there already"):
+    with pytest.raises(ConfigError, match=r"--master-port \d+: another process has already joined as rank 1"):
         meet(ranks[1], timedelta(seconds=60))
     dist.PrefixStore("none/attempt_0", store).set("outcome", "late: enough")
     assert isinstance(meeting.end()[0], HangError)

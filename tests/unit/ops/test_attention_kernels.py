@@ -205,7 +205,7 @@ def test_values_of_another_width_are_left_to_others() -> None:
     out = resolve("auto", "cpu", warn=said.append).attention(query, key, value, **CAUSAL)
     torch.testing.assert_close(out, attention.attention(query, key, value, **CAUSAL))
     assert len(said) == 1 and "the kernel needs values in the shape of the keys" in said[0]
-    with pytest.raises(ConfigError, match="--kernels native: attention cannot take queries"):
+    with pytest.raises(ConfigError, match="--kernels native: attention does not support queries"):
         resolve("native", "cpu").attention(query, key, value, **CAUSAL)
 
 

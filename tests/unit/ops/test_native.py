@@ -183,7 +183,7 @@ def test_strict_names_the_operation_the_shape_and_what_would_do(op: str, args: t
         getattr(resolve("native", "cpu"), op)(*tensors, **named)
     said = str(caught.value)
     assert (
-        said.startswith(f"--kernels native: {op} cannot take ")
+        said.startswith(f"--kernels native: {op} does not support ")
         and ": the kernel needs " in said
         and said.endswith("; use --kernels auto")
     )
@@ -201,16 +201,16 @@ def test_the_fallback_runs_and_is_said_once() -> None:
     kernels.swiglu(x[:1])
     (line,) = said
     assert line.startswith(
-        "swiglu: native kernels cannot take float64: the kernel needs float32, bfloat16 or float16; "
+        "swiglu: native kernels do not support float64: the kernel needs float32, bfloat16 or float16; "
     )
     kernels.add_rms_norm(x, x.float(), x[0], 1e-5)
-    assert len(said) == 2 and said[1].startswith("add_rms_norm: native kernels cannot take x float64 and a resid")
+    assert len(said) == 2 and said[1].startswith("add_rms_norm: native kernels do not support x float64 and a resid")
 
 
 def test_a_fallback_is_no_warning_of_python_with_a_line_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
     backend("cpu")
     resolve("auto", "cpu").squared_relu(torch.ones(2, dtype=torch.float64))
-    assert re.fullmatch(r"warning: squared_relu: native kernels cannot take float64: .*\n", capsys.readouterr().err)
+    assert re.fullmatch(r"warning: squared_relu: native kernels do not support float64: .*\n", capsys.readouterr().err)
 
 
 def test_the_table_names_the_kernels() -> None:

@@ -88,7 +88,7 @@ def test_a_sum_that_alone_is_used_still_has_its_gradient() -> None:
 
 def test_a_sum_of_two_dtypes_is_refused_by_name() -> None:
     call = strict("add_rms_norm", backend("cpu").ops)
-    with pytest.raises(ConfigError, match=r"add_rms_norm cannot take x bfloat16 .*; use --kernels auto"):
+    with pytest.raises(ConfigError, match=r"add_rms_norm does not support x bfloat16 .*; use --kernels auto"):
         call(torch.ones(2, 4).bfloat16(), torch.ones(2, 4), torch.ones(4), 1e-5)
 
 

@@ -65,7 +65,7 @@ def test_turning_back_is_the_inverse() -> None:
 def test_angles_with_a_gradient_are_refused_by_name() -> None:
     call = strict("rope", backend("cpu").ops)
     cos, sin = angles(5, 8)
-    with pytest.raises(ConfigError, match=r"rope cannot take angles .* that require a gradient"):
+    with pytest.raises(ConfigError, match=r"rope does not support angles .* that require a gradient"):
         call(torch.ones(2, 5, 3, 16), cos.requires_grad_(), sin)
 
 

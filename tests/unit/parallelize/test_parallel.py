@@ -47,7 +47,7 @@ def test_a_model_that_is_not_ours_is_taken_as_it_is() -> None:
     model = nn.Linear(2, 2)
     parallel = built(model)
     assert parallel.model is model and not parallel.rows
-    with pytest.raises(ConfigError, match="only split Megatron's GPT, but the model provider gave a Linear"):
+    with pytest.raises(ConfigError, match="only split Megatron's GPT, but the model provider returned a Linear"):
         built(model, **TP2)
 
 

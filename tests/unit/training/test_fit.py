@@ -37,7 +37,7 @@ def bytes_of(text: str) -> float:
 def test_each_change_saves_what_it_promises(settings: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     """The command with the change is planned anew: its memory is the old one less what was promised."""
     planned = rows(capsys, device_memory="1GB", **settings)
-    total = bytes_of(dict(planned)["memory in all"])
+    total = bytes_of(dict(planned)["total memory"])
     saving = [text.split(" with ") for name, text in planned if name == "saves memory"]
     assert len(saving) == 3
     amounts = [bytes_of(amount) for amount, _ in saving]
@@ -48,7 +48,7 @@ def test_each_change_saves_what_it_promises(settings: dict[str, Any], capsys: py
             if f"--{name.replace('_', '-')} " in words:
                 changed.pop(name, None)
         assert pretrain_here([*flags(**changed), *words.split()]) == 0
-        after = re.search(r"memory in all +(.*)", capsys.readouterr().out)
+        after = re.search(r"total memory +(.*)", capsys.readouterr().out)
         assert after and bytes_of(after[1]) == pytest.approx(total - bytes_of(amount), rel=0.02)
 
 
@@ -80,7 +80,7 @@ def test_ranks_of_one_machine_share_its_memory(
     model = pretrain_gpt().model_provider(run)
     together = sum(rank.total for rank in predicted(run, model, range(4)))
     monkeypatch.setattr(fit, "memory_limit", lambda: 10**12)
-    shown = dict(fit.plan_rows(run, model))["memory in all"]
+    shown = dict(fit.plan_rows(run, model))["total memory"]
     assert shown.startswith(f"{human_bytes(together)} for the ranks together")
     capsys.readouterr()
 
@@ -105,17 +105,17 @@ def test_a_bound_that_counts_no_temporary_tensors_needs_a_margin(
     model = pretrain_gpt().model_provider(run)
     need = sum(rank.total for rank in predicted(run, model, [0]))
     monkeypatch.setattr(fit, "memory_limit", lambda: round(need * share))
-    assert f": {verdict} the " in dict(fit.plan_rows(run, model))["memory in all"]
+    assert f": {verdict} the " in dict(fit.plan_rows(run, model))["total memory"]
 
 
 def test_an_accelerator_is_compared_with_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank has a device: the fullest rank counts, and not the sum."""
+    """Each rank has a device: the rank that needs most counts, and not the sum."""
     asked: list[torch.device] = []
     monkeypatch.setattr(fit, "total_memory", lambda device: (asked.append(device), 10**12)[1])
     run = replace(make_run(parse_args(flags(**SHAPE))), device=torch.device("cuda", 1))
-    line = dict(fit.plan_rows(run, pretrain_gpt().model_provider(run)))["memory in all"]
+    line = dict(fit.plan_rows(run, pretrain_gpt().model_provider(run)))["total memory"]
     assert asked == [torch.device("cuda", 1)]
-    assert "for the fullest rank (estimate): fits into the" in line and line.endswith("of this device")
+    assert "for the rank that needs most (estimate): fits into the" in line and line.endswith("of this device")
 
 
 def test_the_memory_of_a_device_is_that_of_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,8 +135,10 @@ def test_the_memory_of_a_device_is_that_of_its_module(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("limit", "verdict"), [("100MB", "fits"), ("1MB", "does not fit")])
 def test_a_limit_is_compared(limit: str, verdict: str, capsys: pytest.CaptureFixture[str]) -> None:
-    line = dict(rows(capsys, device_memory=limit))["memory in all"]
-    assert f"for the fullest rank (estimate): {verdict} into the " in line and line.endswith(f"--device-memory {limit}")
+    line = dict(rows(capsys, device_memory=limit))["total memory"]
+    assert f"for the rank that needs most (estimate): {verdict} into the " in line and line.endswith(
+        f"--device-memory {limit}"
+    )
 
 
 @pytest.mark.parametrize("size", ["80GB", "80B", "80000000000", "80", "80X", "GB", "0GB", "1.5GB", "8 iB"])

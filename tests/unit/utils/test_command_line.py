@@ -56,7 +56,7 @@ def test_a_wrong_command_is_one_line(tool: str, flags: list[str]) -> None:
 def test_a_name_of_another_program(parser: Callable[[], Parser], typed: str, flag: str) -> None:
     with pytest.raises(ConfigError) as raised:
         parser().parse_known_flags([typed, "x"])
-    assert str(raised.value) == f"{typed}: no such flag; here it is {flag}"
+    assert str(raised.value) == f"{typed}: no such flag; use {flag} instead"
 
 
 def test_every_name_of_another_program_belongs_to_a_tool() -> None:
