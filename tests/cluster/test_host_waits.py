@@ -86,7 +86,7 @@ def settings(family: dict[str, Any], axes: dict[str, Any], ranks: int, micro_bat
     }
 
 
-def few_layers(names: set[str], pp: int, ring: bool) -> dict[str, Any]:
+def few_layers(names: set[str], pp: int, ring: bool = False) -> dict[str, Any]:
     """One layer per stage, because the next does the same. Two if something passes between layers; the suite's number
     if its settings give each layer a kind or a place."""
     if names & _CUTS:
