@@ -106,9 +106,10 @@ def cases() -> tuple[Case, ...]:
         for ranks, pairs in suite.CASES.items():
             for family, axes in pairs:
                 pp = axes.get("pipeline_model_parallel_size", 1)
+                seen = str({**axes, "micro_batch_size": 1})  # which is every case's
                 for rank in {0, ranks - 1} if pp > 1 else {ranks - 1}:
                     argv = tuple(flags(**settings(family, axes, ranks, micro_batches)))
-                    kinds.setdefault((ranks, rank, str(axes), *(family.get(k) for k in KINDS)), Case(ranks, rank, argv))
+                    kinds.setdefault((ranks, rank, seen, *(family.get(k) for k in KINDS)), Case(ranks, rank, argv))
     return tuple(kinds.values())
 
 
