@@ -86,7 +86,7 @@ def settings(family: dict[str, Any], axes: dict[str, Any], ranks: int, micro_bat
     }
 
 
-def few_layers(names: set[str], pp: int, ring: bool) -> dict[str, Any]:
+def few_layers(names: set[str], pp: int, ring: bool = False) -> dict[str, Any]:
     """One layer per stage, because the next does the same. Two if something passes between layers; the suite's number
     if its settings give each layer a kind or a place."""
     if names & _CUTS:
@@ -106,9 +106,10 @@ def cases() -> tuple[Case, ...]:
         for ranks, pairs in suite.CASES.items():
             for family, axes in pairs:
                 pp = axes.get("pipeline_model_parallel_size", 1)
+                seen = str({**axes, "micro_batch_size": 1})  # which is every case's
                 for rank in {0, ranks - 1} if pp > 1 else {ranks - 1}:
                     argv = tuple(flags(**settings(family, axes, ranks, micro_batches)))
-                    kinds.setdefault((ranks, rank, str(axes), *(family.get(k) for k in KINDS)), Case(ranks, rank, argv))
+                    kinds.setdefault((ranks, rank, seen, *(family.get(k) for k in KINDS)), Case(ranks, rank, argv))
     return tuple(kinds.values())
 
 

@@ -23,6 +23,7 @@ from megatron.prove.order.cluster import (
     save_by_one_process,
 )
 from megatron.prove.order.waits import play
+from tests.cluster.test_host_waits import few_layers
 from tests.equivalence import (
     test_context_parallel,
     test_data_parallel,
@@ -62,7 +63,8 @@ def cases(suite: Any) -> list[Case]:
     for ranks, some in suite.CASES.items():
         for family, axes in some:
             if ranks > 1:
-                found.setdefault(f"{ranks} {axes} {'num_experts' in family}", (ranks, family, axes))
+                few = few_layers({*family, *axes}, axes.get("pipeline_model_parallel_size", 1))
+                found.setdefault(f"{ranks} {axes} {'num_experts' in family}", (ranks, {**family, **few}, axes))
     return list(found.values())
 
 

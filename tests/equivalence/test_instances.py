@@ -83,7 +83,7 @@ CHECKED = {
     **GPT2,
     "num_layers": 2,
     "optimizer": "adam",
-    "train_iters": 4,
+    "train_iters": 3,
     "micro_batch_size": 2,
     "check_replicas_every": 1,
 }

@@ -33,7 +33,7 @@ from tests.helpers.layouts import (
 )
 from tests.helpers.runs import Recorder, flags, make_parts
 
-EQUAL, SEEN, STEPS = 1e-10, 1e-6, 6
+EQUAL, SEEN, STEPS = 1e-10, 1e-6, 4
 ADAM = {"optimizer": "adam", "lr": 1e-3, "train_iters": STEPS}
 LATE = {"overlap_grad_reduce": True}
 ONE = {"zero_stage": 1}
