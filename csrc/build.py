@@ -70,7 +70,7 @@ HELPERS_FOLDER, SUFFIXES = "data", (".h", ".cpp", ".cu")
 UNUSED_DAYS = 14  # days without use after which an object is deleted
 LOCK_SECONDS = 900.0
 SAY_SECONDS = 10.0  # between two lines about a running build
-SANITIZERS = ("-fsanitize=undefined", "-fno-sanitize-recover=all", "-g1", "-O1")
+SANITIZERS = ("-fsanitize=undefined", "-fno-sanitize-recover=all", "-g0", "-O1")
 
 
 class BuildError(Exception):

@@ -6,7 +6,8 @@ import ast
 import graphlib
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,6 +74,12 @@ def shipped_python() -> list[Path]:
     return [path for path in repository_files(".py") if not path.relative_to(ROOT).as_posix().startswith("tests/")]
 
 
+@cache
+def nodes_of(source: str) -> tuple[ast.AST, ...]:
+    """All nodes of a file. Most rules read most files: each is parsed once for all of them."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
 def dotted(node: ast.AST) -> str:
     """`torch.cuda.is_available` as text; '' for anything except a chain of names."""
     if isinstance(node, ast.Name):
@@ -94,10 +101,10 @@ def is_constant(node: ast.expr | None, value: object) -> bool:
 # ---------------------------------------------------------------- imports
 
 
-def imported_modules(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+def imported_modules(nodes: Iterable[ast.AST], module: str, is_package: bool) -> Iterator[tuple[int, str]]:
     """(line, absolute module) of every import, including those inside functions and under TYPE_CHECKING."""
     package = module.split(".") if is_package else module.split(".")[:-1]
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -118,7 +125,7 @@ def upward_imports(source: str, path: str) -> list[str]:
     if own not in LEVELS:
         return [f"{path}: megatron.{own} has no level in tests/policy/rules.py"]
     found = []
-    for line, name in imported_modules(ast.parse(source), module, is_package):
+    for line, name in imported_modules(nodes_of(source), module, is_package):
         top, _, rest = name.partition(".")
         if top in ABOVE_THE_PACKAGE:
             found.append(f"{path}:{line}: the package imports {name}, which stands above it")
@@ -145,7 +152,7 @@ def upward_imports_of_scripts(source: str, path: str) -> list[str]:
     """Tools may import benchmarks and the package, benchmarks the package; neither imports the tests."""
     own = Path(path).parts[0]
     above = ABOVE_IN_ORDER[ABOVE_IN_ORDER.index(own) + 1 :]
-    names = imported_modules(ast.parse(source), ".".join(Path(path).with_suffix("").parts), is_package=False)
+    names = imported_modules(nodes_of(source), ".".join(Path(path).with_suffix("").parts), is_package=False)
     return [f"{path}:{line}: {own} imports {name}, above it" for line, name in names if name.split(".")[0] in above]
 
 
@@ -162,7 +169,7 @@ def import_cycle(sources: Mapping[str, str]) -> list[str]:
         modules[".".join(parts[:-1] if is_package else parts)] = (path, is_package)
     graph: dict[str, set[str]] = {}
     for module, (path, is_package) in modules.items():
-        imported = imported_modules(ast.parse(sources[path]), module, is_package)
+        imported = imported_modules(nodes_of(sources[path]), module, is_package)
         graph[module] = {known_module(name, modules) for _, name in imported} - {module, ""}
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -183,7 +190,7 @@ def imports_of_nothing(source: str, path: str) -> list[str]:
     runs."""
     parts = Path(path).with_suffix("").parts
     is_package = parts[-1] == "__init__"
-    found = imported_modules(ast.parse(source), ".".join(parts[:-1] if is_package else parts), is_package)
+    found = imported_modules(nodes_of(source), ".".join(parts[:-1] if is_package else parts), is_package)
     ours = [(line, name) for line, name in found if name.split(".")[0] in {"megatron", "tests", "tools", "benchmarks"}]
     return [f"{path}:{line}: there is no module {name}" for line, name in ours if not _exists(name)]
 
@@ -202,21 +209,21 @@ def _exists(name: str) -> bool:
 
 
 def global_statements(source: str, path: str) -> list[str]:
-    return [f"{path}:{node.lineno}: global" for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Global)]
+    return [f"{path}:{node.lineno}: global" for node in nodes_of(source) if isinstance(node, ast.Global)]
 
 
 def environment_reads(source: str, path: str) -> list[str]:
     if path in ENVIRONMENT_READERS:
         return []
     found = []
-    tree = ast.parse(source)
+    nodes = nodes_of(source)
     allowed = {
         id(environment)
-        for node in ast.walk(tree)
+        for node in nodes
         for environment, variable in variables_set(node)
         if isinstance(variable, ast.Constant) and variable.value == ENVIRONMENT_WRITERS.get(path)
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         name = dotted(node) if isinstance(node, ast.Attribute) and id(node) not in allowed else ""
         if re.fullmatch(r"os\.(environ|environb|getenv|getenvb|putenv|unsetenv)", name):
             found.append(f"{path}:{node.lineno}: {name}")
@@ -240,7 +247,7 @@ def variables_set(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
 def unsafe_loading(source: str, path: str) -> list[str]:
     """Calls that could run code found in a file."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] in PICKLES]
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in PICKLES:
@@ -253,7 +260,7 @@ def unsafe_loading(source: str, path: str) -> list[str]:
 def pickles_between_ranks(source: str, path: str) -> list[str]:
     """Uses of torch's object collectives, which unpickle what arrives; `megatron.distributed.messages` sends JSON."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         named = [(node.lineno, alias.name) for alias in node.names] if isinstance(node, ast.ImportFrom) else []
         if isinstance(node, ast.Attribute | ast.Name):
             named.append((node.lineno, dotted(node)))
@@ -287,7 +294,7 @@ def cuda_by_name(source: str, path: str) -> list[str]:
     if path.startswith(("megatron/utils/", "megatron/ops/")):
         return []
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Attribute) and dotted(node.value) == "torch" and node.attr == "cuda":
             found.append(f"{path}:{node.lineno}: torch.cuda")
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
@@ -331,13 +338,13 @@ def foreign_packages(text: str, path: str) -> list[str]:
 
 def function_sizes(source: str, path: str) -> list[tuple[str, int]]:
     """(path::name, lines) of every function, without decorators."""
-    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [n for n in nodes_of(source) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     return [(f"{path}::{node.name}", (node.end_lineno or node.lineno) - node.lineno + 1) for node in functions]
 
 
 def unexplained_skips(source: str, path: str) -> list[str]:
     """Skips without a reason, and reruns until a test passes."""
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = nodes_of(source)
     called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
     found = []
     for node in nodes:

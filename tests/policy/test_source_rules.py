@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,13 @@ from tests.policy import rules
 from tests.policy.measure import Source, defined_twice, in_spine, most_members, sources
 
 Rule = Callable[[str, str], list[str]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _parsed_files() -> Iterator[None]:
+    """Keeps the files' nodes for the tests of this file only: they take much memory."""
+    yield
+    rules.nodes_of.cache_clear()
 
 
 def tree_violations(rule: Rule, files: list[Path]) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import megatron_anywhere
+from tests.helpers.warm import warm_python
 from tests.policy import rules
 from tests.policy.rules import ROOT
 
@@ -73,7 +74,7 @@ def test_help_loads_no_torch(script: str) -> None:
 
 @pytest.mark.parametrize("script", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.name)
 def test_every_benchmark_answers_help_from_anywhere(script: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(script), "--help"]
+    command = [warm_python(), str(script), "--help"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and ("usage" in done.stdout or "--help-all" in done.stdout), done.stderr
 

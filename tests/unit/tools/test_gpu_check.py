@@ -9,6 +9,7 @@ import time
 import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,9 +21,11 @@ from benchmarks import gpu_peers, gpu_ranks, gpu_steps
 from benchmarks.parts import gpu_ops
 from megatron.ops import library as library_module
 from megatron.ops.proof import PROOFS
+from megatron.ops.proof.apart import JUDGE, judge_apart
 from megatron.ops.registry import kernels_in
 from tests.helpers.kernels import backend
 from tests.helpers.scripts import load_script
+from tests.helpers.warm import warm_python
 from tests.policy.rules import ROOT
 
 CUDA_FOLDERS = {source.parent.name for source in (ROOT / "csrc").glob("*/cuda*.cu")}
@@ -171,7 +174,7 @@ def test_a_source_whose_process_dies_does_not_take_the_others_along(tmp_path: Pa
         for dtype in proof.dtypes
     ]
     (tmp_path / "right.json").write_text(json.dumps(everything))
-    verdicts = list(gpu_ops.judge_apart(sorted(CUDA_FOLDERS), "cpu", seed=1, seconds=3, judge=judge))
+    verdicts = list(judge_apart(sorted(CUDA_FOLDERS), "cpu", seed=1, seconds=3, judge=judge))
     wrong = {verdict.folder: verdict.wrong for verdict in verdicts if verdict.wrong}
     died = "its process ended with exit code -6: CUDA error 700"
     assert wrong == {"norm": (died,), "rope": ("not judged within 3 s",)}
@@ -252,8 +255,11 @@ def test_a_sanitizer_that_did_not_look_is_named_at_the_end_and_in_the_record(
     assert not any("memcheck" in line for line in lines)
 
 
-def test_the_whole_command_on_a_cpu(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_command_on_a_cpu(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     backend("cpu")
+    monkeypatch.setattr(gpu_ops, "judge_apart", partial(judge_apart, judge=(warm_python(), *JUDGE[1:])))
     record = tmp_path / "record.json"
     assert tool.main(["--device", "cpu", "--out", str(record), "--rounds", "0", "--seed", "3"]) == 0
     written = json.loads(record.read_text())
