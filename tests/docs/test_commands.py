@@ -3,7 +3,7 @@
 The small run that pages begin with is made once; every page gets a copy of it.
 
 Most commands fork an interpreter that has imported torch. A few start real ones: those of the README that generate
-text (test_quickstart.py runs the others' like), and the benchmark of a start.
+text (tests/release/test_quickstart.py runs the others' like), and the benchmark of a start.
 """
 
 from __future__ import annotations
