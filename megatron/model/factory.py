@@ -15,23 +15,31 @@ from megatron.model.linear import Linear
 from megatron.model.loss import HeadAndLoss
 from megatron.model.moe_losses import RouterReports
 from megatron.model.norm import Norm
+from megatron.model.recompute import Recomputation
 from megatron.model.table import Table
 from megatron.model.wgrads import WgradRoute
 from megatron.ops import Kernels
+from megatron.ops.expert_rows import Groups
+from megatron.ops.grouped_linear import least_rows
 
 Dropout = Callable[[Tensor, float, bool], Tensor]
 """(x, probability, training) -> x with dropout."""
 
 
-RunExperts = Callable[[Tensor, list[int]], Tensor]
-"""(rows [tokens, hidden] sorted by expert, rows per expert) -> the experts' results in the same order."""
-Dispatcher = Callable[[Tensor, Tensor, RunExperts], Tensor]
-"""(rows [tokens, hidden] sorted by expert, counts [experts], experts) -> the experts' results in the same order."""
+RunExperts = Callable[[Tensor, Groups], Tensor]
+"""(rows [rows, hidden] sorted by expert, rows of each expert) -> the experts' results in the same order."""
 
 
-def run_here(rows: Tensor, counts: Tensor, experts: RunExperts) -> Tensor:
-    """Dispatcher for ranks that hold all experts: calls the experts. The other one is in megatron/expert_parallel."""
-    return experts(rows, counts.tolist())
+class Dispatcher:
+    """Calls the experts of a rank that holds all of them. megatron/expert_parallel has one for the other ranks."""
+
+    def __init__(self, padding: int) -> None:
+        """`padding`: rows of zeros that the experts need after each expert's rows."""
+        self.padding = padding
+
+    def __call__(self, rows: Tensor, groups: Groups, experts: RunExperts) -> Tensor:
+        """rows [rows, hidden] sorted by expert; groups: all experts -> the experts' results in the same order."""
+        return experts(rows, groups)
 
 
 class ModuleFactory:
@@ -50,6 +58,7 @@ class ModuleFactory:
     ) -> None:
         self.config, self.kernels, self.moe = config, kernels, moe or MoEConfig()
         self.recompute, self.wgrads = recompute or RecomputeConfig(), wgrads or WgradRoute()
+        self.recomputation = Recomputation()
         self.layers_with_experts = self.moe.expert_layers(config.num_layers) if self.moe.is_on else ()
         on = self.moe.is_on
         self.routers = RouterReports(self.moe, config.num_layers, self.pieces_of_sequence) if on else None
@@ -88,7 +97,7 @@ class ModuleFactory:
         return range(self.moe.num_experts or 0)
 
     def dispatcher(self) -> Dispatcher:
-        return run_here
+        return Dispatcher(least_rows(self.kernels.grouped_linear))
 
     def sum_of_sequence(self, counts: Tensor) -> Tensor:
         """Sums per-sequence counts over the ranks that share each sequence."""

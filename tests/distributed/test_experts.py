@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from megatron.data_parallel import BucketStore
 from megatron.distributed.parallel_state import Axis, ParallelState
-from megatron.expert_parallel import ExpertDispatcher, exchanged, permuted
+from megatron.expert_parallel import ExpertDispatcher, exchanged
 from megatron.layout import Layout
-from megatron.model.factory import run_here
+from megatron.model.factory import Dispatcher
+from megatron.ops.expert_rows import Groups
 from megatron.tensor_parallel import mappings
 from tests.helpers.distributed import run_ranks
 
@@ -35,9 +36,10 @@ def make_experts() -> dict[int, Tensor]:
     return {n: torch.randn(WIDTH, WIDTH, dtype=torch.float64, generator=generator) for n in range(EXPERTS)}
 
 
-def run(weights: list[Tensor]) -> Callable[[Tensor, list[int]], Tensor]:
-    def experts(rows: Tensor, counts: list[int]) -> Tensor:
-        assert len(counts) == len(weights) and sum(counts) == len(rows)
+def run(weights: list[Tensor]) -> Callable[[Tensor, Groups], Tensor]:
+    def experts(rows: Tensor, groups: Groups) -> Tensor:
+        counts = groups.counts.tolist()
+        assert counts == groups.on_host and len(counts) == len(weights) and sum(counts) == len(rows)
         return torch.cat([part.tanh() @ weight for part, weight in zip(rows.split(counts), weights, strict=True)])
 
     return experts
@@ -56,7 +58,7 @@ def dispatched(rank: int, ep: int, tp: int, split_tokens: bool) -> tuple[Tensor,
     dispatcher = ExpertDispatcher(
         state.ep, state.tp, split_tokens=split_tokens, copied=mappings.copied, summed=mappings.summed
     )
-    result = dispatcher(rows, counts, run(parts))
+    result = dispatcher(rows, Groups(counts), run(parts))
     result.square().sum().backward()
     grads = {n: weight.grad * tp for n, weight in here.items() if weight.grad is not None}
     assert rows.grad is not None
@@ -68,7 +70,7 @@ def alone(token_ranks: list[int]) -> tuple[dict[int, Tensor], dict[int, Tensor],
     results, row_grads = {}, {}
     for rank in token_ranks:
         rows = rows_of(rank).requires_grad_()
-        result = run_here(rows, torch.tensor(COUNTS[rank]), run(list(every.values())))
+        result = Dispatcher(0)(rows, Groups(torch.tensor(COUNTS[rank])), run(list(every.values())))
         result.square().sum().backward()
         assert rows.grad is not None
         results[rank], row_grads[rank] = result.detach(), rows.grad
@@ -114,12 +116,6 @@ def test_rows_come_back_to_where_they_were() -> None:
 def test_one_rank_sends_nothing() -> None:
     rows = torch.ones(4, 2)
     assert exchanged(rows, [4], [4], Axis.single("ep")) is rows
-
-
-def test_a_permutation_and_its_gradient() -> None:
-    rows = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
-    order = torch.tensor([3, 0, 4, 1, 2])
-    assert torch.autograd.gradcheck(lambda x: permuted(x, order), (rows,))
 
 
 def gradients_by_axis(rank: int, overlap: bool) -> dict[str, float]:
