@@ -19,7 +19,6 @@ from megatron.distributed.parallel_state import Axis
 from megatron.model.factory import RunExperts
 from megatron.model.recompute import Recomputation
 from megatron.ops.expert_rows import Groups, by_expert, taken
-from megatron.utils.device import ToHost
 
 Mapping = Callable[[Tensor, Axis], Tensor]
 
@@ -80,6 +79,7 @@ class ExpertDispatcher(nn.Module):
         return exchanged(rows, sizes.receive, sizes.send, self.ep)
 
     def _sizes(self, groups: Groups) -> Sizes:
+        """Exchanges the sizes of the groups and copies what the host needs of them; waits once."""
         if groups.fixed:
             counts = self._here(self._like_here(groups.counts))
             everybody = self._like_here(torch.tensor(groups.on_host))
@@ -89,8 +89,10 @@ class ExpertDispatcher(nn.Module):
             counts = self._here(everybody)
         own, here = everybody[self.senders.rank, self.ep.rank].view(self.ep.size, -1), self._here(everybody)
         sums = [own.sum(1), here[self.senders.rank].sum(1), here.sum((1, 2)), here.sum((0, 1))]
-        numbers = iter(ToHost(torch.cat(sums)).values())
-        return Sizes(counts.flatten(0, 1), *([int(next(numbers)) for _ in one] for one in sums))
+        numbers = iter(torch.cat(sums).tolist())
+        send, receive, shared, experts = ([next(numbers) for _ in one] for one in sums)
+        assert sum(send) == groups.rows, f"{groups.rows} rows, but {sum(send)} of them have an expert"
+        return Sizes(counts.flatten(0, 1), send, receive, shared, experts)
 
     def _like_here(self, counts: Tensor) -> Tensor:
         """The rows of all experts on all ranks that exchange rows, [tp, ep, experts], if all have these."""

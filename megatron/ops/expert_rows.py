@@ -21,10 +21,10 @@ from torch.autograd.function import once_differentiable
 class Groups:
     """Sizes of consecutive groups of rows, on the device and, where something needs them there, on the host."""
 
-    def __init__(self, counts: Tensor, on_host: Sequence[int] | None = None, *, fixed: bool = False) -> None:
-        """`counts` [groups]: rows of each group. `on_host`: the same numbers, if the host knows them. `fixed`: they
-        depend on settings alone, so all ranks have the same."""
-        self.counts, self.fixed = counts, fixed
+    def __init__(self, counts: Tensor, rows: int, on_host: Sequence[int] | None = None, *, fixed: bool = False) -> None:
+        """`counts` [groups]: rows of each group; `rows`: of all groups. `on_host`: the counts, if the host knows them.
+        `fixed`: they depend on settings alone, so all ranks have the same."""
+        self.counts, self.rows, self.fixed = counts, rows, fixed
         if on_host is not None:
             self.on_host = list(on_host)
 
@@ -67,7 +67,8 @@ def by_expert(chosen: Tensor, experts: int, padding: int, on_host: Sequence[int]
     keys = torch.cat([chosen, every.repeat(padding)]) if padding else chosen
     order = keys.argsort(stable=True)
     ends = torch.searchsorted(keys[order], every, right=True)  # bincount would wait for the device
-    groups = Groups(ends.diff(prepend=ends.new_zeros(1)), None if on_host is None else [n + padding for n in on_host])
+    known = None if on_host is None else [count + padding for count in on_host]
+    groups = Groups(ends.diff(prepend=ends.new_zeros(1)), len(order), known)
     place = _inverse(order)
     if padding:
         order, place = torch.where(order < choices, order, -1), place[:choices]
@@ -98,7 +99,8 @@ def within_buffers(chosen: Tensor, accepted: Tensor, experts: int, capacity: int
     row = (expert * sequences + first) * capacity + steps - starts.gather(1, expert)
     place = torch.empty_like(row).scatter_(1, order, torch.where(keys < experts, row, -1))
     each = sequences * capacity
-    groups = Groups(torch.full((experts,), each, device=chosen.device), [each] * experts, fixed=True)
+    counts = torch.full((experts,), each, device=chosen.device)
+    groups = Groups(counts, experts * each, [each] * experts, fixed=True)
     return ByExpert(source.reshape(-1), place.flatten(), groups, has_padding=True, drops=True)
 
 

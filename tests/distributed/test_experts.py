@@ -58,7 +58,7 @@ def dispatched(rank: int, ep: int, tp: int, split_tokens: bool) -> tuple[Tensor,
     dispatcher = ExpertDispatcher(
         state.ep, state.tp, split_tokens=split_tokens, copied=mappings.copied, summed=mappings.summed
     )
-    result = dispatcher(rows, Groups(counts), run(parts))
+    result = dispatcher(rows, Groups(counts, len(rows)), run(parts))
     result.square().sum().backward()
     grads = {n: weight.grad * tp for n, weight in here.items() if weight.grad is not None}
     assert rows.grad is not None
@@ -70,7 +70,7 @@ def alone(token_ranks: list[int]) -> tuple[dict[int, Tensor], dict[int, Tensor],
     results, row_grads = {}, {}
     for rank in token_ranks:
         rows = rows_of(rank).requires_grad_()
-        result = Dispatcher(0)(rows, Groups(torch.tensor(COUNTS[rank])), run(list(every.values())))
+        result = Dispatcher(0)(rows, Groups(torch.tensor(COUNTS[rank]), len(rows)), run(list(every.values())))
         result.square().sum().backward()
         assert rows.grad is not None
         results[rank], row_grads[rank] = result.detach(), rows.grad
