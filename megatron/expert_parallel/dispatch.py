@@ -18,7 +18,7 @@ from megatron.distributed import collectives
 from megatron.distributed.parallel_state import Axis
 from megatron.model.factory import RunExperts
 from megatron.model.recompute import Recomputation
-from megatron.ops.expert_rows import Groups, by_expert, taken
+from megatron.ops.expert_rows import RowGroups, by_expert, taken
 
 Mapping = Callable[[Tensor, Axis], Tensor]
 
@@ -69,7 +69,7 @@ class ExpertDispatcher(nn.Module):
         self.padding_after_exchange = padding
         self.recomputation = recomputation or Recomputation()
 
-    def forward(self, rows: Tensor, groups: Groups, experts: RunExperts) -> Tensor:
+    def forward(self, rows: Tensor, groups: RowGroups, experts: RunExperts) -> Tensor:
         """rows [rows, hidden] sorted by expert; groups: all experts -> the experts' results in the same order."""
         if not self.moves_rows:
             return self._summed_slices(rows, lambda rows: experts(rows, groups))
@@ -78,7 +78,7 @@ class ExpertDispatcher(nn.Module):
         rows = self._on_every_slice(rows, sizes, experts)
         return exchanged(rows, sizes.receive, sizes.send, self.ep)
 
-    def _sizes(self, groups: Groups) -> Sizes:
+    def _sizes(self, groups: RowGroups) -> Sizes:
         """Exchanges the sizes of the groups and copies what the host needs of them; waits once."""
         if groups.fixed:
             counts = self._here(self._like_here(groups.counts))

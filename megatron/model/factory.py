@@ -5,6 +5,7 @@ linear layers by their parameter names in the whole model, so that a layout find
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,26 +20,34 @@ from megatron.model.recompute import Recomputation
 from megatron.model.table import Table
 from megatron.model.wgrads import WgradRoute
 from megatron.ops import Kernels
-from megatron.ops.expert_rows import Groups
+from megatron.ops.expert_rows import RowGroups
 from megatron.ops.grouped_linear import least_rows
 
 Dropout = Callable[[Tensor, float, bool], Tensor]
 """(x, probability, training) -> x with dropout."""
 
 
-RunExperts = Callable[[Tensor, Groups], Tensor]
+RunExperts = Callable[[Tensor, RowGroups], Tensor]
 """(rows [rows, hidden] sorted by expert, rows of each expert) -> the experts' results in the same order."""
 
 
-class Dispatcher:
-    """Calls the experts of a rank that holds all of them. megatron/expert_parallel has one for the other ranks."""
+class Dispatcher(Protocol):
+    """Calls the experts, on this rank or on the ranks that hold them."""
+
+    padding: int
+    """Rows of zeros to add after each expert's rows."""
+
+    def __call__(self, rows: Tensor, groups: RowGroups, experts: RunExperts) -> Tensor:
+        """rows [rows, hidden] sorted by expert; groups: all experts -> the experts' results in the same order."""
+
+
+class LocalDispatcher:
+    """Dispatcher of a rank that holds all experts. Other ranks use megatron/expert_parallel."""
 
     def __init__(self, padding: int) -> None:
-        """`padding`: rows of zeros that the experts need after each expert's rows."""
         self.padding = padding
 
-    def __call__(self, rows: Tensor, groups: Groups, experts: RunExperts) -> Tensor:
-        """rows [rows, hidden] sorted by expert; groups: all experts -> the experts' results in the same order."""
+    def __call__(self, rows: Tensor, groups: RowGroups, experts: RunExperts) -> Tensor:
         return experts(rows, groups)
 
 
@@ -97,7 +106,7 @@ class ModuleFactory:
         return range(self.moe.num_experts or 0)
 
     def dispatcher(self) -> Dispatcher:
-        return Dispatcher(least_rows(self.kernels.grouped_linear))
+        return LocalDispatcher(least_rows(self.kernels.grouped_linear))
 
     def sum_of_sequence(self, counts: Tensor) -> Tensor:
         """Sums per-sequence counts over the ranks that share each sequence."""

@@ -2,7 +2,7 @@
 
     y = sum over the chosen experts of p * expert(x)   + shared expert(x)
 
-`MoE` sorts tokens by expert (`ops/expert_rows.py`), so each expert multiplies one contiguous slice
+`MoE` sorts tokens by expert (`ops/expert_rows.py`). Each expert then multiplies one contiguous slice
 (`ops/grouped_linear.py`). The dispatcher calls the experts, or first moves tokens to the experts' ranks.
 """
 
@@ -15,7 +15,7 @@ from megatron.model.factory import ModuleFactory
 from megatron.model.mlp import MLP
 from megatron.model.parameters import EXPERT, SHARED_EXPERT
 from megatron.model.router import Router, Routing
-from megatron.ops.expert_rows import ByExpert, Groups, by_expert, taken, within_buffers
+from megatron.ops.expert_rows import ByExpert, RowGroups, by_expert, taken, within_buffers
 
 
 class Experts(nn.ModuleDict):
@@ -28,14 +28,14 @@ class Experts(nn.ModuleDict):
         self.kernels = make.kernels
         self.put_weight_gradient = make.wgrads.put if make.wgrads.deferred else None
 
-    def forward(self, rows: Tensor, groups: Groups) -> Tensor:
+    def forward(self, rows: Tensor, groups: RowGroups) -> Tensor:
         """Applies the experts to rows [rows, hidden], sorted by expert; groups: the rows of each expert. An expert
         without rows gets a gradient of zero, not None."""
         experts = [expert for expert in self.values() if isinstance(expert, MLP)]
         inner = self._linear(rows, groups, [expert.dense_h_to_4h.weight for expert in experts])
         return self._linear(experts[0].activate(inner), groups, [expert.dense_4h_to_h.weight for expert in experts])
 
-    def _linear(self, rows: Tensor, groups: Groups, weights: Sequence[nn.Parameter]) -> Tensor:
+    def _linear(self, rows: Tensor, groups: RowGroups, weights: Sequence[nn.Parameter]) -> Tensor:
         return self.kernels.grouped_linear(rows, groups, weights, self.put_weight_gradient)
 
 

@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 
-class Groups:
+class RowGroups:
     """Sizes of consecutive groups of rows, on the device and, where something needs them there, on the host."""
 
     def __init__(self, counts: Tensor, rows: int, on_host: Sequence[int] | None = None, *, fixed: bool = False) -> None:
@@ -46,7 +46,7 @@ class ByExpert:
 
     source: Tensor
     place: Tensor
-    groups: Groups
+    groups: RowGroups
     has_padding: bool = False
     drops: bool = False
 
@@ -57,10 +57,11 @@ class ByExpert:
 
 
 def by_expert(chosen: Tensor, experts: int, padding: int, on_host: Sequence[int] | None = None) -> ByExpert:
-    """Order of choices by expert; an expert's choices keep their order.
+    """Sorts choices by expert; an expert's choices keep their order. The arguments are:
 
-    `chosen` [choices]: expert of each choice. `padding`: rows of zeros after each expert's last row. `on_host`: the
-    choices of each expert, if the host knows them.
+    - `chosen` [choices]: expert of each choice
+    - `padding`: number of rows of zeros after each expert's last row
+    - `on_host`: number of choices of each expert, if the host knows it
     """
     every = torch.arange(experts, device=chosen.device)
     choices = chosen.numel()
@@ -68,44 +69,40 @@ def by_expert(chosen: Tensor, experts: int, padding: int, on_host: Sequence[int]
     order = keys.argsort(stable=True)
     ends = torch.searchsorted(keys[order], every, right=True)  # bincount would wait for the device
     known = None if on_host is None else [count + padding for count in on_host]
-    groups = Groups(ends.diff(prepend=ends.new_zeros(1)), len(order), known)
-    place = _inverse(order)
-    if padding:
-        order, place = torch.where(order < choices, order, -1), place[:choices]
-    return ByExpert(order, place, groups, has_padding=padding > 0)
+    groups = RowGroups(ends.diff(prepend=ends.new_zeros(1)), len(order), known)
+    source = torch.where(order < choices, order, -1) if padding else order
+    return ByExpert(source, _places(source, choices), groups, has_padding=padding > 0)
 
 
 def within_buffers(chosen: Tensor, accepted: Tensor, experts: int, capacity: int) -> ByExpert:
-    """Order of choices by expert, with one buffer of `capacity` rows for each expert and sequence. The unused rows at
-    the end of a buffer are padding.
+    """Sorts choices by expert into buffers: one of `capacity` rows for each expert and sequence. Unused rows, at the
+    end of a buffer, are padding.
 
     `chosen` [sequences, choices]: expert of each choice. `accepted`: False for choices without a row; True for at most
     `capacity` choices of an expert in a sequence.
     """
     sequences, choices = chosen.shape
-    every = torch.arange(experts, device=chosen.device).expand(sequences, -1).contiguous()
-    keys = torch.where(accepted, chosen, experts)  # choices without a row are last
+    keys = torch.where(accepted, chosen, experts)  # choices without a row come last
     order = keys.argsort(dim=1, stable=True)
     keys = keys.gather(1, order)
-    starts = torch.searchsorted(keys, every)  # [sequences, experts]
-    counts = torch.searchsorted(keys, every, right=True) - starts
-    slots = torch.arange(capacity, device=chosen.device)
-    first = torch.arange(sequences, device=chosen.device).unsqueeze(1)  # of the sequence
-    index = (starts.unsqueeze(2) + slots).clamp_(max=choices - 1).flatten(1)
-    source = (order.gather(1, index) + first * choices).view(sequences, experts, capacity)
-    source = torch.where(slots < counts.unsqueeze(2), source, -1).transpose(0, 1)
-    steps = torch.arange(choices, device=chosen.device)
-    expert = keys.clamp(max=experts - 1)
-    row = (expert * sequences + first) * capacity + steps - starts.gather(1, expert)
-    place = torch.empty_like(row).scatter_(1, order, torch.where(keys < experts, row, -1))
+    every = torch.arange(experts, device=chosen.device).expand(sequences, -1).contiguous()
+    starts, ends = torch.searchsorted(keys, every), torch.searchsorted(keys, every, right=True)
+    index = starts.unsqueeze(2) + torch.arange(capacity, device=chosen.device)  # [sequences, experts, capacity]
+    used = index < ends.unsqueeze(2)
+    order = order + choices * torch.arange(sequences, device=chosen.device).unsqueeze(1)
+    source = order.gather(1, index.clamp(max=choices - 1).flatten(1)).view(index.shape)
+    source = torch.where(used, source, -1).transpose(0, 1).flatten()
     each = sequences * capacity
     counts = torch.full((experts,), each, device=chosen.device)
-    groups = Groups(counts, experts * each, [each] * experts, fixed=True)
-    return ByExpert(source.reshape(-1), place.flatten(), groups, has_padding=True, drops=True)
+    groups = RowGroups(counts, experts * each, [each] * experts, fixed=True)
+    return ByExpert(source, _places(source, chosen.numel()), groups, has_padding=True, drops=True)
 
 
-def _inverse(order: Tensor) -> Tensor:
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+def _places(source: Tensor, choices: int) -> Tensor:
+    """Returns the row of each choice, or -1."""
+    place = torch.full((choices + 1,), -1, device=source.device)  # the last one takes the rows of padding
+    rows = torch.arange(len(source), device=source.device)
+    return place.scatter_(0, torch.where(source < 0, choices, source), rows)[:choices]
 
 
 def taken(x: Tensor, order: ByExpert, per: int = 1) -> Tensor:

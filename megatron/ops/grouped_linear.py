@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megatron.ops.expert_rows import Groups
+from megatron.ops.expert_rows import RowGroups
 from megatron.ops.operation import Implementation, Operation, Target
 
 Put = Callable[[nn.Parameter, Tensor, Tensor], None]
@@ -30,7 +30,7 @@ class Loop:
     """One product per group."""
 
     @staticmethod
-    def forward(x: Tensor, groups: Groups, weights: Sequence[Tensor]) -> Tensor:
+    def forward(x: Tensor, groups: RowGroups, weights: Sequence[Tensor]) -> Tensor:
         y = x.new_empty(x.shape[0], weights[0].shape[0])
         counts = groups.on_host
         for rows, result, weight in zip(x.split(counts), y.split(counts), weights, strict=True):
@@ -38,11 +38,11 @@ class Loop:
         return y
 
     @staticmethod
-    def input_gradient(dy: Tensor, groups: Groups, weights: Sequence[Tensor]) -> Tensor:
+    def input_gradient(dy: Tensor, groups: RowGroups, weights: Sequence[Tensor]) -> Tensor:
         return Loop.forward(dy, groups, [weight.t() for weight in weights])
 
     @staticmethod
-    def weight_gradients(dy: Tensor, x: Tensor, groups: Groups) -> Sequence[Tensor]:
+    def weight_gradients(dy: Tensor, x: Tensor, groups: RowGroups) -> Sequence[Tensor]:
         counts = groups.on_host
         return [part.t() @ rows for part, rows in zip(dy.split(counts), x.split(counts), strict=True)]
 
@@ -52,23 +52,23 @@ class Grouped:
     unwritten."""
 
     @staticmethod
-    def forward(x: Tensor, groups: Groups, weights: Sequence[Tensor]) -> Tensor:
+    def forward(x: Tensor, groups: RowGroups, weights: Sequence[Tensor]) -> Tensor:
         return F.grouped_mm(x, _stacked(weights).transpose(1, 2), offs=groups.ends)
 
     @staticmethod
-    def input_gradient(dy: Tensor, groups: Groups, weights: Sequence[Tensor]) -> Tensor:
+    def input_gradient(dy: Tensor, groups: RowGroups, weights: Sequence[Tensor]) -> Tensor:
         return F.grouped_mm(dy, _stacked(weights), offs=groups.ends)
 
     @staticmethod
-    def weight_gradients(dy: Tensor, x: Tensor, groups: Groups) -> Sequence[Tensor]:
+    def weight_gradients(dy: Tensor, x: Tensor, groups: RowGroups) -> Sequence[Tensor]:
         return F.grouped_mm(dy.t(), x, offs=groups.ends).unbind()  # [groups, out, in]
 
 
-def by_loop(x: Tensor, groups: Groups, weights: Sequence[nn.Parameter], put: Put | None = None) -> Tensor:
+def by_loop(x: Tensor, groups: RowGroups, weights: Sequence[nn.Parameter], put: Put | None = None) -> Tensor:
     return _grouped_linear(Loop, x, groups, weights, put)
 
 
-def by_grouped_mm(x: Tensor, groups: Groups, weights: Sequence[nn.Parameter], put: Put | None = None) -> Tensor:
+def by_grouped_mm(x: Tensor, groups: RowGroups, weights: Sequence[nn.Parameter], put: Put | None = None) -> Tensor:
     return _grouped_linear(Grouped if _fits(x, weights) else Loop, x, groups, weights, put)
 
 
@@ -85,7 +85,7 @@ def _fits(x: Tensor, weights: Sequence[Tensor]) -> bool:
 
 
 def _grouped_linear(
-    how: type[Loop] | type[Grouped], x: Tensor, groups: Groups, weights: Sequence[nn.Parameter], put: Put | None
+    how: type[Loop] | type[Grouped], x: Tensor, groups: RowGroups, weights: Sequence[nn.Parameter], put: Put | None
 ) -> Tensor:
     if put is None:
         return _GroupedLinear.apply(how, None, groups, x, *weights)
@@ -103,7 +103,7 @@ class _GroupedLinear(Function):
         ctx: Any,
         how: type[Loop] | type[Grouped],
         puts: Sequence[Callable[[Tensor, Tensor], None]] | None,
-        groups: Groups,
+        groups: RowGroups,
         x: Tensor,
         *weights: Tensor,
     ) -> Tensor:

@@ -12,8 +12,8 @@ from megatron.data_parallel import BucketStore
 from megatron.distributed.parallel_state import Axis, ParallelState
 from megatron.expert_parallel import ExpertDispatcher, exchanged
 from megatron.layout import Layout
-from megatron.model.factory import Dispatcher
-from megatron.ops.expert_rows import Groups
+from megatron.model.factory import LocalDispatcher
+from megatron.ops.expert_rows import RowGroups
 from megatron.tensor_parallel import mappings
 from tests.helpers.distributed import run_ranks
 
@@ -36,8 +36,8 @@ def make_experts() -> dict[int, Tensor]:
     return {n: torch.randn(WIDTH, WIDTH, dtype=torch.float64, generator=generator) for n in range(EXPERTS)}
 
 
-def run(weights: list[Tensor]) -> Callable[[Tensor, Groups], Tensor]:
-    def experts(rows: Tensor, groups: Groups) -> Tensor:
+def run(weights: list[Tensor]) -> Callable[[Tensor, RowGroups], Tensor]:
+    def experts(rows: Tensor, groups: RowGroups) -> Tensor:
         counts = groups.counts.tolist()
         assert counts == groups.on_host and len(counts) == len(weights) and sum(counts) == len(rows)
         return torch.cat([part.tanh() @ weight for part, weight in zip(rows.split(counts), weights, strict=True)])
@@ -58,7 +58,7 @@ def dispatched(rank: int, ep: int, tp: int, split_tokens: bool) -> tuple[Tensor,
     dispatcher = ExpertDispatcher(
         state.ep, state.tp, split_tokens=split_tokens, copied=mappings.copied, summed=mappings.summed
     )
-    result = dispatcher(rows, Groups(counts, len(rows)), run(parts))
+    result = dispatcher(rows, RowGroups(counts, len(rows)), run(parts))
     result.square().sum().backward()
     grads = {n: weight.grad * tp for n, weight in here.items() if weight.grad is not None}
     assert rows.grad is not None
@@ -70,7 +70,7 @@ def alone(token_ranks: list[int]) -> tuple[dict[int, Tensor], dict[int, Tensor],
     results, row_grads = {}, {}
     for rank in token_ranks:
         rows = rows_of(rank).requires_grad_()
-        result = Dispatcher(0)(rows, Groups(torch.tensor(COUNTS[rank]), len(rows)), run(list(every.values())))
+        result = LocalDispatcher(0)(rows, RowGroups(torch.tensor(COUNTS[rank]), len(rows)), run(list(every.values())))
         result.square().sum().backward()
         assert rows.grad is not None
         results[rank], row_grads[rank] = result.detach(), rows.grad

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.ops import expert_rows
-from megatron.ops.expert_rows import ByExpert, Groups, by_expert, taken, within_buffers
+from megatron.ops.expert_rows import ByExpert, RowGroups, by_expert, taken, within_buffers
 
 EXPERTS, WIDTH = 5, 3
 CHOSEN = {
@@ -146,7 +146,7 @@ def test_a_wrong_place_is_seen() -> None:
 def test_the_host_is_asked_once() -> None:
     asked: list[Tensor] = []
 
-    class Counted(Groups):
+    class Counted(RowGroups):
         def __init__(self, counts: Tensor) -> None:
             super().__init__(counts, 3)
             tolist = counts.tolist

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron.model.wgrads import WgradQueue
 from megatron.ops import grouped_linear, resolve
-from megatron.ops.expert_rows import Groups, by_expert, taken
+from megatron.ops.expert_rows import RowGroups, by_expert, taken
 from megatron.ops.grouped_linear import Grouped, Loop, by_grouped_mm, by_loop, least_rows
 from tests.cluster.fake_device import fake_cuda
 
@@ -26,8 +26,8 @@ SHARES = {
 }
 
 
-def groups_of(counts: Sequence[int]) -> Groups:
-    return Groups(torch.tensor(counts), sum(counts))
+def groups_of(counts: Sequence[int]) -> RowGroups:
+    return RowGroups(torch.tensor(counts), sum(counts))
 
 
 def given(counts: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, list[nn.Parameter], Tensor]:
@@ -67,7 +67,7 @@ def difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     return max((((a - b).abs().max() / b.abs().max().clamp_min(1.0)).item() for a, b in pairs), default=0.0)
 
 
-def grouped(x: Tensor, counts: Groups, weights: Sequence[nn.Parameter]) -> Tensor:
+def grouped(x: Tensor, counts: RowGroups, weights: Sequence[nn.Parameter]) -> Tensor:
     """The CUDA device's implementation, by PyTorch's same function on this device."""
     return grouped_linear._grouped_linear(Grouped, x, counts, weights, None)
 
@@ -136,7 +136,7 @@ def test_it_is_a_row_of_the_table() -> None:
 # ---- planted bugs ----------------------------------------------------------------------------------------------------
 
 
-def shifted(groups: Groups) -> Groups:
+def shifted(groups: RowGroups) -> RowGroups:
     """Planted bug: counts a row of the largest group as the next one's."""
     wrong = groups.counts.tolist()
     largest = wrong.index(max(wrong))
@@ -150,7 +150,7 @@ def test_a_row_of_the_next_group_is_seen(which: str, monkeypatch: pytest.MonkeyP
     right = getattr(Loop, which)
 
     def wrong(first: Tensor, *rest: Any) -> Any:
-        return right(first, *(shifted(value) if isinstance(value, Groups) else value for value in rest))
+        return right(first, *(shifted(value) if isinstance(value, RowGroups) else value for value in rest))
 
     monkeypatch.setattr(Loop, which, staticmethod(wrong))
     counts = SHARES["uneven"]
