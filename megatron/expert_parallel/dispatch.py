@@ -10,17 +10,22 @@ the ranks hold different tokens, exchange them, and sum the partial results.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from megatron.distributed import collectives
+from megatron.distributed.collectives import Pending
 from megatron.distributed.parallel_state import Axis
 from megatron.model.factory import RunExperts
 from megatron.model.recompute import Recomputation
 from megatron.ops.expert_rows import RowGroups, by_expert, taken
 
 Mapping = Callable[[Tensor, Axis], Tensor]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -69,14 +74,17 @@ class ExpertDispatcher(nn.Module):
         self.padding_after_exchange = padding
         self.recomputation = recomputation or Recomputation()
 
-    def forward(self, rows: Tensor, groups: RowGroups, experts: RunExperts) -> Tensor:
-        """rows [rows, hidden] sorted by expert; groups: all experts -> the experts' results in the same order."""
+    def forward(
+        self, rows: Tensor, groups: RowGroups, experts: RunExperts, meanwhile: Callable[[], T]
+    ) -> tuple[Tensor, T]:
         if not self.moves_rows:
-            return self._summed_slices(rows, lambda rows: experts(rows, groups))
+            return self._summed_slices(rows, lambda rows: experts(rows, groups)), meanwhile()
         sizes = self.recomputation.once(lambda: self._sizes(groups))
-        rows = exchanged(rows, sizes.send, sizes.receive, self.ep)
-        rows = self._on_every_slice(rows, sizes, experts)
-        return exchanged(rows, sizes.receive, sizes.send, self.ep)
+        exchange = Exchange(sizes.send, sizes.receive, self.ep)
+        rows = exchange.start(rows)
+        other = meanwhile()
+        rows = self._on_every_slice(exchange.wait(rows), sizes, experts)
+        return exchanged(rows, sizes.receive, sizes.send, self.ep), other
 
     def _sizes(self, groups: RowGroups) -> Sizes:
         """Exchanges the sizes of the groups and copies what the host needs of them; waits once."""
@@ -126,13 +134,57 @@ class ExpertDispatcher(nn.Module):
         return taken(experts(taken(rows, order), order.groups), order.back)
 
 
-def exchanged(rows: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Tensor:
+class Exchange:
     """All-to-all of rows [sum(send), width]: the first send[0] go to member 0, the next send[1] to member 1, and so on.
-    The result holds receive[i] rows from each member i, in the members' order."""
-    if axis.size == 1:
-        return rows
-    return collectives.differentiable(
-        rows,
-        lambda x: collectives.exchange(x, send, receive, axis),
-        lambda grad: collectives.exchange(grad, receive, send, axis),
-    )
+    The result holds receive[i] rows from each member i, in the members' order.
+
+    Work between `start` and `wait` runs beside the exchange, and its backward beside that of the gradients.
+    """
+
+    def __init__(self, send: Sequence[int], receive: Sequence[int], axis: Axis) -> None:
+        self.send, self.receive, self.axis = send, receive, axis
+        self.of_rows: Pending | None = None
+        self.of_gradients: Pending | None = None
+
+    def start(self, rows: Tensor) -> Tensor:
+        """Returns the tensor that will hold the result."""
+        return rows if self.axis.size == 1 else _Start.apply(rows, self)
+
+    def wait(self, result: Tensor) -> Tensor:
+        return result if self.axis.size == 1 else _Wait.apply(result, self)
+
+
+def exchanged(rows: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Tensor:
+    """Returns the rows that an `Exchange` brings."""
+    exchange = Exchange(send, receive, axis)
+    return exchange.wait(exchange.start(rows))
+
+
+class _Start(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.of_rows = collectives.start_exchange(rows, exchange.send, exchange.receive, exchange.axis)
+        return exchange.of_rows.result()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, unused: Tensor) -> tuple[Tensor, None]:
+        pending, ctx.exchange.of_gradients = ctx.exchange.of_gradients, None
+        return pending.wait(), None
+
+
+class _Wait(Function):
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        pending, exchange.of_rows = exchange.of_rows, None
+        assert pending is not None, "wait() was called before start()"
+        return pending.wait().view_as(result)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        exchange: Exchange = ctx.exchange
+        exchange.of_gradients = collectives.start_exchange(gradient, exchange.receive, exchange.send, exchange.axis)
+        return gradient, None  # autograd wants one of this shape; `_Start` returns those that arrive

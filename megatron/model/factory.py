@@ -5,7 +5,7 @@ linear layers by their parameter names in the whole model, so that a layout find
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ Dropout = Callable[[Tensor, float, bool], Tensor]
 """(x, probability, training) -> x with dropout."""
 
 
+T = TypeVar("T")
+
 RunExperts = Callable[[Tensor, RowGroups], Tensor]
 """(rows [rows, hidden] sorted by expert, rows of each expert) -> the experts' results in the same order."""
 
@@ -37,18 +39,23 @@ class Dispatcher(Protocol):
     padding: int
     """Rows of zeros to add after each expert's rows."""
 
-    def __call__(self, rows: Tensor, groups: RowGroups, experts: RunExperts) -> Tensor:
-        """rows [rows, hidden] sorted by expert; groups: all experts -> the experts' results in the same order."""
+    def __call__(
+        self, rows: Tensor, groups: RowGroups, experts: RunExperts, meanwhile: Callable[[], T]
+    ) -> tuple[Tensor, T]:
+        """Returns the experts' results for `rows` [rows, hidden], sorted by expert like these, and the result of
+        `meanwhile`, which runs while rows travel. `groups`: the rows of all experts."""
 
 
 class LocalDispatcher:
-    """Dispatcher of a rank that holds all experts. Other ranks use megatron/expert_parallel."""
+    """Calls the experts on this rank, which holds all of them."""
 
     def __init__(self, padding: int) -> None:
         self.padding = padding
 
-    def __call__(self, rows: Tensor, groups: RowGroups, experts: RunExperts) -> Tensor:
-        return experts(rows, groups)
+    def __call__(
+        self, rows: Tensor, groups: RowGroups, experts: RunExperts, meanwhile: Callable[[], T]
+    ) -> tuple[Tensor, T]:
+        return experts(rows, groups), meanwhile()
 
 
 class ModuleFactory:

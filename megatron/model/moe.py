@@ -53,17 +53,16 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         routing = self.router(x)
-        y = self._routed(x, routing)
-        return y if self.shared_expert is None else y + self.shared_expert(x)  # [batch, seq, hidden]
-
-    def _routed(self, x: Tensor, routing: Routing) -> Tensor:
         topk, hidden = routing.experts.shape[-1], x.shape[-1]
         order = self._by_expert(routing)
         rows = taken(x.reshape(-1, hidden), order, topk)  # [rows, hidden], sorted by expert
-        rows = self.dispatcher(rows, order.groups, self.experts)
+        rows, shared = self.dispatcher(rows, order.groups, self.experts, lambda: self._shared(x))
         rows = taken(rows, order.back).view(-1, topk, hidden)
-        weights = routing.weights.reshape(-1, 1, topk)
-        return torch.bmm(weights, rows).view(x.shape)
+        y = torch.bmm(routing.weights.reshape(-1, 1, topk), rows).view(x.shape)  # [batch, seq, hidden]
+        return y if shared is None else y + shared
+
+    def _shared(self, x: Tensor) -> Tensor | None:
+        return None if self.shared_expert is None else self.shared_expert(x)
 
     def _by_expert(self, routing: Routing) -> ByExpert:
         chosen, accepted = routing.experts.flatten(1), routing.accepted  # [batch, seq * k]: choice c is of token c // k
