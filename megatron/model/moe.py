@@ -68,5 +68,8 @@ class MoE(nn.Module):
         chosen, accepted = routing.experts.flatten(1), routing.accepted  # [batch, seq * k]: choice c is of token c // k
         if accepted is None:
             return by_expert(chosen.flatten(), self.num_experts, self.dispatcher.padding)
+        if chosen.device.type == "cpu":  # reading a number costs less there than computing unused rows
+            padding = self.dispatcher.padding
+            return by_expert(chosen.flatten(), self.num_experts, padding, accepted=accepted.flatten())
         capacity = self.router.capacity(routing.experts.shape[1])
         return within_buffers(chosen, accepted.flatten(1), self.num_experts, capacity)

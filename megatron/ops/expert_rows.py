@@ -56,22 +56,33 @@ class ByExpert:
         return replace(self, source=self.place, place=self.source, has_padding=self.drops, drops=self.has_padding)
 
 
-def by_expert(chosen: Tensor, experts: int, padding: int, on_host: Sequence[int] | None = None) -> ByExpert:
+def by_expert(
+    chosen: Tensor,
+    experts: int,
+    padding: int,
+    on_host: Sequence[int] | None = None,
+    accepted: Tensor | None = None,
+) -> ByExpert:
     """Sorts choices by expert; an expert's choices keep their order. The arguments are:
 
     - `chosen` [choices]: expert of each choice
     - `padding`: number of rows of zeros after each expert's last row
     - `on_host`: number of choices of each expert, if the host knows it
+    - `accepted` [choices]: False for choices without a row; the host waits for their number
     """
     every = torch.arange(experts, device=chosen.device)
     choices = chosen.numel()
-    keys = torch.cat([chosen, every.repeat(padding)]) if padding else chosen
+    keys = chosen if accepted is None else torch.where(accepted, chosen, experts)
+    if padding:
+        keys = torch.cat([keys, every.repeat(padding)])
     order = keys.argsort(stable=True)
+    if accepted is not None:
+        order = order[: int(accepted.sum()) + padding * experts]  # choices without a row come last
     ends = torch.searchsorted(keys[order], every, right=True)  # bincount would wait for the device
     known = None if on_host is None else [count + padding for count in on_host]
     groups = RowGroups(ends.diff(prepend=ends.new_zeros(1)), len(order), known)
     source = torch.where(order < choices, order, -1) if padding else order
-    return ByExpert(source, _places(source, choices), groups, has_padding=padding > 0)
+    return ByExpert(source, _places(source, choices), groups, has_padding=padding > 0, drops=accepted is not None)
 
 
 def within_buffers(chosen: Tensor, accepted: Tensor, experts: int, capacity: int) -> ByExpert:

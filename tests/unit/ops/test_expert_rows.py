@@ -66,6 +66,17 @@ def test_choices_are_sorted_by_expert(chosen: list[int], padding: int) -> None:
     assert known.groups.on_host == counts
 
 
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("accepted", [[True] * 8, [False] * 8, [True, False, True, True, False, False, True, True]])
+def test_choices_that_are_not_accepted_have_no_row(accepted: list[bool], padding: int) -> None:
+    chosen = CHOSEN["all but one"]
+    order = by_expert(torch.tensor(chosen), EXPERTS, padding, accepted=torch.tensor(accepted))
+    kept = [expert if keep else -1 for expert, keep in zip(chosen, accepted, strict=True)]
+    expected = sorted_by_loops(kept, padding)
+    assert order.source.tolist() == expected and order.place.tolist() == places(expected, len(chosen))
+    assert order.groups.on_host == [kept.count(expert) + padding for expert in range(EXPERTS)]
+
+
 @pytest.mark.parametrize("capacity", [1, 2, 7])
 def test_every_expert_and_sequence_has_a_buffer(capacity: int) -> None:
     chosen = torch.randint(0, EXPERTS, (3, 11), generator=torch.Generator().manual_seed(2))
@@ -82,6 +93,7 @@ def orders() -> dict[str, tuple[ByExpert, int]]:
     return {
         "no padding": (by_expert(chosen.flatten(), EXPERTS, 0), 16),
         "padding": (by_expert(chosen.flatten(), EXPERTS, 2), 16),
+        "accepted": (by_expert(chosen.flatten(), EXPERTS, 1, accepted=torch.arange(16) % 3 > 0), 16),
         "buffers": (within_buffers(chosen, accepted_at_random(chosen, 2), EXPERTS, 2), 16),
     }
 
@@ -126,7 +138,7 @@ def padding_is_the_first_row(x: Tensor, index: Tensor, some_missing: bool) -> Te
 
 
 @pytest.mark.parametrize("bug", [padding_is_the_last_row, padding_is_the_first_row])
-@pytest.mark.parametrize("name", ["padding", "buffers"])
+@pytest.mark.parametrize("name", ["padding", "accepted", "buffers"])
 def test_rows_of_something_else_are_seen(
     name: str, bug: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
