@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from megatron.distributed import collectives
 from megatron.distributed.cores import set_threads
 from megatron.distributed.launch import LaunchInfo, die_with_parent, shutdown

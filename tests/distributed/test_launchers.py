@@ -1,4 +1,5 @@
-"""Real launchers and real processes: start, restart, clean finish, and the ways in which a start fails."""
+"""Real launchers and real processes: start, restart, clean finish, and the ways in which a start fails. Those of the
+restart and of failures are warm (tests/helpers/warm)."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.runs import flags
+from tests.helpers.warm import warm_python
 
 WORKER = Path(__file__).with_name("launch_worker.py")
 ROOT = WORKER.parents[2]
@@ -28,7 +30,7 @@ def environment(**extra: str) -> dict[str, str]:
     """The process's environment without a launcher's variables."""
     launchers = ("TORCHELASTIC", "SLURM_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "OMP_", "GLOO_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
-    return {**clean, "PYTHONPATH": str(ROOT), **extra}
+    return {**clean, **extra}
 
 
 def free_port() -> int:
@@ -80,8 +82,8 @@ def test_launchers(launcher: list[str]) -> None:
 @pytest.mark.slow
 def test_a_killed_rank_is_restarted() -> None:
     """The second attempt must not read keys that the first one left in the launcher's store."""
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", str(WORKER)]
-    found = reports(run([*command, "--die-at-first-attempt"]))
+    command = [warm_python(), *TORCHRUN[1:], "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    found = reports(run([*command, str(WORKER), "--die-at-first-attempt"]))
     assert [(r["rank"], r["attempt"], r["total"]) for r in found] == [(0, 1, 3.0), (1, 1, 3.0)]
 
 
@@ -103,7 +105,7 @@ def test_a_port_that_is_taken_is_a_usage_error() -> None:
         other.bind(("0.0.0.0", 0))
         other.listen()
         port = other.getsockname()[1]
-        done = run([sys.executable, str(WORKER), "--timeout", "5"], env=rank_env(0, port))
+        done = run([warm_python(), str(WORKER), "--timeout", "5"], env=rank_env(0, port))
     assert done.returncode == 2, done.stderr
     assert f"--master-port {port}: already in use" in done.stderr and "Traceback" not in done.stderr
 
@@ -111,7 +113,7 @@ def test_a_port_that_is_taken_is_a_usage_error() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_that_never_come_are_waited_for_in_bound(rank: int) -> None:
     begin = time.monotonic()
-    done = run([sys.executable, str(WORKER), "--timeout", "3"], env=rank_env(rank, free_port()))
+    done = run([warm_python(), str(WORKER), "--timeout", "3"], env=rank_env(rank, free_port()))
     assert time.monotonic() - begin < 60
     assert done.returncode == 16, done.stderr
     assert "error: --distributed-timeout-minutes 0.05: the ranks did not all meet at 127.0.0.1:" in done.stderr
@@ -123,7 +125,7 @@ def test_two_machines_with_other_settings_are_told_before_a_group_exists(tmp_pat
     port, machine = free_port(), {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": socket.gethostname()}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags(seed=seed, save=tmp_path / f"machine-{rank}")],
+            [warm_python(), str(ROOT / "pretrain_gpt.py"), *flags(seed=seed, save=tmp_path / f"machine-{rank}")],
             env={**rank_env(rank, port), **machine},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

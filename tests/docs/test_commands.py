@@ -2,7 +2,8 @@
 
 The small run that pages begin with is made once; every page gets a copy of it.
 
-Commands of the README and benchmarks start real interpreters; the others fork one that has imported torch.
+Most commands fork an interpreter that has imported torch. A few start real ones: those of the README that generate
+text (test_quickstart.py runs the others' like), and the benchmark of a start.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ SHOWN_ONLY = 12  # console blocks: what needs minutes, a cluster or a network; f
 
 COMMANDS = [block for block in BLOCKS if block.language == "bash"]
 SMALL_RUN = "bash examples/small_run.sh"
+STARTS_ITSELF = {"README.md": ("tools/generate.py",), "docs/scale.md": ("benchmarks/start_many.py",)}
 MAKES_ITS_OWN = {"README.md", "docs/first_run.md"}  # their subject is how these files are made
 
 
@@ -66,7 +68,7 @@ def checkout(copies: Copies) -> Checkout:
 
 @pytest.mark.parametrize("block", [pytest.param(block, id=block.name) for block in COMMANDS])
 def test_the_block_runs(block: Block, copies: Copies) -> None:
-    warm = block.page != "README.md" and "benchmarks/" not in block.text
+    warm = not any(program in block.text for program in STARTS_ITSELF.get(block.page, ()))
     Checkout(copies.of(block.page).root, warm).must_run(block.text)
 
 

@@ -7,7 +7,9 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from megatron.checkpoint import manifest
 from megatron.checkpoint.lock import DirectoryLock
 from tests.helpers.forked import launch_forked, start_forked
 from tests.helpers.runs import REPOSITORY, flags, launch, launch_command, pretrain_here, read_metrics, same_numbers
+from tests.helpers.warm import warm_python
 
 BOUND = 60.0  # seconds on a loaded machine; what these tests guard against is a wait of minutes, or for ever
 
@@ -240,7 +243,7 @@ def test_sigterm_without_the_handler_is_said_once_and_recorded(to: str, patience
     settings = {"num_workers": 1, "save": tmp_path, "save_interval": 10**6, "heartbeat_timeout_seconds": patience}
     process = _training(flags(train_iters=10**6, **settings), ranks)
     _wait_for(" iteration        3/", process)
-    os.kill(_workers_of(process.pid)[int(to[-1])] if to.startswith("worker") else process.pid, signal.SIGTERM)
+    os.kill(_ranks_of(process.pid, tmp_path)[int(to[-1])] if to.startswith("worker") else process.pid, signal.SIGTERM)
     _, err = process.communicate(timeout=BOUND)
     said, *more = [line for line in err.splitlines() if line.startswith("error")]
     assert re.search(r"ended by SIGTERM at step \d+( \(.*\))?; no checkpoint was saved, .* --exit-signal-handler", said)
@@ -251,14 +254,30 @@ def test_sigterm_without_the_handler_is_said_once_and_recorded(to: str, patience
     assert (record["reason"], record["exit_code"]) == ("TerminatedError", 143) and not list(tmp_path.glob("iter_*"))
 
 
-def _training(argv: list[str], ranks: int, script: Path = REPOSITORY / "pretrain_gpt.py") -> subprocess.Popen[str]:
-    command = [*launch_command(script, ranks), *argv]
+def _training(
+    argv: list[str], ranks: int, script: Path = REPOSITORY / "pretrain_gpt.py", *, python: str | None = None
+) -> subprocess.Popen[str]:
+    """Starts a run of warm processes (tests/helpers/warm), which pass signals on, or of real interpreters."""
+    command = [*launch_command(script, ranks, python=python or warm_python()), *argv]
     return subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def _wait_for(text: str, process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None
     assert any(text in line for line in process.stdout), f"it ended before {text!r}"
+
+
+def _ranks_of(launcher: int, save: Path) -> list[int]:
+    """Processes that torchrun has started, by rank: the other ones with this folder in their command."""
+    found = {}
+    for process in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with suppress(OSError):
+            words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+            if process != launcher and os.fsencode(save) in words:
+                variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+                (rank,) = (int(each[5:]) for each in variables if each.startswith(b"RANK="))
+                found[rank] = process
+    return [found[rank] for rank in sorted(found)]
 
 
 def _workers_of(launcher: int) -> list[int]:
@@ -316,7 +335,7 @@ def test_a_second_run_is_refused_at_the_start_and_leaves_the_first_ones_record(t
 def test_a_killed_run_leaves_neither_its_data_workers_nor_its_lock(tmp_path: Path) -> None:
     save = tmp_path / "ckpt"
     argv = flags(train_iters=100_000, num_workers=2, save=save, save_interval=2, log_interval=1)
-    run = _training(argv, 1)
+    run = _training(argv, 1, python=sys.executable)
     _wait_for(" iteration        3/", run)
     workers = _workers_of(run.pid)
     assert len(workers) == 2

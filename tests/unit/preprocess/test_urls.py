@@ -138,13 +138,25 @@ def test_a_bucket_that_is_not_there_is_named(workshop: Workshop, bucket: Bucket)
 # ---------------------------------------------------------------- a server that breaks
 
 
+def run_impatient(workshop: Workshop, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Runs the tool with all its attempts, but without the pauses between them. Others below have the pauses."""
+    program = workshop.folder / "impatient.py"
+    program.write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom megatron.data import remote\n"
+        "remote.PAUSES = tuple(0.0 for _ in remote.PAUSES)\nfrom megatron_anywhere import run\n"
+        "sys.exit(run('preprocess_data'))\n"
+    )
+    command = [sys.executable, str(program), *workshop.command(*flags)[2:]]
+    return subprocess.run(command, cwd=workshop.folder, capture_output=True, text=True, timeout=60, check=False)
+
+
 @pytest.mark.parametrize("name", ["in.jsonl", "in.jsonl.gz"])
 @pytest.mark.parametrize("fault", ["cut", "reset", "gone", "short"])
 def test_a_server_that_breaks_never_makes_a_short_dataset(workshop: Workshop, name: str, fault: Fault) -> None:
     content = workshop.corpus("in.jsonl", sample_documents(2000)).read_bytes()
     files = {name: gzip.compress(content) if name.endswith(".gz") else content}
     with serving(WebServer(files, fault=fault, good=1)) as web:
-        done = workshop.run("--input", web.url(name), "--output-prefix", "o", "--workers", "1")
+        done = run_impatient(workshop, "--input", web.url(name), "--output-prefix", "o", "--workers", "1")
     assert done.returncode not in (0, 1), done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert web.url(name) in last and "failed 4 times" in last
