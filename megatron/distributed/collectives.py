@@ -257,15 +257,16 @@ def all_to_all(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     return received
 
 
-def exchange(rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> torch.Tensor:
-    """All-to-all with unequal parts. `rows` are grouped by destination: `send[i]` of them go to member i. The result is
-    grouped by source: `receive[i]` of them come from member i."""
+def start_exchange(rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Pending:
+    """Starts an all-to-all with unequal parts. `rows` are grouped by destination: `send[i]` of them go to member i. The
+    result is grouped by source: `receive[i]` of them come from member i."""
     if axis.size == 1:
-        return rows
+        return Pending(lambda: rows)
+    rows = rows.contiguous()
     received = rows.new_empty((sum(receive), *rows.shape[1:]))
-    with axis.during("all_to_all"):
-        dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), axis.group)
-    return received
+    operation = axis.begin("all_to_all")
+    work = dist.all_to_all_single(received, rows, list(receive), list(send), axis.group, async_op=True)
+    return Pending(lambda: received, [_started(work)], partial(axis.wait, operation), rows)
 
 
 def start_shift(tensor: torch.Tensor, axis: Axis) -> Pending:

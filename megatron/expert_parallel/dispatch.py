@@ -9,7 +9,8 @@ the ranks hold different tokens, exchange them, and sum the partial results.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,85 +18,173 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megatron.distributed import collectives
+from megatron.distributed.collectives import Pending
 from megatron.distributed.parallel_state import Axis
+from megatron.model.factory import RunExperts
+from megatron.model.recompute import Recomputation
+from megatron.ops.expert_rows import RowGroups, by_expert, taken
 
 Mapping = Callable[[Tensor, Axis], Tensor]
-Run = Callable[[Tensor, list[int]], Tensor]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of rows that ranks send each other."""
+
+    counts: Tensor
+    """Rows of each sender and expert of this rank, [tp * ep, experts here], on the device."""
+    send: list[int]
+    """Rows from this rank to each rank of `ep`."""
+    receive: list[int]
+    """Rows from each rank of `ep`."""
+    shared: list[int]
+    """Rows from each rank of `tp` after that exchange."""
+    experts: list[int]
+    """Rows of each expert of this rank, from all senders."""
 
 
 class ExpertDispatcher(nn.Module):
     """Sends rows to the ranks of their experts and back. Rank r of the `ep` axis owns the r-th of equal shares of the
     experts. `copied` and `summed` are the mappings of `tensor_parallel.mappings`. `split_tokens`: tensor-parallel ranks
-    hold different tokens, not copies."""
+    hold different tokens, not copies.
 
-    def __init__(self, ep: Axis, tp: Axis, *, split_tokens: bool, copied: Mapping, summed: Mapping) -> None:
+    The host waits for the device once, for the sizes of the exchange. Nothing waits if no rows move, or if all experts
+    have buffers of a fixed size.
+    """
+
+    def __init__(
+        self,
+        ep: Axis,
+        tp: Axis,
+        *,
+        split_tokens: bool,
+        copied: Mapping,
+        summed: Mapping,
+        padding: int = 0,
+        recomputation: Recomputation | None = None,
+    ) -> None:
+        """`padding`: rows of zeros that the experts need after each expert's rows."""
         super().__init__()
-        self.ep, self.tp, self.split_tokens = ep, tp, split_tokens
+        self.ep, self.tp = ep, tp
+        self.senders = tp if split_tokens else Axis.single("tp")
         self.copied, self.summed = copied, summed
+        self.moves_rows = ep.size * self.senders.size > 1
+        self.padding = 0 if self.moves_rows else padding
+        self.padding_after_exchange = padding
+        self.recomputation = recomputation or Recomputation()
 
-    def forward(self, rows: Tensor, counts: Tensor, experts: Run) -> Tensor:
-        """rows [choices, hidden] sorted by expert; counts [all experts] -> the experts' results in the same order."""
-        everybody = torch.stack(collectives.all_gather(counts, self.ep))  # [ep, all experts]
-        here = everybody.view(self.ep.size, self.ep.size, -1)[:, self.ep.rank]  # [sender, experts here]
-        send, receive = counts.view(self.ep.size, -1).sum(1).tolist(), here.sum(1).tolist()
-        rows = exchanged(rows, send, receive, self.ep)
-        rows = self._sliced(rows, here, experts)
-        return exchanged(rows, receive, send, self.ep)
+    def forward(
+        self, rows: Tensor, groups: RowGroups, experts: RunExperts, meanwhile: Callable[[], T]
+    ) -> tuple[Tensor, T]:
+        if not self.moves_rows:
+            return self._summed_slices(rows, lambda rows: experts(rows, groups)), meanwhile()
+        sizes = self.recomputation.once(lambda: self._sizes(groups))
+        exchange = Exchange(sizes.send, sizes.receive, self.ep)
+        rows = exchange.start(rows)
+        other = meanwhile()
+        rows = self._on_every_slice(exchange.wait(rows), sizes, experts)
+        return exchanged(rows, sizes.receive, sizes.send, self.ep), other
 
-    def _sliced(self, rows: Tensor, counts: Tensor, experts: Run) -> Tensor:
-        """Runs this rank's slice of the experts on `rows`, sorted by sender and then by expert. `counts`: the rows per
-        sender and expert, [senders, experts of this rank]."""
-        if not self.split_tokens or self.tp.size == 1:
-            return self.summed(_by_expert(self.copied(rows, self.tp), counts, experts), self.tp)
-        everybody = torch.stack(collectives.all_gather(counts, self.tp))  # [tp, senders, experts here]
-        own, each = [rows.shape[0]] * self.tp.size, everybody.sum((1, 2)).tolist()
-        gathered = exchanged(rows.repeat(self.tp.size, 1), own, each, self.tp)
-        parts = _by_expert(gathered, everybody.flatten(0, 1), experts)
-        return exchanged(parts, each, own, self.tp).view(self.tp.size, *rows.shape).sum(0)
+    def _sizes(self, groups: RowGroups) -> Sizes:
+        """Exchanges the sizes of the groups and copies what the host needs of them; waits once."""
+        if groups.fixed:
+            counts = self._here(self._like_here(groups.counts))
+            everybody = self._like_here(torch.tensor(groups.on_host))
+        else:
+            of_ep = torch.stack(collectives.all_gather(groups.counts, self.ep))
+            everybody = torch.stack(collectives.all_gather(of_ep, self.senders))  # [tp, ep, all experts]
+            counts = self._here(everybody)
+        own, here = everybody[self.senders.rank, self.ep.rank].view(self.ep.size, -1), self._here(everybody)
+        sums = [own.sum(1), here[self.senders.rank].sum(1), here.sum((1, 2)), here.sum((0, 1))]
+        numbers = iter(torch.cat(sums).tolist())
+        send, receive, shared, experts = ([next(numbers) for _ in one] for one in sums)
+        assert sum(send) == groups.rows, f"{groups.rows} rows, but {sum(send)} of them have an expert"
+        return Sizes(counts.flatten(0, 1), send, receive, shared, experts)
+
+    def _like_here(self, counts: Tensor) -> Tensor:
+        """The rows of all experts on all ranks that exchange rows, [tp, ep, experts], if all have these."""
+        return counts.expand(self.senders.size, self.ep.size, -1)
+
+    def _here(self, everybody: Tensor) -> Tensor:
+        """[tp, ep, all experts] -> [tp, ep, experts here]."""
+        return everybody.unflatten(2, (self.ep.size, -1))[:, :, self.ep.rank]
+
+    def _on_every_slice(self, rows: Tensor, sizes: Sizes, experts: RunExperts) -> Tensor:
+        """Runs all tensor-parallel slices of this rank's experts on `rows`, sorted by sender and then by expert."""
+
+        def run(rows: Tensor) -> Tensor:
+            return self._run(rows, sizes, experts)
+
+        if self.senders.size == 1:
+            return self._summed_slices(rows, run)
+        own = [rows.shape[0]] * self.tp.size
+        gathered = exchanged(rows.repeat(self.tp.size, 1), own, sizes.shared, self.tp)
+        return exchanged(run(gathered), sizes.shared, own, self.tp).view(self.tp.size, *rows.shape).sum(0)
+
+    def _summed_slices(self, rows: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        return self.summed(run(self.copied(rows, self.tp)), self.tp)
+
+    def _run(self, rows: Tensor, sizes: Sizes, experts: RunExperts) -> Tensor:
+        """Calls the experts on rows sorted by sender and then by expert."""
+        senders, count = sizes.counts.shape
+        numbers = torch.arange(count, device=rows.device).repeat(senders)
+        chosen = numbers.repeat_interleave(sizes.counts.flatten(), output_size=rows.shape[0])
+        order = by_expert(chosen, count, self.padding_after_exchange, sizes.experts)
+        return taken(experts(taken(rows, order), order.groups), order.back)
 
 
-def _by_expert(rows: Tensor, counts: Tensor, experts: Run) -> Tensor:
-    """Calls the experts on rows sorted by sender and then by expert. `counts`: the rows per sender and expert,
-    [senders, experts]."""
-    if counts.shape[0] == 1:
-        return experts(rows, counts[0].tolist())
-    numbers = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
-    order = numbers.repeat_interleave(counts.flatten(), output_size=rows.shape[0]).argsort(stable=True)
-    results = experts(permuted(rows, order), counts.sum(0).tolist())
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    return permuted(results, back)
+class Exchange:
+    """All-to-all of rows [sum(send), width]: the first send[0] go to member 0, the next send[1] to member 1, and so on.
+    The result holds receive[i] rows from each member i, in the members' order.
+
+    Work between `start` and `wait` runs beside the exchange, and its backward beside that of the gradients.
+    """
+
+    def __init__(self, send: Sequence[int], receive: Sequence[int], axis: Axis) -> None:
+        self.send, self.receive, self.axis = send, receive, axis
+        self.of_rows: Pending | None = None
+        self.of_gradients: Pending | None = None
+
+    def start(self, rows: Tensor) -> Tensor:
+        """Returns the tensor that will hold the result."""
+        return rows if self.axis.size == 1 else _Start.apply(rows, self)
+
+    def wait(self, result: Tensor) -> Tensor:
+        return result if self.axis.size == 1 else _Wait.apply(result, self)
 
 
 def exchanged(rows: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Tensor:
-    """All-to-all of rows [sum(send), width]: the first send[0] go to member 0, the next send[1] to member 1, and so on.
-    The result holds receive[i] rows from each member i, in the members' order."""
-    if axis.size == 1:
-        return rows
-    return collectives.differentiable(
-        rows,
-        lambda x: collectives.exchange(x, send, receive, axis),
-        lambda grad: collectives.exchange(grad, receive, send, axis),
-    )
+    """Returns the rows that an `Exchange` brings."""
+    exchange = Exchange(send, receive, axis)
+    return exchange.wait(exchange.start(rows))
 
 
-def permuted(rows: Tensor, order: Tensor) -> Tensor:
-    """Returns rows[order]; `order` is a permutation."""
-    return _Permuted.apply(rows, order)
-
-
-class _Permuted(Function):
-    """Permutes rows. Backward is a plain permutation: torch's own would scatter-add, in a nondeterministic order."""
-
+class _Start(Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        return rows[order]
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.of_rows = collectives.start_exchange(rows, exchange.send, exchange.receive, exchange.axis)
+        return exchange.of_rows.result()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (order,) = ctx.saved_tensors
-        result: Tensor = grad.new_empty(grad.shape)
-        result[order] = grad
-        return result, None
+    def backward(ctx: Any, unused: Tensor) -> tuple[Tensor, None]:
+        pending, ctx.exchange.of_gradients = ctx.exchange.of_gradients, None
+        return pending.wait(), None
+
+
+class _Wait(Function):
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        pending, exchange.of_rows = exchange.of_rows, None
+        assert pending is not None, "wait() was called before start()"
+        return pending.wait().view_as(result)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        exchange: Exchange = ctx.exchange
+        exchange.of_gradients = collectives.start_exchange(gradient, exchange.receive, exchange.send, exchange.axis)
+        return gradient, None  # autograd wants one of this shape; `_Start` returns those that arrive

@@ -7,7 +7,6 @@ from megatron.model.factory import ModuleFactory
 from megatron.model.mlp import MLP
 from megatron.model.moe import MoE
 from megatron.model.parameters import MLP as MLP_NAME
-from megatron.model.recompute import call_with_recompute
 from megatron.model.self_attention import SelfAttention
 
 
@@ -27,10 +26,11 @@ class Layer(nn.Module):
     def __init__(self, make: ModuleFactory) -> None:
         super().__init__()
         self.dropout, self.hidden_dropout = make.dropout, make.config.hidden_dropout
-        self.recomputed = make.recompute.modules
+        self.recomputed, self.recomputation = make.recompute.modules, make.recomputation
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        return call_with_recompute(self.mlp, ("moe" if isinstance(self.mlp, MoE) else "mlp") in self.recomputed, x)
+        kind = "moe" if isinstance(self.mlp, MoE) else "mlp"
+        return self.recomputation.call(self.mlp, kind in self.recomputed, x)
 
     def _drop(self, x: Tensor) -> Tensor:
         return self.dropout(x, self.hidden_dropout, True) if self.training else x

@@ -5,6 +5,7 @@ linear layers by their parameter names in the whole model, so that a layout find
 """
 
 from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,23 +16,46 @@ from megatron.model.linear import Linear
 from megatron.model.loss import HeadAndLoss
 from megatron.model.moe_losses import RouterReports
 from megatron.model.norm import Norm
+from megatron.model.recompute import Recomputation
 from megatron.model.table import Table
 from megatron.model.wgrads import WgradRoute
 from megatron.ops import Kernels
+from megatron.ops.expert_rows import RowGroups
+from megatron.ops.grouped_linear import least_rows
 
 Dropout = Callable[[Tensor, float, bool], Tensor]
 """(x, probability, training) -> x with dropout."""
 
 
-RunExperts = Callable[[Tensor, list[int]], Tensor]
-"""(rows [tokens, hidden] sorted by expert, rows per expert) -> the experts' results in the same order."""
-Dispatcher = Callable[[Tensor, Tensor, RunExperts], Tensor]
-"""(rows [tokens, hidden] sorted by expert, counts [experts], experts) -> the experts' results in the same order."""
+T = TypeVar("T")
+
+RunExperts = Callable[[Tensor, RowGroups], Tensor]
+"""(rows [rows, hidden] sorted by expert, rows of each expert) -> the experts' results in the same order."""
 
 
-def run_here(rows: Tensor, counts: Tensor, experts: RunExperts) -> Tensor:
-    """Dispatcher for ranks that hold all experts: calls the experts. The other one is in megatron/expert_parallel."""
-    return experts(rows, counts.tolist())
+class Dispatcher(Protocol):
+    """Calls the experts, on this rank or on the ranks that hold them."""
+
+    padding: int
+    """Rows of zeros to add after each expert's rows."""
+
+    def __call__(
+        self, rows: Tensor, groups: RowGroups, experts: RunExperts, meanwhile: Callable[[], T]
+    ) -> tuple[Tensor, T]:
+        """Returns the experts' results for `rows` [rows, hidden], sorted by expert like these, and the result of
+        `meanwhile`, which runs while rows travel. `groups`: the rows of all experts."""
+
+
+class LocalDispatcher:
+    """Calls the experts on this rank, which holds all of them."""
+
+    def __init__(self, padding: int) -> None:
+        self.padding = padding
+
+    def __call__(
+        self, rows: Tensor, groups: RowGroups, experts: RunExperts, meanwhile: Callable[[], T]
+    ) -> tuple[Tensor, T]:
+        return experts(rows, groups), meanwhile()
 
 
 class ModuleFactory:
@@ -50,6 +74,7 @@ class ModuleFactory:
     ) -> None:
         self.config, self.kernels, self.moe = config, kernels, moe or MoEConfig()
         self.recompute, self.wgrads = recompute or RecomputeConfig(), wgrads or WgradRoute()
+        self.recomputation = Recomputation()
         self.layers_with_experts = self.moe.expert_layers(config.num_layers) if self.moe.is_on else ()
         on = self.moe.is_on
         self.routers = RouterReports(self.moe, config.num_layers, self.pieces_of_sequence) if on else None
@@ -88,7 +113,7 @@ class ModuleFactory:
         return range(self.moe.num_experts or 0)
 
     def dispatcher(self) -> Dispatcher:
-        return run_here
+        return LocalDispatcher(least_rows(self.kernels.grouped_linear))
 
     def sum_of_sequence(self, counts: Tensor) -> Tensor:
         """Sums per-sequence counts over the ranks that share each sequence."""

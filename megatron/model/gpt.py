@@ -17,7 +17,7 @@ from megatron.model.host_activations import HostActivations, host_link
 from megatron.model.inventory import inventory
 from megatron.model.kv_cache import KVCache, slots_for
 from megatron.model.parameters import Parameter, parameters
-from megatron.model.recompute import call_with_recompute, groups
+from megatron.model.recompute import groups
 from megatron.model.rope import RotaryEmbedding
 from megatron.model.table import Table, look_up_and_share
 from megatron.ops import Kernels
@@ -200,7 +200,7 @@ class GPT(nn.Module):
             return x
 
         for positions, recomputed in groups(self.recompute, len(blocks)):
-            hidden = call_with_recompute(run_group, recomputed, positions.start, positions.stop, hidden)
+            hidden = self.make.recomputation.call(run_group, recomputed, positions.start, positions.stop, hidden)
         return hidden
 
     def _on_host(self, device: torch.device) -> HostActivations | None:

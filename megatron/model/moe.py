@@ -2,12 +2,11 @@
 
     y = sum over the chosen experts of p * expert(x)   + shared expert(x)
 
-`MoE` sorts tokens by expert, so each expert multiplies one contiguous slice (`ops/grouped_linear.py`). The dispatcher
-calls the experts, or first moves tokens to the experts' ranks.
+`MoE` sorts tokens by expert (`ops/expert_rows.py`). Each expert then multiplies one contiguous slice
+(`ops/grouped_linear.py`). The dispatcher calls the experts, or first moves tokens to the experts' ranks.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from megatron.model.factory import ModuleFactory
 from megatron.model.mlp import MLP
 from megatron.model.parameters import EXPERT, SHARED_EXPERT
 from megatron.model.router import Router, Routing
+from megatron.ops.expert_rows import ByExpert, RowGroups, by_expert, taken, within_buffers
 
 
 class Experts(nn.ModuleDict):
@@ -28,15 +28,15 @@ class Experts(nn.ModuleDict):
         self.kernels = make.kernels
         self.put_weight_gradient = make.wgrads.put if make.wgrads.deferred else None
 
-    def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Applies the experts to rows [tokens, hidden], sorted by expert; counts: the rows per expert. An expert
+    def forward(self, rows: Tensor, groups: RowGroups) -> Tensor:
+        """Applies the experts to rows [rows, hidden], sorted by expert; groups: the rows of each expert. An expert
         without rows gets a gradient of zero, not None."""
         experts = [expert for expert in self.values() if isinstance(expert, MLP)]
-        inner = self._linear(rows, counts, [expert.dense_h_to_4h.weight for expert in experts])
-        return self._linear(experts[0].activate(inner), counts, [expert.dense_4h_to_h.weight for expert in experts])
+        inner = self._linear(rows, groups, [expert.dense_h_to_4h.weight for expert in experts])
+        return self._linear(experts[0].activate(inner), groups, [expert.dense_4h_to_h.weight for expert in experts])
 
-    def _linear(self, rows: Tensor, counts: Sequence[int], weights: Sequence[nn.Parameter]) -> Tensor:
-        return self.kernels.grouped_linear(rows, counts, weights, self.put_weight_gradient)
+    def _linear(self, rows: Tensor, groups: RowGroups, weights: Sequence[nn.Parameter]) -> Tensor:
+        return self.kernels.grouped_linear(rows, groups, weights, self.put_weight_gradient)
 
 
 class MoE(nn.Module):
@@ -53,57 +53,23 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         routing = self.router(x)
-        y = self._routed(x, routing)
-        return y if self.shared_expert is None else y + self.shared_expert(x)  # [batch, seq, hidden]
-
-    def _routed(self, x: Tensor, routing: Routing) -> Tensor:
         topk, hidden = routing.experts.shape[-1], x.shape[-1]
-        chosen = routing.experts.reshape(-1)  # [tokens * k]: choice c is of token c // k
-        order = chosen.argsort(stable=True)
-        if routing.kept is not None:
-            order = order[routing.kept.reshape(-1)[order]]
-        every = torch.arange(self.num_experts, device=x.device)
-        ends = torch.searchsorted(chosen[order], every, right=True)  # bincount would need a host sync
-        counts = ends.diff(prepend=ends.new_zeros(1))
-        rows = _Taken.apply(x.reshape(-1, hidden), order, topk)  # [choices, hidden], sorted by expert
-        rows = self.dispatcher(rows, counts, self.experts)
-        rows = _Placed.apply(rows, order, chosen.numel()).view(-1, topk, hidden)
-        weights = routing.weights.reshape(-1, 1, topk)
-        return torch.bmm(weights, rows).view(x.shape)
+        order = self._by_expert(routing)
+        rows = taken(x.reshape(-1, hidden), order, topk)  # [rows, hidden], sorted by expert
+        rows, shared = self.dispatcher(rows, order.groups, self.experts, lambda: self._shared(x))
+        rows = taken(rows, order.back).view(-1, topk, hidden)
+        y = torch.bmm(routing.weights.reshape(-1, 1, topk), rows).view(x.shape)  # [batch, seq, hidden]
+        return y if shared is None else y + shared
 
+    def _shared(self, x: Tensor) -> Tensor | None:
+        return None if self.shared_expert is None else self.shared_expert(x)
 
-class _Taken(torch.autograd.Function):
-    """[tokens, hidden] -> the rows of the choices `order`; choice c belongs to token c // k. Backward is deterministic:
-    it adds the gradients of a token's choices in a fixed order."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, topk: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.topk, ctx.tokens = topk, x.shape[0]
-        return x[order // topk]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (order,) = ctx.saved_tensors
-        placed = _placed(grad, order, ctx.tokens * ctx.topk)
-        return placed.view(ctx.tokens, ctx.topk, -1).sum(1), None, None
-
-
-class _Placed(torch.autograd.Function):
-    """Scatters rows back to the places of their choices. A dropped choice gets a row of zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, choices: int) -> Tensor:
-        ctx.save_for_backward(order)
-        return _placed(rows, order, choices)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (order,) = ctx.saved_tensors
-        return grad[order], None, None
-
-
-def _placed(rows: Tensor, order: Tensor, choices: int) -> Tensor:
-    return rows.new_zeros(choices, rows.shape[1]).index_copy_(0, order, rows)
+    def _by_expert(self, routing: Routing) -> ByExpert:
+        chosen, accepted = routing.experts.flatten(1), routing.accepted  # [batch, seq * k]: choice c is of token c // k
+        if accepted is None:
+            return by_expert(chosen.flatten(), self.num_experts, self.dispatcher.padding)
+        if chosen.device.type == "cpu":  # reading a number costs less there than computing unused rows
+            padding = self.dispatcher.padding
+            return by_expert(chosen.flatten(), self.num_experts, padding, accepted=accepted.flatten())
+        capacity = self.router.capacity(routing.experts.shape[1])
+        return within_buffers(chosen, accepted.flatten(1), self.num_experts, capacity)

@@ -1,21 +1,55 @@
 """Recomputation of activations in the backward pass."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import RecomputeConfig
 
+T = TypeVar("T")
 
-def call_with_recompute(function: Callable[..., Any], recomputed: bool, *arguments: Any) -> Any:
-    """Calls `function(*arguments)`. If `recomputed` and gradients are enabled, backward calls it again instead of
-    keeping its activations."""
-    if not (recomputed and torch.is_grad_enabled()):
-        return function(*arguments)
-    # The random state is restored, so that dropout drops the same elements again.
-    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=True)
+
+class Recomputation:
+    """Calls parts of one model whose activations are recomputed in backward."""
+
+    def __init__(self) -> None:
+        self._kept: list[Any] | None = None
+        self._again: Iterator[Any] | None = None
+
+    def call(self, function: Callable[..., Any], recomputed: bool, *arguments: Any) -> Any:
+        """Calls `function(*arguments)`. If `recomputed` and gradients are enabled, backward calls it again instead of
+        keeping its activations."""
+        if not (recomputed and torch.is_grad_enabled()):
+            return function(*arguments)
+        kept: list[Any] = []
+        # The random state is restored, so that dropout drops the same elements again.
+        return checkpoint(
+            function,
+            *arguments,
+            use_reentrant=False,
+            preserve_rng_state=True,
+            context_fn=lambda: (self._keeping(kept, None), self._keeping(None, iter(kept))),
+        )
+
+    def once(self, make: Callable[[], T]) -> T:
+        """Returns `make()`. When `call` calls a function again, returns the value of the first time, so that ranks do
+        not exchange numbers twice and the host does not wait twice."""
+        value = make() if self._again is None else next(self._again)
+        if self._kept is not None:
+            self._kept.append(value)
+        return value
+
+    @contextmanager
+    def _keeping(self, kept: list[Any] | None, again: Iterator[Any] | None) -> Iterator[None]:
+        before = self._kept, self._again
+        self._kept, self._again = kept, self._again if again is None else again
+        try:
+            yield
+        finally:
+            self._kept, self._again = before
 
 
 def groups(config: RecomputeConfig, count: int) -> list[tuple[range, bool]]:

@@ -24,7 +24,8 @@ class Routing:
 
     experts: Tensor
     weights: Tensor
-    kept: Tensor | None = None  # False: beyond the expert's capacity
+    accepted: Tensor | None = None
+    """[batch, seq, k]: False for choices beyond the expert's capacity. None if experts have no capacity."""
 
 
 class Router(nn.Module):
@@ -52,10 +53,10 @@ class Router(nn.Module):
         weights = self._weights(logits, scores, experts)
         if self.training and torch.is_grad_enabled() and self.reports.wanted:
             weights = self._watched(weights, logits, scores, experts)
-        kept = None
+        accepted = None
         if self.config.moe_expert_capacity_factor is not None:
-            kept = within_capacity(experts, weights.detach(), self._capacity(x.shape[1]), self.config)
-        return Routing(experts, weights.to(x.dtype), kept)
+            accepted = within_capacity(experts, weights.detach(), self.capacity(x.shape[1]), self.config)
+        return Routing(experts, weights.to(x.dtype), accepted)
 
     @property
     def _softmax(self) -> bool:
@@ -94,7 +95,8 @@ class Router(nn.Module):
             losses["z_loss"] = z_loss(logits, self.reports.pieces)
         return self.reports.attach(weights, Watch(self.layer, counts.sum(0)), losses)
 
-    def _capacity(self, seq: int) -> int:
+    def capacity(self, seq: int) -> int:
+        """Choices that an expert accepts from a sequence of that length."""
         factor, experts = self.config.moe_expert_capacity_factor, self.weight.shape[0]
         assert factor is not None
         return math.ceil(seq * self.config.moe_router_topk / experts * factor)

@@ -6,7 +6,6 @@ from megatron.model.attention import AttentionContext
 from megatron.model.factory import ModuleFactory
 from megatron.model.norm import Norm
 from megatron.model.parameters import ATTENTION_OUT, K_NORM, Q_NORM, QKV
-from megatron.model.recompute import call_with_recompute
 from megatron.ops.fused_qkv import split_qkv
 
 
@@ -24,7 +23,7 @@ class SelfAttention(nn.Module):
         self.k_layernorm = make.head_norm(K_NORM.format(layer=layer), groups) if config.qk_layernorm else None
         self.norms_span_heads = config.qk_layernorm_scope == "all"
         self.core_attention = make.core_attention(layer)
-        self.recompute_core = "core_attn" in make.recompute.modules
+        self.recompute_core, self.recomputation = "core_attn" in make.recompute.modules, make.recomputation
         # Heads on this rank: the output projection has one column per query channel.
         queries = self.dense.weight.shape[1] // self.head_dim
         self.groups = (self.query_key_value.weight.shape[0] // self.head_dim - queries) // 2
@@ -36,7 +35,7 @@ class SelfAttention(nn.Module):
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if context.cache is not None:
             key, value = context.cache.extend(self.layer, key, value)
-        core = call_with_recompute(self.core_attention, self.recompute_core, query, key, value, context.visible)
+        core = self.recomputation.call(self.core_attention, self.recompute_core, query, key, value, context.visible)
         return self.dense(core.transpose(1, 2).flatten(2))  # [batch, seq, hidden]
 
     def _query_key_value(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from megatron.ops.expert_rows import RowGroups
 from megatron.ops.operation import Implementation, Operation, Target
 
 Put = Callable[[nn.Parameter, Tensor, Tensor], None]
@@ -29,47 +30,51 @@ class Loop:
     """One product per group."""
 
     @staticmethod
-    def forward(x: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
+    def forward(x: Tensor, groups: RowGroups, weights: Sequence[Tensor]) -> Tensor:
         y = x.new_empty(x.shape[0], weights[0].shape[0])
+        counts = groups.on_host
         for rows, result, weight in zip(x.split(counts), y.split(counts), weights, strict=True):
             torch.mm(rows, weight.t(), out=result)
         return y
 
     @staticmethod
-    def input_gradient(dy: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
-        return Loop.forward(dy, counts, [weight.t() for weight in weights])
+    def input_gradient(dy: Tensor, groups: RowGroups, weights: Sequence[Tensor]) -> Tensor:
+        return Loop.forward(dy, groups, [weight.t() for weight in weights])
 
     @staticmethod
-    def weight_gradients(dy: Tensor, x: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
+    def weight_gradients(dy: Tensor, x: Tensor, groups: RowGroups) -> Sequence[Tensor]:
+        counts = groups.on_host
         return [part.t() @ rows for part, rows in zip(dy.split(counts), x.split(counts), strict=True)]
 
 
 class Grouped:
-    """All groups in one product."""
+    """All groups in one product. Every group must have a row: a kernel may leave the result of a product over no rows
+    unwritten."""
 
     @staticmethod
-    def forward(x: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
-        return F.grouped_mm(x, _stacked(weights).transpose(1, 2), offs=_ends(counts, x))
+    def forward(x: Tensor, groups: RowGroups, weights: Sequence[Tensor]) -> Tensor:
+        return F.grouped_mm(x, _stacked(weights).transpose(1, 2), offs=groups.ends)
 
     @staticmethod
-    def input_gradient(dy: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
-        return F.grouped_mm(dy, _stacked(weights), offs=_ends(counts, dy))
+    def input_gradient(dy: Tensor, groups: RowGroups, weights: Sequence[Tensor]) -> Tensor:
+        return F.grouped_mm(dy, _stacked(weights), offs=groups.ends)
 
     @staticmethod
-    def weight_gradients(dy: Tensor, x: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
-        gradients = F.grouped_mm(dy.t(), x, offs=_ends(counts, x))  # [groups, out, in]
-        for group, count in enumerate(counts):
-            if not count:  # a kernel may leave the result of a product over no rows unwritten
-                gradients[group].zero_()
-        return gradients.unbind()
+    def weight_gradients(dy: Tensor, x: Tensor, groups: RowGroups) -> Sequence[Tensor]:
+        return F.grouped_mm(dy.t(), x, offs=groups.ends).unbind()  # [groups, out, in]
 
 
-def by_loop(x: Tensor, counts: Sequence[int], weights: Sequence[nn.Parameter], put: Put | None = None) -> Tensor:
-    return _grouped_linear(Loop, x, counts, weights, put)
+def by_loop(x: Tensor, groups: RowGroups, weights: Sequence[nn.Parameter], put: Put | None = None) -> Tensor:
+    return _grouped_linear(Loop, x, groups, weights, put)
 
 
-def by_grouped_mm(x: Tensor, counts: Sequence[int], weights: Sequence[nn.Parameter], put: Put | None = None) -> Tensor:
-    return _grouped_linear(Grouped if _fits(x, weights) else Loop, x, counts, weights, put)
+def by_grouped_mm(x: Tensor, groups: RowGroups, weights: Sequence[nn.Parameter], put: Put | None = None) -> Tensor:
+    return _grouped_linear(Grouped if _fits(x, weights) else Loop, x, groups, weights, put)
+
+
+def least_rows(operation: Callable[..., Tensor]) -> int:
+    """Rows that each group must have."""
+    return 1 if operation is by_grouped_mm else 0
 
 
 def _fits(x: Tensor, weights: Sequence[Tensor]) -> bool:
@@ -80,16 +85,16 @@ def _fits(x: Tensor, weights: Sequence[Tensor]) -> bool:
 
 
 def _grouped_linear(
-    how: type[Loop] | type[Grouped], x: Tensor, counts: Sequence[int], weights: Sequence[nn.Parameter], put: Put | None
+    how: type[Loop] | type[Grouped], x: Tensor, groups: RowGroups, weights: Sequence[nn.Parameter], put: Put | None
 ) -> Tensor:
     if put is None:
-        return _GroupedLinear.apply(how, None, list(counts), x, *weights)
+        return _GroupedLinear.apply(how, None, groups, x, *weights)
     assert x.requires_grad or not torch.is_grad_enabled(), (
         "the input needs no gradient, so backward would skip the layer"
     )
     # Detached, so that autograd does not report gradients that the queue computes later.
     puts = [partial(put, weight) for weight in weights]
-    return _GroupedLinear.apply(how, puts, list(counts), x, *(weight.detach() for weight in weights))
+    return _GroupedLinear.apply(how, puts, groups, x, *(weight.detach() for weight in weights))
 
 
 class _GroupedLinear(Function):
@@ -98,31 +103,28 @@ class _GroupedLinear(Function):
         ctx: Any,
         how: type[Loop] | type[Grouped],
         puts: Sequence[Callable[[Tensor, Tensor], None]] | None,
-        counts: list[int],
+        groups: RowGroups,
         x: Tensor,
         *weights: Tensor,
     ) -> Tensor:
-        ctx.how, ctx.puts, ctx.counts = how, puts, counts
+        ctx.how, ctx.puts, ctx.groups = how, puts, groups
         ctx.save_for_backward(x, *weights)
-        return how.forward(x, counts, weights)
+        return how.forward(x, groups, weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        dy, counts = dy.contiguous(), ctx.counts
-        dx = ctx.how.input_gradient(dy, counts, weights) if ctx.needs_input_grad[3] else None
+        dy, groups = dy.contiguous(), ctx.groups
+        dx = ctx.how.input_gradient(dy, groups, weights) if ctx.needs_input_grad[3] else None
         gradients: Sequence[Tensor | None] = [None] * len(weights)
         if ctx.puts is not None:
+            counts = groups.on_host
             for put, part, rows in zip(ctx.puts, dy.split(counts), x.split(counts), strict=True):
                 put(part, rows)
         elif any(ctx.needs_input_grad[4:]):
-            gradients = ctx.how.weight_gradients(dy, x, counts)
+            gradients = ctx.how.weight_gradients(dy, x, groups)
         return None, None, None, dx, *gradients
-
-
-def _ends(counts: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(counts, device=like.device).cumsum(0, dtype=torch.int32)
 
 
 def _stacked(weights: Sequence[Tensor]) -> Tensor:

@@ -21,6 +21,7 @@ from megatron.model.norm import Norm
 from megatron.model.parameters import Parameter, Shape
 from megatron.model.table import Table
 from megatron.model.wgrads import WgradRoute
+from megatron.ops.grouped_linear import least_rows
 from megatron.state.shard import Shard
 from megatron.tensor_parallel import (
     ColumnParallelLinear,
@@ -138,7 +139,13 @@ class ParallelFactory(ModuleFactory):
         if self._ep.size == 1 and self._tp.size == 1:
             return super().dispatcher()
         return ExpertDispatcher(
-            self._ep, self._tp, split_tokens=self._splits_sequence, copied=mappings.copied, summed=mappings.summed
+            self._ep,
+            self._tp,
+            split_tokens=self._splits_sequence,
+            copied=mappings.copied,
+            summed=mappings.summed,
+            padding=least_rows(self.kernels.grouped_linear),
+            recomputation=self.recomputation,
         )
 
     def sum_of_sequence(self, counts: Tensor) -> Tensor:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from megatron.data_parallel import BucketStore
+from megatron.distributed import collectives
+from megatron.distributed.collectives import Pending
 from megatron.distributed.parallel_state import Axis, ParallelState
-from megatron.expert_parallel import ExpertDispatcher, exchanged, permuted
+from megatron.expert_parallel import ExpertDispatcher, exchanged
 from megatron.layout import Layout
-from megatron.model.factory import run_here
+from megatron.model.factory import LocalDispatcher
+from megatron.ops.expert_rows import RowGroups
 from megatron.tensor_parallel import mappings
 from tests.helpers.distributed import run_ranks
 
@@ -35,9 +40,10 @@ def make_experts() -> dict[int, Tensor]:
     return {n: torch.randn(WIDTH, WIDTH, dtype=torch.float64, generator=generator) for n in range(EXPERTS)}
 
 
-def run(weights: list[Tensor]) -> Callable[[Tensor, list[int]], Tensor]:
-    def experts(rows: Tensor, counts: list[int]) -> Tensor:
-        assert len(counts) == len(weights) and sum(counts) == len(rows)
+def run(weights: list[Tensor]) -> Callable[[Tensor, RowGroups], Tensor]:
+    def experts(rows: Tensor, groups: RowGroups) -> Tensor:
+        counts = groups.counts.tolist()
+        assert counts == groups.on_host and len(counts) == len(weights) and sum(counts) == len(rows)
         return torch.cat([part.tanh() @ weight for part, weight in zip(rows.split(counts), weights, strict=True)])
 
     return experts
@@ -56,7 +62,7 @@ def dispatched(rank: int, ep: int, tp: int, split_tokens: bool) -> tuple[Tensor,
     dispatcher = ExpertDispatcher(
         state.ep, state.tp, split_tokens=split_tokens, copied=mappings.copied, summed=mappings.summed
     )
-    result = dispatcher(rows, counts, run(parts))
+    result, _ = dispatcher(rows, RowGroups(counts, len(rows)), run(parts), lambda: None)
     result.square().sum().backward()
     grads = {n: weight.grad * tp for n, weight in here.items() if weight.grad is not None}
     assert rows.grad is not None
@@ -68,7 +74,8 @@ def alone(token_ranks: list[int]) -> tuple[dict[int, Tensor], dict[int, Tensor],
     results, row_grads = {}, {}
     for rank in token_ranks:
         rows = rows_of(rank).requires_grad_()
-        result = run_here(rows, torch.tensor(COUNTS[rank]), run(list(every.values())))
+        groups = RowGroups(torch.tensor(COUNTS[rank]), len(rows))
+        result, _ = LocalDispatcher(0)(rows, groups, run(list(every.values())), lambda: None)
         result.square().sum().backward()
         assert rows.grad is not None
         results[rank], row_grads[rank] = result.detach(), rows.grad
@@ -116,10 +123,48 @@ def test_one_rank_sends_nothing() -> None:
     assert exchanged(rows, [4], [4], Axis.single("ep")) is rows
 
 
-def test_a_permutation_and_its_gradient() -> None:
-    rows = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
-    order = torch.tensor([3, 0, 4, 1, 2])
-    assert torch.autograd.gradcheck(lambda x: permuted(x, order), (rows,))
+class Noted(torch.autograd.Function):
+    """Doubles a tensor; notes when it runs, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, events: list[str]) -> Tensor:
+        ctx.events = events
+        events.append("other")
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.events.append("other, backward")
+        return grad * 2, None
+
+
+def order_of_events(rank: int) -> list[str]:
+    state, events = ParallelState.build(Layout(2, ep=2), rank), list[str]()
+    begin = collectives.start_exchange
+
+    def noted(rows: Tensor, *rest: Any) -> Pending:
+        pending = begin(rows, *rest)
+        events.append("start")
+        return replace(pending, result=lambda: events.append("result") or pending.result())  # type: ignore[func-returns-value]
+
+    collectives.start_exchange = noted
+    rows, counts = rows_of(rank).requires_grad_(), torch.tensor(COUNTS[rank])
+    dispatcher = ExpertDispatcher(
+        state.ep, state.tp, split_tokens=False, copied=mappings.copied, summed=mappings.summed
+    )
+    mine = list(make_experts().values())[rank * 3 : rank * 3 + 3]
+    groups = RowGroups(counts, len(rows))
+    result, other = dispatcher(rows, groups, run(mine), lambda: Noted.apply(rows.sum(), events))
+    events.append("|")
+    (result.sum() + other).backward()
+    return events
+
+
+def test_other_work_runs_while_rows_travel() -> None:
+    """A result is looked at twice: when it is promised and when it has arrived."""
+    forward = ["start", "result", "other", "result", "start", "result", "result", "|"]
+    backward = ["start", "result", "start", "other, backward", "result"]
+    assert run_ranks(2, order_of_events) == [[*forward, *backward]] * 2
 
 
 def gradients_by_axis(rank: int, overlap: bool) -> dict[str, float]:

@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 from megatron.distributed.parallel_state import Axis
+from megatron.expert_parallel import ExpertDispatcher
 from megatron.model.moe import MoE
+from megatron.model.router import Routing
+from megatron.ops.expert_rows import ByExpert, within_buffers
 from megatron.training.assemble import Parts
 from tests.helpers.distributed import RankFailed, run_ranks
 from tests.helpers.layouts import Cases, at_layout, expected, few_batches, no_deeper, reference, shallow, unequal, worst
@@ -152,6 +155,45 @@ def test_every_layout_reports_the_same_router_losses() -> None:
             assert losses == pytest.approx(expected_losses, rel=1e-12)
 
 
+def experts_of(parts: Parts) -> list[MoE]:
+    return [module for module in parts.trainer.engine.model.modules() if isinstance(module, MoE)]
+
+
+def buffers_of_a_gpu(parts: Parts) -> None:
+    for module in experts_of(parts):
+
+        def buffers(routing: Routing, module: MoE = module) -> ByExpert:
+            assert routing.accepted is not None
+            capacity = module.router.capacity(routing.experts.shape[1])
+            chosen, accepted = routing.experts.flatten(1), routing.accepted.flatten(1)
+            return within_buffers(chosen, accepted, module.num_experts, capacity)
+
+        module._by_expert = buffers  # type: ignore[method-assign]
+
+
+def padding_of_a_gpu(parts: Parts) -> None:
+    for module in experts_of(parts):
+        assert isinstance(module.dispatcher, ExpertDispatcher)
+        module.dispatcher.padding_after_exchange = 1
+        module.dispatcher.padding = 0 if module.dispatcher.moves_rows else 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "family", "axes", "change"),
+    [
+        (2, DROPPING, {EP: 2}, buffers_of_a_gpu),
+        (4, LATE_DROPPED, {EP: 2, TP: 2}, buffers_of_a_gpu),
+        (2, DEEPSEEK, {TP: 2}, padding_of_a_gpu),
+        (4, MANY, {EP: 2, TP: 2, **SP}, padding_of_a_gpu),
+    ],
+)
+def test_the_rows_of_a_gpu_are_the_same(ranks: int, family: dict[str, Any], axes: dict[str, Any], change: Any) -> None:
+    """On a GPU, experts have buffers of a fixed size, or at least one row each."""
+    family = few_batches(ranks, no_deeper(family, axes), axes)
+    outcome = at_layout(ranks, flags(**family, **axes), change)
+    assert worst(outcome, expected(tuple(flags(**family)))) < EQUAL
+
+
 # ---- planted bugs ----------------------------------------------------------------------------------------------------
 
 
@@ -164,10 +206,6 @@ def is_seen(family: dict[str, Any], axes: dict[str, Any], plant: Callable[[Parts
     except AssertionError:
         return True
     return worst(outcome, expected(tuple(flags(**family)))) > SEEN
-
-
-def experts_of(parts: Parts) -> list[MoE]:
-    return [module for module in parts.trainer.engine.model.modules() if isinstance(module, MoE)]
 
 
 def experts_summed_like_dense_ones(parts: Parts) -> None:
@@ -186,8 +224,9 @@ def results_in_wrong_order(parts: Parts) -> None:
     for module in experts_of(parts):
         inner = module.dispatcher.forward
 
-        def wrong(rows: Tensor, counts: Tensor, experts: Any, inner: Any = inner) -> Tensor:
-            return inner(rows, counts, experts).flip(0)
+        def wrong(*arguments: Any, inner: Any = inner) -> tuple[Tensor, Any]:
+            rows, shared = inner(*arguments)
+            return rows.flip(0), shared
 
         module.dispatcher.forward = wrong
 
@@ -232,11 +271,7 @@ def sequences_counted_by_their_pieces(parts: Parts) -> None:
 
 def shared_expert_forgotten(parts: Parts) -> None:
     for module in experts_of(parts):
-
-        def wrong(x: Tensor, module: MoE = module) -> Tensor:
-            return module._routed(x, module.router(x))
-
-        module.forward = wrong  # type: ignore[method-assign]
+        module._shared = lambda x: None  # type: ignore[method-assign]
 
 
 def bias_not_stepped(parts: Parts) -> None:

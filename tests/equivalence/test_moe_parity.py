@@ -15,6 +15,7 @@ from megatron.config import ModelConfig, MoEConfig
 from megatron.model import GPT
 from megatron.model.moe import Router
 from megatron.ops import resolve
+from megatron.ops.expert_rows import ByExpert
 
 EQUAL = 1e-10
 
@@ -164,8 +165,12 @@ def weights_left_out(patch: pytest.MonkeyPatch) -> None:
 def rows_in_wrong_order(patch: pytest.MonkeyPatch) -> None:
     from megatron.model import moe
 
-    placed = moe._placed
-    patch.setattr(moe, "_placed", lambda rows, order, choices: placed(rows, order.flip(0), choices))
+    right = moe.taken
+
+    def wrong(x: Tensor, order: ByExpert, per: int = 1) -> Tensor:
+        return right(x if per > 1 else x.flip(0), order, per)
+
+    patch.setattr(moe, "taken", wrong)
 
 
 @pytest.mark.parametrize("plant", [weights_left_out, rows_in_wrong_order])

@@ -168,9 +168,9 @@ def test_what_is_dropped_is_missing_in_the_sum() -> None:
     assert isinstance(whole, MoE) and isinstance(dropping, MoE)
     x = torch.randn(2, 8, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     routing = dropping.router(x)
-    assert routing.kept is not None and 0 < routing.kept.sum() < routing.kept.numel()
+    assert routing.accepted is not None and 0 < routing.accepted.sum() < routing.accepted.numel()
     expected = torch.zeros_like(x)
-    for b, t, k in routing.kept.nonzero().tolist():
+    for b, t, k in routing.accepted.nonzero().tolist():
         expert = whole.experts[str(routing.experts[b, t, k].item())]
         expected[b, t] += routing.weights[b, t, k] * expert(x[b, t])
     assert torch.allclose(dropping(x), expected, rtol=0, atol=1e-12)
