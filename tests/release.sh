@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# The second command of CI: what takes longer than the tests, or needs more packages. It runs the quickstart in a copy, builds
-# the kernels with sanitizers and for all GPUs, builds and checks the files of a release (with real wheels of NVIDIA's if the
-# index has them), and the documentation site (in a browser, if there is one).
+# The second command of CI: what takes longer than the tests, or needs more packages. It runs the quickstart in a copy,
+# trains fifty steps in every kind of layout, builds the kernels with sanitizers and for all GPUs, builds and checks the
+# files of a release (with real wheels of NVIDIA's if the index has them), and the documentation site (in a browser, if
+# there is one).
 #   bash tests/release.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -4,7 +4,7 @@ The gate is 1e-5 relative at every step, and 1e-6 at the first; 2e-7 is measured
 single weights hardly shows; test_single_precision.py checks gradients. If the gradients of the tensor-parallel norms
 are not summed, the curves part by more than the gate.
 
-    python -m pytest -q -s tests/equivalence/test_fifty_steps.py
+    python -m pytest -q -s tests/release/test_fifty_steps.py
 """
 
 from __future__ import annotations
