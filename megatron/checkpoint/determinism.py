@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.data_parallel.bucket_store import DEFAULT_BUCKET_SIZE
 from megatron.layout import RANK_ORDER
 from megatron.ops.select import Kernels
 from megatron.utils.cpu import fp32_products
@@ -18,13 +17,13 @@ from megatron.utils.device import device_name
 Fingerprint = Mapping[str, Any]
 
 
-def determinism_fingerprint(device: torch.device, kernels: Kernels) -> dict[str, Any]:
+def determinism_fingerprint(device: torch.device, kernels: Kernels, bucket_size: int) -> dict[str, Any]:
     """Returns plain values. They omit the layout, because the manifest has it and the load reports a changed layout."""
     return {
         "device": device_name(device),
         **(_cpu() if device.type == "cpu" else {}),
         "backend": dist.get_backend() if dist.is_initialized() else "none",
-        "bucket_size": DEFAULT_BUCKET_SIZE,
+        "bucket_size": bucket_size,
         "rank_order": RANK_ORDER,
         "torch": torch.__version__,
         "kernels": {choice.op: choice.backend for choice in kernels.choices},

@@ -34,9 +34,16 @@ from megatron.utils.dtype import HALF
 DEFAULT_BUCKET_SIZE = 40_000_000
 """Default number of elements in a bucket: large, so that messages are few; but with overlap, the first message must
 start early."""
+_PER_RANK = 1_000_000
+"""Least number of elements of a bucket per rank: a ring sends these in one message, which must outweigh its latency."""
 _SCRATCH_SIZE = 1 << 20
 """Number of elements converted to fp32 at a time when a half-precision gradient is added to an fp32 one. They fit in
 the CPU's cache, which is three times faster."""
+
+
+def bucket_size(given: int | None, members: int) -> int:
+    """Number of elements in a bucket that `members` ranks sum: the given number, or the default."""
+    return given or max(DEFAULT_BUCKET_SIZE, _PER_RANK * members)
 
 
 class BucketStore(TrainingStore):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from megatron.config import RunConfig
-from megatron.data_parallel import DEFAULT_BUCKET_SIZE, BucketStore, TrainingStore
+from megatron.data_parallel import BucketStore, TrainingStore, bucket_size
 from megatron.distributed.parallel_state import ParallelState
 from megatron.engine.engine import Engine
 from megatron.engine.graphs import GraphedPasses
@@ -64,8 +64,8 @@ def _open_store(
         parallel.shard if divided else parallel.dp_cp,
         axes=dict.fromkeys(_experts(built), parallel.expert_shard if divided else parallel.expert_dp),
         replicas=parallel.replicate if divided else None,
-        bucket_size=config.parallel.ddp_bucket_size or DEFAULT_BUCKET_SIZE,
-        overlap=config.parallel.overlap_grad_reduce,
+        bucket_size=bucket_size(config.parallel.ddp_bucket_size, parallel.dp_cp.size),
+        overlap=_overlaps(config, device),
         in_own_type=config.parallel.grad_reduce_in_bf16,
         divided=divided,
         late_gather=built.model if config.parallel.overlap_param_gather else None,
@@ -78,6 +78,13 @@ def _open_store(
     if built.wgrads.deferred or kernels.wgrad_accumulation is not None:
         built.wgrads.connect(store, built.model)
     return store
+
+
+def _overlaps(config: RunConfig, device: torch.device) -> bool:
+    """True if gradients are reduced during the backward pass."""
+    if config.parallel.overlap_grad_reduce or config.parallel.no_overlap_grad_reduce:
+        return config.parallel.overlap_grad_reduce
+    return runs_ahead(device) and not config.kernels.cuda_graphs
 
 
 def _experts(built: Parallel) -> list[str]:

@@ -19,6 +19,7 @@ from megatron.checkpoint.retention import warning_before_training
 from megatron.checkpoint.run_state import LoadedState, Retention, RunHistory, SavedInfo, TrainState, writes
 from megatron.checkpoint.save import Save, hold_directory, save_now
 from megatron.config import to_dict
+from megatron.data_parallel import bucket_size
 from megatron.distributed.rng import get_rng_state, set_rng_state
 from megatron.engine import Engine, Evaluation
 from megatron.model.gpt import GPT
@@ -107,7 +108,8 @@ class RunCheckpoints:
 
     @property
     def _fingerprint(self) -> Mapping[str, Any]:
-        return determinism_fingerprint(self.run.device, self.run.kernels)
+        size = bucket_size(self.run.config.parallel.ddp_bucket_size, self.run.parallel.dp_cp.size)
+        return determinism_fingerprint(self.run.device, self.run.kernels, size)
 
     @cached_property
     def background(self) -> Background:

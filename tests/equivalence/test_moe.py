@@ -188,7 +188,7 @@ def padding_of_a_gpu(parts: Parts) -> None:
     ],
 )
 def test_the_rows_of_a_gpu_are_the_same(ranks: int, family: dict[str, Any], axes: dict[str, Any], change: Any) -> None:
-    """On a GPU, experts have buffers of a fixed size, or at least one row each."""
+    """Experts have buffers of a fixed size on a GPU, or at least one row each."""
     family = few_batches(ranks, no_deeper(family, axes), axes)
     outcome = at_layout(ranks, flags(**family, **axes), change)
     assert worst(outcome, expected(tuple(flags(**family)))) < EQUAL

@@ -39,7 +39,7 @@ ZERO = (
             "how ranks communicate changes no result",
         ),
         no_effect("contiguous_gradients", "switch", "gradients always live in contiguous buffers"),
-        sets("reduce_bucket_size", "whole", "ddp_bucket_size", "default: 40 million"),
+        sets("reduce_bucket_size", "whole", "ddp_bucket_size", "default: 40 million or more"),
         no_effect("allgather_bucket_size sub_group_size", "whole", _BUCKETS),
         no_effect("round_robin_gradients", "switch", "each rank copies its own share of the gradients"),
         no_effect("parameter_alignment", "switch", "how buffers are laid out changes no result"),

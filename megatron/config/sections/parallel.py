@@ -145,7 +145,18 @@ class ParallelConfig:
         at_most=LARGEST_WORLD,
         excludes=excludes(_ON_HOST, why="gradients in host memory are not summed between instances"),
     )
-    overlap_grad_reduce: bool = flag(False, "Reduce gradients during the backward pass.", needs=(_BUCKETS,))
+    overlap_grad_reduce: bool = flag(
+        False,
+        "Reduce gradients during the backward pass. Always on where the device is asynchronous, unless --cuda-graphs "
+        "or --no-overlap-grad-reduce is given.",
+        needs=(_BUCKETS,),
+    )
+    no_overlap_grad_reduce: bool = flag(
+        False,
+        "Reduce gradients after the last backward pass of a step, on a GPU too.",
+        needs=(_BUCKETS,),
+        excludes=excludes("overlap_grad_reduce"),
+    )
     grad_reduce_in_bf16: bool = flag(
         False,
         "Accumulate and reduce the gradients of bf16 parameters in bf16. This halves memory and traffic, but keeps "
@@ -165,7 +176,10 @@ class ParallelConfig:
         None, "Parameters whose gradients are accumulated in fp32.", nargs="+", status="no-op", note=_FP32_GRADIENTS
     )
     ddp_bucket_size: int | None = flag(
-        None, "Number of gradients per bucket. Unset: 40 million.", at_least=1, needs=(_BUCKETS,)
+        None,
+        "Number of gradients per bucket. Unset: 40 million, or a million per data-parallel rank if that is more.",
+        at_least=1,
+        needs=(_BUCKETS,),
     )
     overlap_param_gather: bool = flag(
         False, "Gather the updated weights during the next forward pass.", needs=(_ZERO_1,)

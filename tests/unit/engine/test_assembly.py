@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from megatron.checkpoint import manifest
 from megatron.config import parse_args
+from megatron.data_parallel import bucket_size
 from megatron.distributed.parallel_state import ParallelState
 from megatron.engine import build_engine
+from megatron.engine.assembly import _overlaps
 from megatron.engine.groups import Groups, check_marked
 from megatron.errors import ConfigError
 from megatron.model.gpt import GPT
@@ -22,6 +26,7 @@ from megatron.ops import resolve
 from megatron.optimizer import megatron_rule
 from megatron.parallelize import Parallel, parallelize
 from megatron.parallelize.specs import foreign_specs
+from tests.cluster.fake_run import fake_parts
 from tests.helpers.runs import flags, make_parts
 
 
@@ -111,3 +116,41 @@ def test_the_size_and_the_type_of_messages() -> None:
     assert dtype == torch.float32
     cut = buffers(ddp_bucket_size=5000, grad_reduce_in_bf16=True)
     assert len(cut) > 3 and sum(size for size, _ in cut) == every and {dtype for _, dtype in cut} == {torch.bfloat16}
+
+
+ASKED = {"overlap_grad_reduce": True}
+REFUSED = {"no_overlap_grad_reduce": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_gpu", "on_cpu"),
+    [({}, True, False), (ASKED, True, True), (REFUSED, False, False), ({"cuda_graphs": True}, False, None)],
+)
+def test_where_gradients_are_reduced_during_backward(
+    settings: dict[str, Any], on_gpu: bool, on_cpu: bool | None
+) -> None:
+    with fake_parts(flags(bf16=True, **settings), 0, 2) as parts:
+        assert parts.engine.store.overlap == on_gpu
+    if on_cpu is not None:
+        assert _overlaps(parse_args(flags(**settings)), torch.device("cpu")) == on_cpu
+
+
+def test_both_answers_about_overlap_are_rejected() -> None:
+    with pytest.raises(ConfigError, match="--no-overlap-grad-reduce and --overlap-grad-reduce exclude each other"):
+        parse_args(flags(**ASKED, **REFUSED))
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "expected"),
+    [(None, 1, 40_000_000), (None, 40, 40_000_000), (None, 64, 64_000_000), (8000, 64, 8000)],
+)
+def test_buckets_grow_with_the_ranks(given: int | None, ranks: int, expected: int) -> None:
+    assert bucket_size(given, ranks) == expected
+
+
+def test_the_size_of_buckets_is_in_the_checkpoint(tmp_path: Path) -> None:
+    for given, expected in ((None, 40_000_000), (8000, 8000)):
+        folder = tmp_path / str(given)
+        _, parts = make_parts(flags(train_iters=1, save=folder, ddp_bucket_size=given))
+        parts.trainer.fit()
+        assert manifest.read(folder / "iter_0000001").fingerprint["bucket_size"] == expected
