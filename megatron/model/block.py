@@ -1,11 +1,14 @@
 """Transformer layer, with several placements of norms and residual connections."""
 
+from contextlib import AbstractContextManager
+
 from torch import Tensor, nn
 
 from megatron.model.attention import AttentionContext
 from megatron.model.factory import ModuleFactory
 from megatron.model.mlp import MLP
 from megatron.model.moe import MoE
+from megatron.model.norm import Norm
 from megatron.model.parameters import MLP as MLP_NAME
 from megatron.model.self_attention import SelfAttention
 
@@ -32,6 +35,10 @@ class Layer(nn.Module):
         kind = "moe" if isinstance(self.mlp, MoE) else "mlp"
         return self.recomputation.call(self.mlp, kind in self.recomputed, x)
 
+    def _norm_again(self, normed: Tensor, norm: Norm, x: Tensor) -> AbstractContextManager[None]:
+        """Context in which functions keep nothing of `normed`, which is norm(x), if norms are recomputed."""
+        return self.recomputation.instead_of(normed, lambda: norm(x), "layernorm" in self.recomputed)
+
     def _drop(self, x: Tensor) -> Tensor:
         return self.dropout(x, self.hidden_dropout, True) if self.training else x
 
@@ -51,10 +58,12 @@ class Block(Layer):
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         normed = self.input_layernorm(x)  # [batch, seq, hidden], like everything below
-        attended = self._drop(self.self_attention(normed, context))
+        with self._norm_again(normed, self.input_layernorm, x):
+            attended = self._drop(self.self_attention(normed, context))
         normed, x = self.post_attention_layernorm.of_sum(attended, normed if self.residual_after_norm else x)
         # No bias here: the projections add theirs inside the matrix product.
-        branch, residual = self._feed_forward(normed), normed if self.residual_after_norm else x
+        with self._norm_again(normed, self.post_attention_layernorm, x):
+            branch, residual = self._feed_forward(normed), normed if self.residual_after_norm else x
         return self.kernels.bias_dropout_add(branch, None, residual, self._drop)
 
 
@@ -62,8 +71,12 @@ class ParallelBlock(Block):
     """x + attention(norm(x)) + MLP(another norm(x)), as in GPT-NeoX."""
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
-        attended = self._drop(self.self_attention(self.input_layernorm(x), context))
-        branch = self._feed_forward(self.post_attention_layernorm(x))
+        normed = self.input_layernorm(x)
+        with self._norm_again(normed, self.input_layernorm, x):
+            attended = self._drop(self.self_attention(normed, context))
+        normed = self.post_attention_layernorm(x)
+        with self._norm_again(normed, self.post_attention_layernorm, x):
+            branch = self._feed_forward(normed)
         return self.kernels.bias_dropout_add(branch, None, x + attended, self._drop)
 
 

@@ -26,6 +26,7 @@ class Experts(nn.ModuleDict):
         names = {number: EXPERT.format(layer=layer, expert=number) for number in make.experts()}
         super().__init__({str(number): MLP(make, name, width) for number, name in names.items()})
         self.kernels = make.kernels
+        self.recomputation, self.recompute_activation = make.recomputation, "moe_act" in make.recompute.modules
         self.put_weight_gradient = make.wgrads.put if make.wgrads.deferred else None
 
     def forward(self, rows: Tensor, groups: RowGroups) -> Tensor:
@@ -33,7 +34,9 @@ class Experts(nn.ModuleDict):
         without rows gets a gradient of zero, not None."""
         experts = [expert for expert in self.values() if isinstance(expert, MLP)]
         inner = self._linear(rows, groups, [expert.dense_h_to_4h.weight for expert in experts])
-        return self._linear(experts[0].activate(inner), groups, [expert.dense_4h_to_h.weight for expert in experts])
+        hidden = experts[0].activate(inner)
+        with self.recomputation.instead_of(hidden, lambda: experts[0].activate(inner), self.recompute_activation):
+            return self._linear(hidden, groups, [expert.dense_4h_to_h.weight for expert in experts])
 
     def _linear(self, rows: Tensor, groups: RowGroups, weights: Sequence[nn.Parameter]) -> Tensor:
         return self.kernels.grouped_linear(rows, groups, weights, self.put_weight_gradient)

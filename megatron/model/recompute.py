@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import RecomputeConfig
@@ -34,6 +37,22 @@ class Recomputation:
             context_fn=lambda: (self._keeping(kept, None), self._keeping(None, iter(kept))),
         )
 
+    @contextmanager
+    def instead_of(self, value: Tensor, again: Callable[[], Tensor], recomputed: bool) -> Iterator[None]:
+        """If `recomputed`, functions called in this context keep `again` for their backward pass instead of `value`.
+        `again` must return the same value: it uses no random numbers and only tensors that are kept anyway."""
+        if not (recomputed and torch.is_grad_enabled()):
+            yield
+            return
+
+        place = _place(value)  # autograd keeps `pack`, which must not keep the value
+
+        def pack(kept: Tensor) -> Tensor | Callable[[], Tensor]:
+            return partial(_computed, again, kept.shape) if _place(kept) == place else kept
+
+        with saved_tensors_hooks(pack, lambda kept: kept if isinstance(kept, Tensor) else kept()):
+            yield
+
     def once(self, make: Callable[[], T]) -> T:
         """Returns `make()`. When `call` calls a function again, returns the value of the first time, so that ranks do
         not exchange numbers twice and the host does not wait twice."""
@@ -50,6 +69,17 @@ class Recomputation:
             yield
         finally:
             self._kept, self._again = before
+
+
+@torch.no_grad()
+def _computed(again: Callable[[], Tensor], shape: torch.Size) -> Tensor:
+    return again().view(shape)
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Identifies the memory of a tensor. A tensor of another shape over the same elements has the same place."""
+    contiguous = tensor.is_contiguous()
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel(), tensor.dtype, contiguous
 
 
 def groups(config: RecomputeConfig, count: int) -> list[tuple[range, bool]]:

@@ -68,10 +68,11 @@ def _layer(config: RunConfig, has_experts: bool, backend: Backend) -> float:
     """Bytes per token of one layer that keeps everything but its recomputed parts."""
     model, recomputed = config.model, config.recompute.modules
     residual = (3 if model.use_parallel_residual else 4) + (2 if model.hidden_dropout else 0)
+    residual -= 2 if "layernorm" in recomputed else 0
     numbers = residual * model.hidden_size / _pieces(config)
     numbers += _attention(config, "core_attn" in recomputed, backend) / config.parallel.tensor_model_parallel_size
     if ("moe" if has_experts else "mlp") not in recomputed:
-        numbers += _experts(config) if has_experts else _mlp(config, model.ffn_size, backend)
+        numbers += _experts(config, "moe_act" in recomputed) if has_experts else _mlp(config, model.ffn_size, backend)
     return numbers * _size(config)
 
 
@@ -100,12 +101,13 @@ def _mlp(config: RunConfig, width: int, backend: Backend) -> float:
     return (gated + 1 + own) * width / config.parallel.tensor_model_parallel_size
 
 
-def _experts(config: RunConfig) -> float:
+def _experts(config: RunConfig, recomputed: bool) -> float:
     """Numbers kept per token, with even routing: input, hidden layer and output of each chosen expert, and the hidden
-    layer of the shared expert."""
+    layer of the shared expert. `recomputed`: without the output of the chosen experts' activation function."""
     model, moe, tp = config.model, config.moe, config.parallel.tensor_model_parallel_size
     width, per_width = moe.moe_ffn_hidden_size or model.ffn_size, 3 if model.gated else 2
-    chosen = moe.moe_router_topk * (2 * model.hidden_size / _pieces(config) + per_width * width / tp)
+    kept = per_width - 1 if recomputed else per_width
+    chosen = moe.moe_router_topk * (2 * model.hidden_size / _pieces(config) + kept * width / tp)
     return chosen + per_width * (moe.moe_shared_expert_intermediate_size or 0) / tp
 
 

@@ -115,13 +115,26 @@ def check_recomputed_parts(config: RunConfig) -> None:
     """Checks that the model has layers with the parts in --recompute-modules."""
     parts, layers = config.recompute.recompute_modules or (), config.model.num_layers
     with_experts = len(config.moe.expert_layers(layers))
-    for part, other, there in (("moe", "mlp", with_experts), ("mlp", "moe", layers - with_experts)):
+    for part, other, there in (
+        ("moe", "mlp", with_experts),
+        ("moe_act", "mlp", with_experts),
+        ("mlp", "moe", layers - with_experts),
+        ("layernorm", "core_attn", config.model.norm_placement != "after"),
+    ):
         if layers and part in parts and not there:
             raise ConfigError(f"{spelled(config, 'recompute_modules')}: no layer has the part {part}; give {other}")
 
 
 def check_recompute(config: RunConfig) -> None:
     recompute = config.recompute
+    parts = set(recompute.modules)
+    if {"moe", "moe_act"} <= parts:
+        raise ConfigError("--recompute-modules moe moe_act: the former includes the latter; remove moe_act")
+    if recompute.cpu_offloading_num_layers and parts & {"layernorm", "moe_act"}:
+        raise ConfigError(
+            "--cpu-offloading-num-layers and --recompute-modules layernorm or moe_act exclude each other: what these "
+            "parts still keep would not be offloaded; keep one of them"
+        )
     if 0 < config.model.num_layers < recompute.cpu_offloading_num_layers:
         raise ConfigError(
             f"{spelled(config, 'cpu_offloading_num_layers')}: the model has {config.model.num_layers} layers; give "

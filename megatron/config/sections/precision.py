@@ -77,13 +77,13 @@ class RecomputeConfig:
     )
     recompute_modules: tuple[str, ...] | None = flag(
         None,
-        "Parts to recompute under selective. mlp: the MLP of layers without experts; moe: router and experts. "
-        "Unset: core_attn.",
+        "Parts to recompute under selective. mlp: the MLP of layers without experts; moe: router and experts; moe_act: "
+        "the activation function of experts; layernorm: the norms before attention and MLP. Unset: core_attn.",
         nargs="+",
-        choices=("core_attn", "mlp", "moe"),
+        choices=("core_attn", "layernorm", "mlp", "moe", "moe_act"),
         refused=dict.fromkeys(
-            ("layernorm", "moe_act", "mla_up_proj", "shared_experts"),
-            "not supported yet; use core_attn, mlp or moe, or --recompute-granularity full",
+            ("mla_up_proj", "shared_experts"),
+            "not supported yet; use core_attn, layernorm, mlp, moe or moe_act, or --recompute-granularity full",
         ),
         needs=(_SELECTIVE,),
         insists=True,

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.config import MoEConfig, RecomputeConfig
 from megatron.model.gpt import GPT
@@ -21,6 +23,8 @@ PLANS: list[dict[str, Any]] = [
     {"recompute_activations": True},
     {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
     {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")},
+    {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)},
+    {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm", "mlp")},
 ]
 
 
@@ -91,6 +95,78 @@ def test_groups_cover_every_layer_once() -> None:
         for chunk in (1, 2, 3, 7):
             found = groups(replace(RecomputeConfig(**plan), recompute_num_layers=chunk), 5)
             assert [n for positions, _ in found for n in positions] == list(range(5))
+
+
+def alive_after_forward(modules: tuple[str, ...], moe: MoEConfig | None = None, **settings: Any) -> dict[str, int]:
+    """Numbers of outputs of norms and of the experts' activation functions that a forward pass keeps alive."""
+    plan = {"recompute_granularity": "selective", "recompute_modules": modules}
+    model = build(config(**LLAMA, **settings), recompute=RecomputeConfig(**plan) if modules else None, moe=moe)
+    outputs: dict[str, list[StorageWeakRef]] = {"norm": [], "activation": []}
+
+    def noted(kind: str, function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            result = function(*arguments)
+            first = result[0] if isinstance(result, tuple) else result
+            outputs[kind].append(StorageWeakRef(first.untyped_storage()))
+            return result
+
+        return call
+
+    for layer in model.layers.values():
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            norm = getattr(layer, name)
+            norm.forward, norm.of_sum = noted("norm", norm.forward), noted("norm", norm.of_sum)
+        if moe is not None:
+            for expert in layer.mlp.experts.values():
+                expert.activate = noted("activation", expert.activate)
+    loss = model(tokens(), labels=tokens(seed=1)).sum()
+    gc.collect()
+    alive = {kind: sum(not one.expired() for one in some) for kind, some in outputs.items()}
+    made = {kind: len(some) for kind, some in outputs.items()}
+    loss.backward()
+    again = {kind: len(some) - made[kind] for kind, some in outputs.items()}
+    assert again == {kind: made[kind] - alive[kind] for kind in made}, "what is not kept is computed again, once"
+    return alive
+
+
+EXPERTS = MoEConfig(num_experts=4, moe_ffn_hidden_size=64)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_outputs_of_norms_are_not_kept(parallel: bool) -> None:
+    for modules, alive in (((), 8), (("layernorm",), 0), (("layernorm", "mlp"), 0)):
+        assert alive_after_forward(modules, use_parallel_residual=parallel)["norm"] == alive, modules
+
+
+def test_outputs_of_the_experts_activation_are_not_kept() -> None:
+    for modules, alive in (((), 4), (("moe_act",), 0), (("layernorm",), 4)):
+        assert alive_after_forward(modules, EXPERTS)["activation"] == alive, modules
+
+
+@pytest.mark.parametrize("modules", [("layernorm",), ("moe_act",), ("layernorm", "moe_act")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_are_bit_equal(modules: tuple[str, ...], dtype: torch.dtype) -> None:
+    results = []
+    for plan in ({}, {"recompute_granularity": "selective", "recompute_modules": modules}):
+        model = build(config(**LLAMA, hidden_dropout=0.1), recompute=RecomputeConfig(**plan), moe=EXPERTS, dtype=dtype)
+        torch.manual_seed(3)
+        model(tokens(), labels=tokens(seed=1)).mean().backward()
+        results.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert all(torch.equal(plain, recomputed) for plain, recomputed in zip(*results, strict=True))
+
+
+def test_another_value_than_the_first_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted bug: recomputes the norm of something else."""
+    plan = {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)}
+    plain, wrong = (build(config(), recompute=RecomputeConfig(**plan)) for _ in range(2))
+    plain(tokens(), labels=tokens(seed=1)).sum().backward()
+    right = Recomputation.instead_of
+    monkeypatch.setattr(
+        Recomputation, "instead_of", lambda self, x, again, on: right(self, x, lambda: again() * 1.01, on)
+    )
+    wrong(tokens(), labels=tokens(seed=1)).sum().backward()
+    pairs = zip(plain.parameters(), wrong.parameters(), strict=True)
+    assert not all(torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None and b.grad is not None)
 
 
 # ---- values that a recomputation takes from the first time ----------------------------------------------------------
