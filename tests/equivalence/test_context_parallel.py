@@ -45,7 +45,7 @@ LLAMA: dict[str, Any] = {
 }
 ONE_GROUP = {**LLAMA, "num_query_groups": 1}
 RECOMPUTED = {**LLAMA, "recompute_granularity": "full", "recompute_method": "uniform"}
-SELECTIVE = {**GPT2, "recompute_granularity": "selective", "recompute_modules": "core_attn"}
+SELECTIVE = {**GPT2, "recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm"]}
 TWO_DOCUMENTS = {"tokenizer_type": "NullTokenizer", "vocab_size": 96, "reset_attention_mask": True}
 DOCUMENTS = {**GPT2, **TWO_DOCUMENTS, "reset_position_ids": True, "eod_mask_loss": True}
 LLAMA_DOCUMENTS = {**LLAMA, **TWO_DOCUMENTS}

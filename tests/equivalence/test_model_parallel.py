@@ -52,7 +52,7 @@ NEOX = {
 }
 OLMO = {**LLAMA, "norm_placement": "after", "qk_layernorm_scope": "all"}
 CENTRED = {**OLMO, "num_query_groups": 1, "normalization": "LayerNorm", "apply_layernorm_1p": True}
-SELECTIVE = {**GPT2, "recompute_granularity": "selective", "recompute_modules": "core_attn"}
+SELECTIVE = {**GPT2, "recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm"]}
 
 
 def layout(tp: int = 1, pp: int = 1, **more: Any) -> dict[str, Any]:

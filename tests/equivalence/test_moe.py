@@ -70,6 +70,7 @@ RECOMPUTED = {**DEEPSEEK, "recompute_granularity": "full", "recompute_method": "
 ODD = {**MIXTRAL, "num_experts": 6, "num_layers": 5, "vocab_size": 131, "seq_length": 15, "moe_layer_freq": 2}
 FIRST_STAGE_DENSE = {**MIXTRAL, "moe_layer_freq": "[0,0,1,1]"}
 DROPPING = {**MIXTRAL, "moe_expert_capacity_factor": 0.8}
+LITTLE_KEPT = {**DEEPSEEK, "recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act"]}
 LATE_DROPPED = {**DROPPING, "moe_token_drop_policy": "position"}
 
 FOUR_LAYERS: Cases = {
@@ -77,7 +78,7 @@ FOUR_LAYERS: Cases = {
         (MIXTRAL, {EP: 2}),
         (MANY, {EP: 2}),
         (DEEPSEEK, {TP: 2}),
-        (DEEPSEEK, {TP: 2, **SP}),
+        (LITTLE_KEPT, {TP: 2, **SP}),
         (GROUPED, {EP: 2}),
         (RECOMPUTED, {PP: 2, "pipeline_schedule": "zero-bubble"}),
         (DEEPSEEK, {CP: 2}),

@@ -79,7 +79,7 @@ CASES: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         (LLAMA, {"zero_stage": 2, **TP, "sequence_parallel": True}),
         (NEOX, {"zero_stage": 3, **TP}),
         (OLMO, {"zero_stage": 3, **TP, "sequence_parallel": True}),
-        ({}, {"zero_stage": 3, **PP, "recompute_granularity": "selective"}),
+        ({}, {"zero_stage": 3, **PP, "recompute_granularity": "selective", "recompute_modules": ["layernorm"]}),
         ({**LLAMA, "optimizer": "lion"}, {"zero_stage": 3, **TP}),
         (LLAMA, {"zero_stage": 2, **PP, "pipeline_schedule": "gpipe"}),
         ({"num_layers": 4}, {"zero_stage": 3, **PP, "num_layers_per_virtual_pipeline_stage": 1}),

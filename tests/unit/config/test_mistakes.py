@@ -108,6 +108,19 @@ ADDED = {
         "--recompute-modules mlp: no layer",
         "give moe",
     ),
+    "--recompute-granularity selective --recompute-modules moe moe_act --num-experts 4 --disable-bias-linear": (
+        "--recompute-modules moe moe_act",
+        "remove moe_act",
+    ),
+    "--recompute-granularity selective --recompute-modules moe_act": ("--recompute-modules moe_act: no", "give mlp"),
+    "--recompute-granularity selective --recompute-modules layernorm --norm-placement after": (
+        "--recompute-modules layernorm: no layer",
+        "give core_attn",
+    ),
+    "--recompute-granularity selective --recompute-modules layernorm --cpu-offloading-num-layers 1": (
+        "--cpu-offloading-num-layers and --recompute-modules layernorm",
+        "keep one",
+    ),
     "--bf16 --grad-reduce-in-bf16 --ddp-reduce-scatter-with-fp32-accumulation": (
         "--grad-reduce-in-bf16 and --ddp-reduce-scatter-with-fp32-accumulation exclude each other",
         "keep one",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.config.run import build
-from megatron.model import GPT
+from megatron.model import GPT, recompute
 from megatron.ops import Kernels, resolve
 from megatron.ops.library import Library, library
 from megatron.pipeline_schedules import fills_groups, interleaved
@@ -44,7 +46,9 @@ CASES: dict[str, dict[str, Any]] = {
     "squared relu": {"squared_relu": True},
     "selective": SELECTIVE,
     "mlp recomputed": {**SELECTIVE, "recompute_modules": ("mlp",)},
+    "norms recomputed": {**SELECTIVE, "recompute_modules": ("layernorm",)},
     "experts": EXPERTS,
+    "activation of experts recomputed": {**EXPERTS, **SELECTIVE, "recompute_modules": ("layernorm", "moe_act")},
     "experts recomputed": {**EXPERTS, "moe_layer_recompute": True},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
     "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3},
@@ -65,8 +69,13 @@ def kept_bytes(settings: dict[str, Any], layers: int, kernels: Kernels) -> int:
             saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
+    def both(inner: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
+        """Hooks of a part that is recomputed. Torch calls the innermost hooks only."""
+        return saved_tensors_hooks(lambda t: pack(kept) if isinstance(kept := inner(t), Tensor) else kept, unpack)
+
     tokens = torch.randint(VOCABULARY, (BATCH, SEQ))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with pytest.MonkeyPatch.context() as patch, saved_tensors_hooks(pack, lambda tensor: tensor):
+        patch.setattr(recompute, "saved_tensors_hooks", both)
         model.train()(tokens, labels=tokens)
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
