@@ -39,8 +39,8 @@ class Recomputation:
 
     @contextmanager
     def instead_of(self, value: Tensor, again: Callable[[], Tensor], recomputed: bool) -> Iterator[None]:
-        """If `recomputed`, functions called in this context keep `again` for their backward pass instead of `value`.
-        `again` must return the same value: it uses no random numbers and only tensors that are kept anyway."""
+        """Makes functions in this context keep `again` for backward instead of `value`, if `recomputed`. `again` must
+        return the same value. It uses no random numbers, and only tensors that are kept anyway."""
         if not (recomputed and torch.is_grad_enabled()):
             yield
             return

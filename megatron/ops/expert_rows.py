@@ -63,12 +63,11 @@ def by_expert(
     on_host: Sequence[int] | None = None,
     accepted: Tensor | None = None,
 ) -> ByExpert:
-    """Sorts choices by expert; an expert's choices keep their order. The arguments are:
+    """Sorts choices by expert. An expert's choices keep their order.
 
-    - `chosen` [choices]: expert of each choice
-    - `padding`: number of rows of zeros after each expert's last row
-    - `on_host`: number of choices of each expert, if the host knows it
-    - `accepted` [choices]: False for choices without a row; the host waits for their number
+    `chosen` [choices]: expert of each choice. `padding`: number of rows of zeros after each expert's last row.
+    `on_host`: number of choices of each expert, if the host knows it. `accepted` [choices]: False for choices without
+    a row; the host waits for their number.
     """
     every = torch.arange(experts, device=chosen.device)
     choices = chosen.numel()
