@@ -80,7 +80,7 @@ class ExpertDispatcher(nn.Module):
         if not self.moves_rows:
             return self._summed_slices(rows, lambda rows: experts(rows, groups)), meanwhile()
         sizes = self.recomputation.once(lambda: self._sizes(groups))
-        exchange = Exchange(sizes.send, sizes.receive, self.ep)
+        exchange = RowExchange(sizes.send, sizes.receive, self.ep)
         rows = exchange.start(rows)
         other = meanwhile()
         rows = self._on_every_slice(exchange.wait(rows), sizes, experts)
@@ -134,7 +134,7 @@ class ExpertDispatcher(nn.Module):
         return taken(experts(taken(rows, order), order.groups), order.back)
 
 
-class Exchange:
+class RowExchange:
     """All-to-all of rows [sum(send), width]: the first send[0] go to member 0, the next send[1] to member 1, and so on.
     The result holds receive[i] rows from each member i, in the members' order.
 
@@ -155,14 +155,14 @@ class Exchange:
 
 
 def exchanged(rows: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Tensor:
-    """Returns the rows that an `Exchange` brings."""
-    exchange = Exchange(send, receive, axis)
+    """Returns the rows that an `RowExchange` brings."""
+    exchange = RowExchange(send, receive, axis)
     return exchange.wait(exchange.start(rows))
 
 
 class _Start(Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, exchange: RowExchange) -> Tensor:
         ctx.exchange = exchange
         exchange.of_rows = collectives.start_exchange(rows, exchange.send, exchange.receive, exchange.axis)
         return exchange.of_rows.result()
@@ -176,7 +176,7 @@ class _Start(Function):
 
 class _Wait(Function):
     @staticmethod
-    def forward(ctx: Any, result: Tensor, exchange: Exchange) -> Tensor:
+    def forward(ctx: Any, result: Tensor, exchange: RowExchange) -> Tensor:
         ctx.exchange = exchange
         pending, exchange.of_rows = exchange.of_rows, None
         assert pending is not None, "wait() was called before start()"
@@ -185,6 +185,6 @@ class _Wait(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        exchange: Exchange = ctx.exchange
+        exchange: RowExchange = ctx.exchange
         exchange.of_gradients = collectives.start_exchange(gradient, exchange.receive, exchange.send, exchange.axis)
         return gradient, None  # autograd wants one of this shape; `_Start` returns those that arrive

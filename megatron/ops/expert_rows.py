@@ -65,9 +65,9 @@ def by_expert(
 ) -> ByExpert:
     """Sorts choices by expert. An expert's choices keep their order.
 
-    `chosen` [choices]: expert of each choice. `padding`: number of rows of zeros after each expert's last row.
-    `on_host`: number of choices of each expert, if the host knows it. `accepted` [choices]: False for choices without
-    a row; the host waits for their number.
+    The expert of each choice is `chosen` [choices]. Each expert gets `padding` rows of zeros after its last row. If the
+    host knows the number of choices of each expert, `on_host` has these. Choices that are False in `accepted` get no
+    row. The host then waits for the number of rows.
     """
     every = torch.arange(experts, device=chosen.device)
     choices = chosen.numel()

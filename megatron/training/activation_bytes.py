@@ -103,7 +103,8 @@ def _mlp(config: RunConfig, width: int, backend: Backend) -> float:
 
 def _experts(config: RunConfig, recomputed: bool) -> float:
     """Numbers kept per token, with even routing: input, hidden layer and output of each chosen expert, and the hidden
-    layer of the shared expert. `recomputed`: the activation function of the chosen experts."""
+    layer of the shared expert. With `recomputed`, outputs of the chosen experts' activation function are not kept.
+    """
     model, moe, tp = config.model, config.moe, config.parallel.tensor_model_parallel_size
     width, per_width = moe.moe_ffn_hidden_size or model.ffn_size, 3 if model.gated else 2
     kept = per_width - 1 if recomputed else per_width
