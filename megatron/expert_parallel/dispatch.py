@@ -155,7 +155,7 @@ class RowExchange:
 
 
 def exchanged(rows: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Tensor:
-    """Returns the rows that an `RowExchange` brings."""
+    """Exchanges rows and waits for them."""
     exchange = RowExchange(send, receive, axis)
     return exchange.wait(exchange.start(rows))
 
