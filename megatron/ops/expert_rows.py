@@ -4,6 +4,8 @@ A token has `per` choices of an expert; choice c belongs to token c // per. Two 
 
     source [rows]      the choice that each row belongs to; -1 for padding, which is a row of zeros
     place [choices]    the row of each choice; -1 for a choice that its expert does not accept
+
+`taken` moves tokens to the experts, and `weighted_sum` brings results back.
 """
 
 from collections.abc import Sequence
@@ -15,7 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+
+from megatron.ops.operation import (
+    Native,
+    Operation,
+    described,
+    register_shapes,
+    unsupported_devices,
+    unsupported_floats,
+    without_derivative,
+)
 
 
 class RowGroups:
@@ -82,7 +93,7 @@ def by_expert(
     known = None if on_host is None else [count + padding for count in on_host]
     groups = RowGroups(ends.diff(prepend=ends.new_zeros(1)), len(order), known)
     source = torch.where(order < choices, order, -1) if padding else order
-    return ByExpert(source, _places(source, choices), groups, has_padding=padding > 0, drops=accepted is not None)
+    return ByExpert(source, places(source, choices), groups, has_padding=padding > 0, drops=accepted is not None)
 
 
 def within_buffers(chosen: Tensor, accepted: Tensor, experts: int, capacity: int) -> ByExpert:
@@ -106,10 +117,10 @@ def within_buffers(chosen: Tensor, accepted: Tensor, experts: int, capacity: int
     each = sequences * capacity
     counts = torch.full((experts,), each, device=chosen.device)
     groups = RowGroups(counts, experts * each, [each] * experts, fixed=True)
-    return ByExpert(source, _places(source, chosen.numel()), groups, has_padding=True, drops=True)
+    return ByExpert(source, places(source, chosen.numel()), groups, has_padding=True, drops=True)
 
 
-def _places(source: Tensor, choices: int) -> Tensor:
+def places(source: Tensor, choices: int) -> Tensor:
     """Returns the row of each choice, or -1."""
     place = torch.full((choices + 1,), -1, device=source.device)  # the last one takes the rows of padding
     rows = torch.arange(len(source), device=source.device)
@@ -119,25 +130,127 @@ def _places(source: Tensor, choices: int) -> Tensor:
 def taken(x: Tensor, order: ByExpert, per: int = 1) -> Tensor:
     """Returns the rows of `order`: x [tokens, width] -> [rows, width]. Backward adds up the gradients of a token's
     choices in a fixed order, so it is deterministic."""
-    return _Taken.apply(x, order.source, order.place, per, order.has_padding, order.drops)
+    return _Taken.apply(_Formulas(), x, order, per)
+
+
+def weighted_sum(rows: Tensor, order: ByExpert, weights: Tensor) -> Tensor:
+    """Returns the weighted sum of the rows of each token's choices: rows [rows, width], weights [tokens, per] ->
+    [tokens, width]."""
+    return _WeightedSum.apply(_Formulas(), rows, order, weights)
+
+
+class _Formulas:
+    """PyTorch's functions. `_Kernels` has the same methods."""
+
+    def take(self, order: ByExpert, x: Tensor, per: int, weights: Tensor | None = None) -> Tensor:
+        """Returns the row of x [tokens, width] that belongs to each row of `order`, times the choice's weight."""
+        rows = _rows(x, order.source // per if per > 1 else order.source, order.has_padding)
+        return rows if weights is None else rows * _rows(weights.reshape(-1, 1), order.source, order.has_padding)
+
+    def sum(self, order: ByExpert, rows: Tensor, per: int, weights: Tensor | None = None) -> Tensor:
+        """Returns the sum of each token's rows [rows, width], times their choices' weights: [tokens, width]."""
+        of_choices = self._of_choices(order, rows, per)
+        if weights is None:
+            return of_choices.sum(1) if per > 1 else of_choices.flatten(0, 1)
+        return torch.bmm(weights.unsqueeze(1), of_choices).squeeze(1)
+
+    def products(self, order: ByExpert, rows: Tensor, dy: Tensor, per: int) -> Tensor:
+        """Returns the product of each choice's row and its token's row of dy [tokens, width]: [choices]."""
+        return torch.bmm(self._of_choices(order, rows, per), dy.unsqueeze(2)).flatten()
+
+    def _of_choices(self, order: ByExpert, rows: Tensor, per: int) -> Tensor:
+        return _rows(rows, order.place, order.drops).unflatten(0, (len(order.place) // per, per))
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    """The kernels of csrc/expert_rows. `ops` is torch.ops.<namespace>."""
+
+    ops: Any
+
+    def take(self, order: ByExpert, x: Tensor, per: int, weights: Tensor | None = None) -> Tensor:
+        return self.ops.take_rows(x.contiguous(), order.source, per, weights)
+
+    def sum(self, order: ByExpert, rows: Tensor, per: int, weights: Tensor | None = None) -> Tensor:
+        return self.ops.sum_rows(rows.contiguous(), order.place, per, weights)
+
+    def products(self, order: ByExpert, rows: Tensor, dy: Tensor, per: int) -> Tensor:
+        return self.ops.row_products(rows.contiguous(), order.place, dy.contiguous(), per)
 
 
 class _Taken(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Tensor, place: Tensor, per: int, has_padding: bool, drops: bool) -> Tensor:
-        ctx.save_for_backward(place)
-        ctx.per, ctx.drops = per, drops
-        return _rows(x, source // per if per > 1 else source, has_padding)
+    def forward(ctx: Any, how: _Formulas | _Kernels, x: Tensor, order: ByExpert, per: int) -> Tensor:
+        ctx.how, ctx.order, ctx.per = how, order, per
+        return how.take(order, x, per)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (place,) = ctx.saved_tensors
-        rows = _rows(grad, place, ctx.drops)
-        dx = rows.view(-1, ctx.per, rows.shape[1]).sum(1) if ctx.per > 1 else rows
-        return dx, None, None, None, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None]:
+        return None, ctx.how.sum(ctx.order, dy, ctx.per), None, None
+
+
+class _WeightedSum(Function):
+    @staticmethod
+    def forward(ctx: Any, how: _Formulas | _Kernels, rows: Tensor, order: ByExpert, weights: Tensor) -> Tensor:
+        ctx.how, ctx.order = how, order
+        ctx.save_for_backward(rows, weights)
+        return how.sum(order, rows, weights.shape[1], weights.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None, Tensor | None]:
+        rows, weights = ctx.saved_tensors
+        per, how, order = weights.shape[1], ctx.how, ctx.order
+        drows = how.take(order, dy, per, weights.contiguous()) if ctx.needs_input_grad[1] else None
+        dweights = how.products(order, rows, dy, per).view_as(weights) if ctx.needs_input_grad[3] else None
+        return None, drows, None, dweights
 
 
 def _rows(x: Tensor, index: Tensor, some_missing: bool) -> Tensor:
     """x[index]; an index of -1 gives a row of zeros."""
     return (F.pad(x, (0, 0, 0, 1)) if some_missing else x)[index]
+
+
+# ---------------------------------------------------------------- the kernels of csrc/
+# They read a row once, without a copy that has a row of zeros, and no array of gathered rows is written before a sum.
+
+
+def register(namespace: str) -> None:
+    register_shapes(
+        namespace,
+        take_rows=lambda x, source, per, weights: x.new_empty((source.shape[0], x.shape[1])),
+        sum_rows=lambda rows, place, per, weights: rows.new_empty((place.shape[0] // per, rows.shape[1])),
+        row_products=lambda rows, place, dy, per: rows.new_empty(place.shape),
+    )
+    without_derivative(namespace, "take_rows", "sum_rows", "row_products")
+
+
+def _native_taken(ops: Any, x: Tensor, order: ByExpert, per: int = 1) -> Tensor:
+    return _Taken.apply(_Kernels(ops), x, order, per)
+
+
+def _native_weighted_sum(ops: Any, rows: Tensor, order: ByExpert, weights: Tensor) -> Tensor:
+    return _WeightedSum.apply(_Kernels(ops), rows, order, weights)
+
+
+def _unsupported_taken(x: Tensor, order: ByExpert, per: int = 1) -> str | None:
+    if x.dim() != 2 or x.shape[0] * per != order.place.shape[0]:
+        choices = f"{order.place.shape[0]} choices, {per} of a token"
+        return f"x {described(x)} with {choices}: the kernel needs [tokens, width] with all choices of all tokens"
+    return unsupported_floats(x) or unsupported_devices(x, order.source, order.place)
+
+
+def _unsupported_sum(rows: Tensor, order: ByExpert, weights: Tensor) -> str | None:
+    fits = rows.dim() == weights.dim() == 2 and len(rows) == len(order.source)
+    if not fits or weights.numel() != len(order.place):
+        given = f"rows {described(rows)} with weights {described(weights)}"
+        needed = f"[{len(order.source)}, width] with [tokens, per] of {len(order.place)} choices"
+        return f"{given}: the kernel needs {needed}"
+    if weights.dtype != rows.dtype:
+        return f"rows {described(rows)} with weights {described(weights)}: the kernel needs one dtype"
+    return unsupported_floats(rows, weights) or unsupported_devices(rows, weights, order.source, order.place)
+
+
+OPERATIONS = (
+    Operation("taken", taken, native=Native("expert_rows", _native_taken, _unsupported_taken)),
+    Operation("weighted_sum", weighted_sum, native=Native("expert_rows", _native_weighted_sum, _unsupported_sum)),
+)
