@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.ops.expert_rows import ByExpert, RowGroups, places, taken, weighted_sum
-from megatron.ops.proof.compare import Call, Draw, Proof, proof_of
+from megatron.ops.expert_rows import ByExpert, RowGroups, places
+from megatron.ops.operation import Function
+from megatron.ops.proof.compare import Bounds, Call, Draw, Proof, proof_of
 from megatron.ops.proof.rounding import Near, near
 from megatron.ops.registry import OPERATIONS
 
@@ -88,21 +89,26 @@ def _terms(rows: Tensor, source: Tensor, tokens: int, per: int) -> Near:
     return _take(rows, places(source, tokens * per), 1).map(lambda tensor: tensor.view(tokens, per, rows.shape[1]))
 
 
-def _with_order(operation: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
-    """Makes an operation's function of the tensors that describe an order."""
-    if name == "taken":
-        return lambda x, source, per: operation(x, order_of(source, len(x) * per), per)
+# ---------------------------------------------------------------- the operations as functions of tensors
+
+
+def taken_by(operation: Function) -> Function:
+    return lambda x, source, per: operation(x, order_of(source, len(x) * per), per)
+
+
+def sum_by(operation: Function) -> Function:
     return lambda rows, source, weights: operation(rows, order_of(source, weights.numel()), weights)
 
 
-def proof(name: str, oracle: Callable[..., Tensor], calls: Any, bounds: Any) -> Proof:
-    native = OPERATIONS[name].native
-    assert native is not None
-    kernel = lambda ops: _with_order(native.bound(ops), name)
-    return proof_of(name, calls, bounds, kernel=kernel, oracle=_with_order(oracle, name))
+def proof(name: str, by_tensors: Callable[[Function], Function], calls: Any, bounds: Bounds) -> Proof:
+    operation = OPERATIONS[name]
+    native, formula = operation.native, operation.formula
+    assert native is not None and formula is not None
+    bound = native.bound
+    return proof_of(name, calls, bounds, kernel=lambda ops: by_tensors(bound(ops)), oracle=by_tensors(formula))
 
 
 PROOFS = (
-    proof("taken", taken, taken_calls, taken_bounds),
-    proof("weighted_sum", weighted_sum, sum_calls, sum_bounds),
+    proof("taken", taken_by, taken_calls, taken_bounds),
+    proof("weighted_sum", sum_by, sum_calls, sum_bounds),
 )
