@@ -40,9 +40,9 @@ from benchmarks.parts.adamw import (
     torchs_adamw,
     torchs_adamw_of_shards,
 )
+from benchmarks.parts.expert_rows import TOKENS, WIDTH, taken_inputs, weighted_inputs
 from benchmarks.parts.grown import grown
 from megatron.ops.documents import Documents
-from megatron.ops.expert_rows import ByExpert, by_expert
 from megatron.ops.library import library
 from megatron.ops.operation import Target
 from megatron.ops.proof import flat_tensors
@@ -157,32 +157,6 @@ def packed_attention_case(batch: int, heads: int, seq: int, length: int) -> Case
     )
 
 
-EXPERT_TOKENS, EXPERT_WIDTH = 4096, 1024
-
-
-@cache
-def order_of_experts(device: str) -> ByExpert:
-    """Two of eight experts for each token."""
-    generator = torch.Generator().manual_seed(1)
-    return by_expert(torch.randint(8, (2 * EXPERT_TOKENS,), generator=generator).to(device), 8, 0)
-
-
-def rows_case(op: str, rows: int, passes: int, weighted: bool) -> Case:
-    """Rows of experts. On a GPU they are not enlarged: the order says which row belongs to which token."""
-
-    def inputs(dtype: torch.dtype, device: str) -> tuple[Any, ...]:
-        x = randn(rows, EXPERT_WIDTH, dtype=dtype, device=device)
-        return x, order_of_experts(device), (randn(EXPERT_TOKENS, 2, dtype=dtype, device=device) if weighted else 2)
-
-    token = EXPERT_TOKENS * EXPERT_WIDTH
-    return case_of(
-        op,
-        f"{EXPERT_TOKENS} x 2 x {EXPERT_WIDTH}",
-        inputs,
-        lambda args: passes * token * args[0].element_size(),
-    )
-
-
 CASES: tuple[Case, ...] = (
     norm_case("rms_norm"),
     norm_case("layer_norm", bias=True),
@@ -209,10 +183,8 @@ CASES: tuple[Case, ...] = (
         lambda dtype, device: (randn(4096, 4096, dtype=dtype, device=device),),
         lambda args: size(args[0]) * 8 // 2,  # forward 1 + 1/2, backward 1 + 1/2 + 1
     ),
-    # Forward reads a token and writes two rows, and backward the opposite; of a weighted sum, backward reads dy twice
-    # and the rows once more.
-    rows_case("taken", EXPERT_TOKENS, 6, weighted=False),
-    rows_case("weighted_sum", 2 * EXPERT_TOKENS, 9, weighted=True),
+    case_of("taken", f"{TOKENS} x 2 x {WIDTH}", taken_inputs, lambda args: size(args[0]) * 6),
+    case_of("weighted_sum", f"{TOKENS} x 2 x {WIDTH}", weighted_inputs, lambda args: size(args[0]) * 9 // 2),
     case_of(
         "cross_entropy",
         "1024 x 32768",

@@ -100,7 +100,7 @@ def sum_by(operation: Function) -> Function:
     return lambda rows, source, weights: operation(rows, order_of(source, weights.numel()), weights)
 
 
-def proof(name: str, by_tensors: Callable[[Function], Function], calls: Any, bounds: Bounds) -> Proof:
+def proof_by_tensors(name: str, by_tensors: Callable[[Function], Function], calls: Any, bounds: Bounds) -> Proof:
     operation = OPERATIONS[name]
     native, formula = operation.native, operation.formula
     assert native is not None and formula is not None
@@ -109,6 +109,6 @@ def proof(name: str, by_tensors: Callable[[Function], Function], calls: Any, bou
 
 
 PROOFS = (
-    proof("taken", taken_by, taken_calls, taken_bounds),
-    proof("weighted_sum", sum_by, sum_calls, sum_bounds),
+    proof_by_tensors("taken", taken_by, taken_calls, taken_bounds),
+    proof_by_tensors("weighted_sum", sum_by, sum_calls, sum_bounds),
 )
