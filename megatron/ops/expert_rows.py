@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from megatron.ops.operation import (
     Native,
@@ -130,79 +131,30 @@ def places(source: Tensor, choices: int) -> Tensor:
 def taken(x: Tensor, order: ByExpert, per: int = 1) -> Tensor:
     """Returns the rows of `order`: x [tokens, width] -> [rows, width]. Backward adds up the gradients of a token's
     choices in a fixed order, so it is deterministic."""
-    return _Taken.apply(_Formulas(), x, order, per)
+    return _Taken.apply(x, order.source, order.place, per, order.has_padding, order.drops)
 
 
 def weighted_sum(rows: Tensor, order: ByExpert, weights: Tensor) -> Tensor:
     """Returns the weighted sum of the rows of each token's choices: rows [rows, width], weights [tokens, per] ->
     [tokens, width]."""
-    return _WeightedSum.apply(_Formulas(), rows, order, weights)
-
-
-class _Formulas:
-    """PyTorch's functions. `_Kernels` has the same methods."""
-
-    def take(self, order: ByExpert, x: Tensor, per: int, weights: Tensor | None = None) -> Tensor:
-        """Returns the row of x [tokens, width] that belongs to each row of `order`, times the choice's weight."""
-        rows = _rows(x, order.source // per if per > 1 else order.source, order.has_padding)
-        return rows if weights is None else rows * _rows(weights.reshape(-1, 1), order.source, order.has_padding)
-
-    def sum(self, order: ByExpert, rows: Tensor, per: int, weights: Tensor | None = None) -> Tensor:
-        """Returns the sum of each token's rows [rows, width], times their choices' weights: [tokens, width]."""
-        of_choices = self._of_choices(order, rows, per)
-        if weights is None:
-            return of_choices.sum(1) if per > 1 else of_choices.flatten(0, 1)
-        return torch.bmm(weights.unsqueeze(1), of_choices).squeeze(1)
-
-    def products(self, order: ByExpert, rows: Tensor, dy: Tensor, per: int) -> Tensor:
-        """Returns the product of each choice's row and its token's row of dy [tokens, width]: [choices]."""
-        return torch.bmm(self._of_choices(order, rows, per), dy.unsqueeze(2)).flatten()
-
-    def _of_choices(self, order: ByExpert, rows: Tensor, per: int) -> Tensor:
-        return _rows(rows, order.place, order.drops).unflatten(0, (len(order.place) // per, per))
-
-
-@dataclass(frozen=True)
-class _Kernels:
-    """The kernels of csrc/expert_rows. `ops` is torch.ops.<namespace>."""
-
-    ops: Any
-
-    def take(self, order: ByExpert, x: Tensor, per: int, weights: Tensor | None = None) -> Tensor:
-        return self.ops.take_rows(x.contiguous(), order.source, per, weights)
-
-    def sum(self, order: ByExpert, rows: Tensor, per: int, weights: Tensor | None = None) -> Tensor:
-        return self.ops.sum_rows(rows.contiguous(), order.place, per, weights)
-
-    def products(self, order: ByExpert, rows: Tensor, dy: Tensor, per: int) -> Tensor:
-        return self.ops.row_products(rows.contiguous(), order.place, dy.contiguous(), per)
+    of_choices = taken(rows, order.back).unflatten(0, weights.shape)
+    return torch.bmm(weights.unsqueeze(1), of_choices).squeeze(1)
 
 
 class _Taken(Function):
     @staticmethod
-    def forward(ctx: Any, how: _Formulas | _Kernels, x: Tensor, order: ByExpert, per: int) -> Tensor:
-        ctx.how, ctx.order, ctx.per = how, order, per
-        return how.take(order, x, per)
+    def forward(ctx: Any, x: Tensor, source: Tensor, place: Tensor, per: int, has_padding: bool, drops: bool) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.per, ctx.drops = per, drops
+        return _rows(x, source // per if per > 1 else source, has_padding)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None]:
-        return None, ctx.how.sum(ctx.order, dy, ctx.per), None, None
-
-
-class _WeightedSum(Function):
-    @staticmethod
-    def forward(ctx: Any, how: _Formulas | _Kernels, rows: Tensor, order: ByExpert, weights: Tensor) -> Tensor:
-        ctx.how, ctx.order = how, order
-        ctx.save_for_backward(rows, weights)
-        return how.sum(order, rows, weights.shape[1], weights.contiguous())
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None, Tensor | None]:
-        rows, weights = ctx.saved_tensors
-        per, how, order = weights.shape[1], ctx.how, ctx.order
-        drows = how.take(order, dy, per, weights.contiguous()) if ctx.needs_input_grad[1] else None
-        dweights = how.products(order, rows, dy, per).view_as(weights) if ctx.needs_input_grad[3] else None
-        return None, drows, None, dweights
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (place,) = ctx.saved_tensors
+        rows = _rows(grad, place, ctx.drops)
+        dx = rows.view(-1, ctx.per, rows.shape[1]).sum(1) if ctx.per > 1 else rows
+        return dx, None, None, None, None, None
 
 
 def _rows(x: Tensor, index: Tensor, some_missing: bool) -> Tensor:
@@ -211,7 +163,7 @@ def _rows(x: Tensor, index: Tensor, some_missing: bool) -> Tensor:
 
 
 # ---------------------------------------------------------------- the kernels of csrc/
-# They read a row once, without a copy that has a row of zeros, and no array of gathered rows is written before a sum.
+# They neither copy x to append a row of zeros nor write gathered rows before they add them up.
 
 
 def register(namespace: str) -> None:
@@ -224,12 +176,40 @@ def register(namespace: str) -> None:
     without_derivative(namespace, "take_rows", "sum_rows", "row_products")
 
 
+class _NativeTaken(Function):
+    @staticmethod
+    def forward(ctx: Any, ops: Any, x: Tensor, order: ByExpert, per: int) -> Tensor:
+        ctx.ops, ctx.order, ctx.per = ops, order, per
+        return ops.take_rows(x.contiguous(), order.source, per, None)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None]:
+        return None, ctx.ops.sum_rows(dy.contiguous(), ctx.order.place, ctx.per, None), None, None
+
+
+class _NativeWeightedSum(Function):
+    @staticmethod
+    def forward(ctx: Any, ops: Any, rows: Tensor, order: ByExpert, weights: Tensor) -> Tensor:
+        rows, weights = rows.contiguous(), weights.contiguous()
+        ctx.save_for_backward(rows, weights)
+        ctx.ops, ctx.order = ops, order
+        return ops.sum_rows(rows, order.place, weights.shape[1], weights)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None, Tensor | None]:
+        (rows, weights), ops, order, dy = ctx.saved_tensors, ctx.ops, ctx.order, dy.contiguous()
+        per, (_, wants_rows, _, wants_weights) = weights.shape[1], ctx.needs_input_grad
+        of_rows = ops.take_rows(dy, order.source, per, weights) if wants_rows else None
+        of_weights = ops.row_products(rows, order.place, dy, per).view_as(weights) if wants_weights else None
+        return None, of_rows, None, of_weights
+
+
 def _native_taken(ops: Any, x: Tensor, order: ByExpert, per: int = 1) -> Tensor:
-    return _Taken.apply(_Kernels(ops), x, order, per)
+    return _NativeTaken.apply(ops, x, order, per)
 
 
 def _native_weighted_sum(ops: Any, rows: Tensor, order: ByExpert, weights: Tensor) -> Tensor:
-    return _WeightedSum.apply(_Kernels(ops), rows, order, weights)
+    return _NativeWeightedSum.apply(ops, rows, order, weights)
 
 
 def _unsupported_taken(x: Tensor, order: ByExpert, per: int = 1) -> str | None:

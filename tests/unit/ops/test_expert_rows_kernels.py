@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor, ones
 
+from megatron.config import MoEConfig
 from megatron.ops import expert_rows
 from megatron.ops.expert_rows import ByExpert, by_expert, within_buffers
 from tests.helpers.declared import Refused
 from tests.helpers.kernels import Backend, backend, kernel
+from tests.unit.model.helpers import LLAMA, build, config, tokens
 
 ORDER = by_expert(torch.tensor([3, 0, 1, 3, 3, 1]), 4, 1)  # 10 rows
 REFUSED: Refused = {
@@ -96,3 +98,12 @@ def test_the_binding_checks_sizes(name: str) -> None:
         ops.row_products(x, place, torch.ones(2, 8), 2)
     with pytest.raises(RuntimeError, match="source is not one row of int64"):
         ops.take_rows(x, place.int(), 1, None)
+
+
+def test_a_layer_runs_the_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend("cpu")
+    model = build(config(**LLAMA), kernels="native", moe=MoEConfig(num_experts=4))
+    monkeypatch.delattr(expert_rows, "_rows")  # without it the formulas fail
+    model(tokens(2, 5), labels=tokens(2, 5)).sum().backward()
+    with pytest.raises(NameError):
+        build(config(**LLAMA), kernels="ref", moe=MoEConfig(num_experts=4))(tokens(2, 5), labels=tokens(2, 5))
