@@ -12,7 +12,7 @@ TOKENS, WIDTH = 4096, 1024
 
 
 def tokens_on(device: str) -> int:
-    """On a GPU as many as `grown` makes of other arguments, so that it leaves these as they are."""
+    """Returns the number of tokens: on a GPU so many that `grown` leaves the arguments as they are."""
     return TOKENS if device == "cpu" else ELEMENTS // WIDTH
 
 
