@@ -40,6 +40,7 @@ from benchmarks.parts.adamw import (
     torchs_adamw,
     torchs_adamw_of_shards,
 )
+from benchmarks.parts.expert_rows import TOKENS, WIDTH, taken_inputs, weighted_inputs
 from benchmarks.parts.grown import grown
 from megatron.ops.documents import Documents
 from megatron.ops.library import library
@@ -182,6 +183,8 @@ CASES: tuple[Case, ...] = (
         lambda dtype, device: (randn(4096, 4096, dtype=dtype, device=device),),
         lambda args: size(args[0]) * 8 // 2,  # forward 1 + 1/2, backward 1 + 1/2 + 1
     ),
+    case_of("taken", f"{TOKENS} x 2 x {WIDTH}", taken_inputs, lambda args: size(args[0]) * 6),
+    case_of("weighted_sum", f"{TOKENS} x 2 x {WIDTH}", weighted_inputs, lambda args: size(args[0]) * 9 // 2),
     case_of(
         "cross_entropy",
         "1024 x 32768",

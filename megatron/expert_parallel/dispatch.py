@@ -62,13 +62,14 @@ class ExpertDispatcher(nn.Module):
         copied: Mapping,
         summed: Mapping,
         padding: int = 0,
+        taken: Callable[..., Tensor] = taken,
         recomputation: Recomputation | None = None,
     ) -> None:
-        """`padding`: rows of zeros that the experts need after each expert's rows."""
+        """`padding`: rows of zeros that the experts need after each expert's rows. `taken`: the operation."""
         super().__init__()
         self.ep, self.tp = ep, tp
         self.senders = tp if split_tokens else Axis.single("tp")
-        self.copied, self.summed = copied, summed
+        self.copied, self.summed, self.taken = copied, summed, taken
         self.moves_rows = ep.size * self.senders.size > 1
         self.padding = 0 if self.moves_rows else padding
         self.padding_after_exchange = padding
@@ -131,7 +132,7 @@ class ExpertDispatcher(nn.Module):
         numbers = torch.arange(count, device=rows.device).repeat(senders)
         chosen = numbers.repeat_interleave(sizes.counts.flatten(), output_size=rows.shape[0])
         order = by_expert(chosen, count, self.padding_after_exchange, sizes.experts)
-        return taken(experts(taken(rows, order), order.groups), order.back)
+        return self.taken(experts(self.taken(rows, order), order.groups), order.back)
 
 
 class RowExchange:

@@ -8,14 +8,13 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from megatron.model.factory import ModuleFactory
 from megatron.model.mlp import MLP
 from megatron.model.parameters import EXPERT, SHARED_EXPERT
 from megatron.model.router import Router, Routing
-from megatron.ops.expert_rows import ByExpert, RowGroups, by_expert, taken, within_buffers
+from megatron.ops.expert_rows import ByExpert, RowGroups, by_expert, within_buffers
 
 
 class Experts(nn.ModuleDict):
@@ -52,16 +51,16 @@ class MoE(nn.Module):
         self.experts = Experts(make, layer)
         self.shared_expert = None if shared is None else MLP(make, SHARED_EXPERT.format(layer=layer), shared)
         self.dispatcher = make.dispatcher()
+        self.kernels = make.kernels
         self.num_experts = self.router.weight.shape[0]
 
     def forward(self, x: Tensor) -> Tensor:
         routing = self.router(x)
         topk, hidden = routing.experts.shape[-1], x.shape[-1]
         order = self._by_expert(routing)
-        rows = taken(x.reshape(-1, hidden), order, topk)  # [rows, hidden], sorted by expert
+        rows = self.kernels.taken(x.reshape(-1, hidden), order, topk)  # [rows, hidden], sorted by expert
         rows, shared = self.dispatcher(rows, order.groups, self.experts, lambda: self._shared(x))
-        rows = taken(rows, order.back).view(-1, topk, hidden)
-        y = torch.bmm(routing.weights.reshape(-1, 1, topk), rows).view(x.shape)  # [batch, seq, hidden]
+        y = self.kernels.weighted_sum(rows, order, routing.weights.reshape(-1, topk)).view(x.shape)
         return y if shared is None else y + shared
 
     def _shared(self, x: Tensor) -> Tensor | None:

@@ -4,6 +4,8 @@ A token has `per` choices of an expert; choice c belongs to token c // per. Two 
 
     source [rows]      the choice that each row belongs to; -1 for padding, which is a row of zeros
     place [choices]    the row of each choice; -1 for a choice that its expert does not accept
+
+`taken` moves tokens to the experts, and `weighted_sum` brings results back.
 """
 
 from collections.abc import Sequence
@@ -16,6 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+
+from megatron.ops.operation import (
+    Native,
+    Operation,
+    described,
+    register_shapes,
+    unsupported_devices,
+    unsupported_floats,
+    without_derivative,
+)
 
 
 class RowGroups:
@@ -81,7 +93,7 @@ def by_expert(
     known = None if on_host is None else [count + padding for count in on_host]
     groups = RowGroups(ends.diff(prepend=ends.new_zeros(1)), len(order), known)
     source = torch.where(order < choices, order, -1) if padding else order
-    return ByExpert(source, _places(source, choices), groups, has_padding=padding > 0, drops=accepted is not None)
+    return ByExpert(source, places(source, choices), groups, has_padding=padding > 0, drops=accepted is not None)
 
 
 def within_buffers(chosen: Tensor, accepted: Tensor, experts: int, capacity: int) -> ByExpert:
@@ -105,10 +117,10 @@ def within_buffers(chosen: Tensor, accepted: Tensor, experts: int, capacity: int
     each = sequences * capacity
     counts = torch.full((experts,), each, device=chosen.device)
     groups = RowGroups(counts, experts * each, [each] * experts, fixed=True)
-    return ByExpert(source, _places(source, chosen.numel()), groups, has_padding=True, drops=True)
+    return ByExpert(source, places(source, chosen.numel()), groups, has_padding=True, drops=True)
 
 
-def _places(source: Tensor, choices: int) -> Tensor:
+def places(source: Tensor, choices: int) -> Tensor:
     """Returns the row of each choice, or -1."""
     place = torch.full((choices + 1,), -1, device=source.device)  # the last one takes the rows of padding
     rows = torch.arange(len(source), device=source.device)
@@ -119,6 +131,13 @@ def taken(x: Tensor, order: ByExpert, per: int = 1) -> Tensor:
     """Returns the rows of `order`: x [tokens, width] -> [rows, width]. Backward adds up the gradients of a token's
     choices in a fixed order, so it is deterministic."""
     return _Taken.apply(x, order.source, order.place, per, order.has_padding, order.drops)
+
+
+def weighted_sum(rows: Tensor, order: ByExpert, weights: Tensor) -> Tensor:
+    """Returns the weighted sum of the rows of each token's choices: rows [rows, width], weights [tokens, per] ->
+    [tokens, width]."""
+    of_choices = taken(rows, order.back).unflatten(0, weights.shape)
+    return torch.bmm(weights.unsqueeze(1), of_choices).squeeze(1)
 
 
 class _Taken(Function):
@@ -140,3 +159,77 @@ class _Taken(Function):
 def _rows(x: Tensor, index: Tensor, some_missing: bool) -> Tensor:
     """x[index]; an index of -1 gives a row of zeros."""
     return (F.pad(x, (0, 0, 0, 1)) if some_missing else x)[index]
+
+
+# ---------------------------------------------------------------- the kernels of csrc/
+# They neither copy x to append a row of zeros nor write gathered rows before they add them up.
+
+
+def register(namespace: str) -> None:
+    register_shapes(
+        namespace,
+        take_rows=lambda x, source, per, weights: x.new_empty((source.shape[0], x.shape[1])),
+        sum_rows=lambda rows, place, per, weights: rows.new_empty((place.shape[0] // per, rows.shape[1])),
+        row_products=lambda rows, place, dy, per: rows.new_empty(place.shape),
+    )
+    without_derivative(namespace, "take_rows", "sum_rows", "row_products")
+
+
+class _NativeTaken(Function):
+    @staticmethod
+    def forward(ctx: Any, ops: Any, x: Tensor, order: ByExpert, per: int) -> Tensor:
+        ctx.ops, ctx.order, ctx.per = ops, order, per
+        return ops.take_rows(x.contiguous(), order.source, per, None)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None, None]:
+        return None, ctx.ops.sum_rows(dy.contiguous(), ctx.order.place, ctx.per, None), None, None
+
+
+class _NativeWeightedSum(Function):
+    @staticmethod
+    def forward(ctx: Any, ops: Any, rows: Tensor, order: ByExpert, weights: Tensor) -> Tensor:
+        rows, weights = rows.contiguous(), weights.contiguous()
+        ctx.save_for_backward(rows, weights)
+        ctx.ops, ctx.order = ops, order
+        return ops.sum_rows(rows, order.place, weights.shape[1], weights)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None, Tensor | None]:
+        (rows, weights), ops, order, dy = ctx.saved_tensors, ctx.ops, ctx.order, dy.contiguous()
+        per, (_, wants_rows, _, wants_weights) = weights.shape[1], ctx.needs_input_grad
+        of_rows = ops.take_rows(dy, order.source, per, weights) if wants_rows else None
+        of_weights = ops.row_products(rows, order.place, dy, per).view_as(weights) if wants_weights else None
+        return None, of_rows, None, of_weights
+
+
+def _native_taken(ops: Any, x: Tensor, order: ByExpert, per: int = 1) -> Tensor:
+    return _NativeTaken.apply(ops, x, order, per)
+
+
+def _native_weighted_sum(ops: Any, rows: Tensor, order: ByExpert, weights: Tensor) -> Tensor:
+    return _NativeWeightedSum.apply(ops, rows, order, weights)
+
+
+def _unsupported_taken(x: Tensor, order: ByExpert, per: int = 1) -> str | None:
+    if x.dim() != 2 or x.shape[0] * per != order.place.shape[0]:
+        choices = f"{order.place.shape[0]} choices, {per} of a token"
+        return f"x {described(x)} with {choices}: the kernel needs [tokens, width] with all choices of all tokens"
+    return unsupported_floats(x) or unsupported_devices(x, order.source, order.place)
+
+
+def _unsupported_sum(rows: Tensor, order: ByExpert, weights: Tensor) -> str | None:
+    fits = rows.dim() == weights.dim() == 2 and len(rows) == len(order.source)
+    if not fits or weights.numel() != len(order.place):
+        given = f"rows {described(rows)} with weights {described(weights)}"
+        needed = f"[{len(order.source)}, width] with [tokens, per] of {len(order.place)} choices"
+        return f"{given}: the kernel needs {needed}"
+    if weights.dtype != rows.dtype:
+        return f"rows {described(rows)} with weights {described(weights)}: the kernel needs one dtype"
+    return unsupported_floats(rows, weights) or unsupported_devices(rows, weights, order.source, order.place)
+
+
+OPERATIONS = (
+    Operation("taken", taken, native=Native("expert_rows", _native_taken, _unsupported_taken)),
+    Operation("weighted_sum", weighted_sum, native=Native("expert_rows", _native_weighted_sum, _unsupported_sum)),
+)

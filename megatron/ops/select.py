@@ -63,6 +63,8 @@ class Kernels:
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
     linear_cross_entropy: Callable[..., Tensor]
     grouped_linear: Callable[..., Tensor]
+    taken: Callable[..., Tensor]
+    weighted_sum: Callable[..., Tensor]
     # For the optimizer; None leaves it to torch's own functions. See megatron/ops/optim.py.
     adamw: Callable[..., None] | None = None
     grad_norm: Callable[[Tensor], Tensor] | None = None

@@ -145,6 +145,7 @@ class ParallelFactory(ModuleFactory):
             copied=mappings.copied,
             summed=mappings.summed,
             padding=least_rows(self.kernels.grouped_linear),
+            taken=self.kernels.taken,
             recomputation=self.recomputation,
         )
 

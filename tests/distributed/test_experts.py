@@ -17,7 +17,7 @@ from megatron.distributed.parallel_state import Axis, ParallelState
 from megatron.expert_parallel import ExpertDispatcher, exchanged
 from megatron.layout import Layout
 from megatron.model.factory import LocalDispatcher
-from megatron.ops.expert_rows import RowGroups
+from megatron.ops.expert_rows import ByExpert, RowGroups, taken
 from megatron.tensor_parallel import mappings
 from tests.helpers.distributed import run_ranks
 
@@ -59,10 +59,18 @@ def dispatched(rank: int, ep: int, tp: int, split_tokens: bool) -> tuple[Tensor,
     here = {n: every[n].requires_grad_() for n in range(state.ep.rank * share, (state.ep.rank + 1) * share)}
     # Tensor-parallel ranks compute a part of every expert: here, as if each had 1 / tp of its output.
     parts = [weight / tp for weight in here.values()]
+    calls: list[Tensor] = []
+
+    def noted(x: Tensor, order: ByExpert) -> Tensor:
+        calls.append(x)
+        return taken(x, order)
+
+    copied, summed = mappings.copied, mappings.summed
     dispatcher = ExpertDispatcher(
-        state.ep, state.tp, split_tokens=split_tokens, copied=mappings.copied, summed=mappings.summed
+        state.ep, state.tp, split_tokens=split_tokens, copied=copied, summed=summed, taken=noted
     )
     result, _ = dispatcher(rows, RowGroups(counts, len(rows)), run(parts), lambda: None)
+    assert len(calls) == (2 if dispatcher.moves_rows else 0)  # the given operation alone moves rows
     result.square().sum().backward()
     grads = {n: weight.grad * tp for n, weight in here.items() if weight.grad is not None}
     assert rows.grad is not None

@@ -175,6 +175,7 @@ def buffers_of_a_gpu(parts: Parts) -> None:
 def padding_of_a_gpu(parts: Parts) -> None:
     for module in experts_of(parts):
         assert isinstance(module.dispatcher, ExpertDispatcher)
+        assert module.dispatcher.taken is module.kernels.taken
         module.dispatcher.padding_after_exchange = 1
         module.dispatcher.padding = 0 if module.dispatcher.moves_rows else 1
 

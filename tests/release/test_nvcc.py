@@ -25,12 +25,14 @@ PACKED = re.compile(r"Lb([01])E")  # a kernel's first argument that is true or f
 # What a GPU has one instruction for, in the kernels of halves: a dozen in its place made them wait for arithmetic.
 ONE_INSTRUCTION = {
     "activation": {"cvt.f32.f16", "cvt.rn.f16.f32", "cvt.rn.bf16.f32", "ex2.approx.ftz.f32", "rcp.approx.ftz.f32"},
+    "expert_rows": {"cvt.f32.f16", "cvt.rn.f16.f32", "cvt.rn.bf16.f32"},
     "norm": {"cvt.f32.f16", "cvt.rn.f16.f32", "cvt.rn.bf16.f32"},
     "optim": {"cvt.f32.f16", "cvt.rn.f16.f32", "cvt.rn.bf16.f32"},
     "rope": {"cvt.f32.f16", "cvt.rn.f16.f32", "cvt.rn.bf16.f32"},
     "softmax": {"cvt.f32.f16", "cvt.rn.f16.f32", "cvt.rn.bf16.f32", "ex2.approx.ftz.f32", "max.NaN.f32"},
     "cross_entropy": {"cvt.f32.f16", "cvt.rn.f16.f32", "cvt.rn.bf16.f32", "ex2.approx.ftz.f32", "max.NaN.f32"},
 }
+ONE_NUMBER = "row_products_kernel"  # reads packs and writes one number for each row
 
 
 def cuda() -> Any:
@@ -118,7 +120,7 @@ def test_packs_are_one_access(output: tuple[Path, str]) -> None:
     if in_steps or "store_pack(" in text:
         assert wide(ptx, "st")
     if in_steps:
-        assert narrow_kernels(ptx, "st") == []
+        assert [name for name in narrow_kernels(ptx, "st") if ONE_NUMBER not in name] == []
 
 
 def test_halves_are_converted_by_the_gpu(output: tuple[Path, str]) -> None:

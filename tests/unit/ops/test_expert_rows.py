@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError
 
 from megatron.ops import expert_rows
-from megatron.ops.expert_rows import ByExpert, RowGroups, by_expert, taken, within_buffers
+from megatron.ops.expert_rows import ByExpert, RowGroups, by_expert, taken, weighted_sum, within_buffers
 
 EXPERTS, WIDTH = 5, 3
 CHOSEN = {
@@ -117,13 +118,36 @@ def test_rows_are_taken_and_brought_back(name: str, per: int) -> None:
     assert torch.autograd.gradcheck(lambda rows: taken(rows, order.back), (rows.detach().requires_grad_(),))
 
 
+def summed_by_loops(rows: Tensor, order: ByExpert, weights: Tensor) -> Tensor:
+    tokens, per = weights.shape
+    y = torch.zeros(tokens, WIDTH, dtype=rows.dtype)
+    for choice, row in enumerate(order.place.tolist()):
+        if row >= 0:
+            y[choice // per] += weights[choice // per, choice % per] * rows[row]
+    return y
+
+
+@pytest.mark.parametrize("per", [1, 2, 4])
+@pytest.mark.parametrize("name", orders())
+def test_rows_are_weighted_and_added(name: str, per: int) -> None:
+    order, choices = orders()[name]
+    generator = torch.Generator().manual_seed(7)
+    rows = torch.randn(len(order.source), WIDTH, dtype=torch.float64, generator=generator, requires_grad=True)
+    weights = torch.randn(choices // per, per, dtype=torch.float64, generator=generator, requires_grad=True)
+    y = weighted_sum(rows, order, weights)
+    torch.testing.assert_close(y, summed_by_loops(rows, order, weights))
+    assert torch.autograd.gradcheck(lambda rows, weights: weighted_sum(rows, order, weights), (rows, weights))
+
+
 def test_a_rank_without_rows_has_only_padding() -> None:
     order = by_expert(torch.zeros(0, dtype=torch.int64), EXPERTS, 1)
     x = torch.zeros(0, WIDTH, requires_grad=True)
     rows = taken(x, order)
     assert torch.equal(rows, torch.zeros(EXPERTS, WIDTH))
-    taken(rows, order.back).sum().backward()
-    assert x.grad is not None and x.grad.shape == x.shape
+    weights = torch.zeros(0, 2, requires_grad=True)
+    (taken(rows, order.back).sum() + weighted_sum(rows, order, weights).sum()).backward()
+    for one in (x, weights):
+        assert one.grad is not None and one.grad.shape == one.shape
 
 
 # ---- planted bugs ----------------------------------------------------------------------------------------------------
@@ -145,6 +169,8 @@ def test_rows_of_something_else_are_seen(
     monkeypatch.setattr(expert_rows, "_rows", bug)
     with pytest.raises(AssertionError):
         test_rows_are_taken_and_brought_back(name, 1)
+    with pytest.raises((AssertionError, GradcheckError)):
+        test_rows_are_weighted_and_added(name, 1)
 
 
 def test_a_wrong_place_is_seen() -> None:
