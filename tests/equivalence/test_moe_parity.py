@@ -4,6 +4,7 @@ fp64 to 1e-10. Random weights are large enough that routers have preferences."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 from megatron.config import ModelConfig, MoEConfig
 from megatron.model import GPT
-from megatron.model.moe import Router
+from megatron.model.moe import MoE, Router
+from megatron.model.router import Routing
 from megatron.ops import resolve
 from megatron.ops.expert_rows import ByExpert
 
@@ -163,14 +165,13 @@ def weights_left_out(patch: pytest.MonkeyPatch) -> None:
 
 
 def rows_in_wrong_order(patch: pytest.MonkeyPatch) -> None:
-    from megatron.model import moe
+    right = MoE._by_expert
 
-    right = moe.taken
+    def wrong(self: MoE, routing: Routing) -> ByExpert:
+        order = right(self, routing)
+        return replace(order, place=order.place.flip(0))
 
-    def wrong(x: Tensor, order: ByExpert, per: int = 1) -> Tensor:
-        return right(x if per > 1 else x.flip(0), order, per)
-
-    patch.setattr(moe, "taken", wrong)
+    patch.setattr(MoE, "_by_expert", wrong)
 
 
 @pytest.mark.parametrize("plant", [weights_left_out, rows_in_wrong_order])
