@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,13 @@ import pytest
 import torch
 
 from benchmarks import kernels
+from benchmarks.parts import expert_rows
 from benchmarks.parts import grown as module
 from megatron.ops.proof import flat_tensors
 from tests.helpers.kernels import backend
+
+
+OF_EXPERTS = ("taken", "weighted_sum")
 
 
 def small(value: Any) -> Any:
@@ -29,21 +34,33 @@ def small(value: Any) -> Any:
 @pytest.mark.parametrize(
     "case",
     [
-        *(c for c in kernels.CASES if c.op not in ("rope", "adamw", "grad_norm", "packed_attention")),
+        *(c for c in kernels.CASES if c.op not in (*OF_EXPERTS, "rope", "adamw", "grad_norm", "packed_attention")),
         kernels.packed_attention_case(2, 2, 8, 4),
     ],
     ids=lambda c: c.op,
 )
 def test_the_contenders_of_a_case_compute_the_same(case: kernels.Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    ops = backend("cpu").ops
     monkeypatch.setattr(kernels, "randn", lambda *shape, dtype, device: torch.randn(*(min(s, 256) for s in shape)))
     args = [small(arg) for arg in case.inputs(torch.float32, "cpu")]
     if case.op == "cross_entropy":
         args[1] = args[1][: len(args[0])] % args[0].shape[1]
+    assert_alike(case, args)
+
+
+def assert_alike(case: kernels.Case, args: Sequence[Any]) -> None:
+    ops = backend("cpu").ops
     results = [flat_tensors(function(*args)) for function in (case.ours(ops), case.eager, case.formula)]
     for other in results[1:]:
         for ours, theirs in zip(results[0], other, strict=True):
             torch.testing.assert_close(ours.float(), theirs.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", [c for c in kernels.CASES if c.op in OF_EXPERTS], ids=lambda c: c.op)
+def test_the_contenders_move_the_same_rows_of_experts(case: kernels.Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_rows, "TOKENS", 16)
+    expert_rows.order_of_experts.cache_clear()
+    assert_alike(case, case.inputs(torch.float32, "cpu"))
+    expert_rows.order_of_experts.cache_clear()
 
 
 def test_a_gpu_is_given_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,4 +22,4 @@ def refusal(rank: int) -> str:
 
 def test_it_is_refused() -> None:
     for message in run_ranks(2, refusal):
-        assert "--context-parallel-size" in message and "gave a Linear" in message and "\n" not in message
+        assert "--context-parallel-size" in message and "returned a Linear" in message and "\n" not in message
