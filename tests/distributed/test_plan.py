@@ -111,5 +111,7 @@ def test_a_model_of_ones_own_is_not_split() -> None:
         lambda: count_parameters(replace(run, launch=replace(run.launch, world_size=2)), lambda _: nn.Linear(2, 2), 0),
         lambda: build_model(run, lambda _: nn.Linear(2, 2), lambda *_: None),  # type: ignore[arg-type,return-value]
     ):
-        with pytest.raises(ConfigError, match=r"--expert-model-parallel-size only split Megatron's GPT.*returned a Linear"):
+        with pytest.raises(
+            ConfigError, match=r"--expert-model-parallel-size only split Megatron's GPT.*returned a Linear"
+        ):
             build()

@@ -17,7 +17,6 @@ from benchmarks.parts import grown as module
 from megatron.ops.proof import flat_tensors
 from tests.helpers.kernels import backend
 
-
 OF_EXPERTS = ("taken", "weighted_sum")
 
 
