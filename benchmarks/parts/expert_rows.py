@@ -23,12 +23,13 @@ def order_of_experts(device: str) -> ByExpert:
 
 
 def taken_inputs(dtype: torch.dtype, device: str) -> tuple[Any, ...]:
-    """Forward reads a token and writes two rows; backward reads two and writes one."""
+    """Makes the arguments of `taken`. Forward reads a token and writes two rows; backward does the opposite."""
     return torch.randn(tokens_on(device), WIDTH, device=device).to(dtype), order_of_experts(device), 2
 
 
 def weighted_inputs(dtype: torch.dtype, device: str) -> tuple[Any, ...]:
-    """Forward reads two rows of a token and writes one; backward reads the rows, and dy for each, and writes two."""
+    """Makes the arguments of `weighted_sum`. Forward reads two rows of a token and writes one. Backward reads the rows
+    and, for each of them, dy; it writes two rows."""
     tokens = tokens_on(device)
     rows = torch.randn(2 * tokens, WIDTH, device=device).to(dtype)
     return rows, order_of_experts(device), torch.randn(tokens, 2, device=device).to(dtype)

@@ -1,5 +1,6 @@
 // Rows of a mixture-of-experts layer, one at a time; a row without a weight is copied.
 #include <cstring>
+#include <vector>
 
 #include "../common/lanes.h"
 #include "../common/rows.h"

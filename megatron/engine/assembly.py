@@ -81,9 +81,10 @@ def _open_store(
 
 
 def _overlaps(config: RunConfig, device: torch.device) -> bool:
-    """True if gradients are reduced during the backward pass."""
-    if config.parallel.overlap_grad_reduce or config.parallel.no_overlap_grad_reduce:
-        return config.parallel.overlap_grad_reduce
+    """True if gradients are reduced during the backward pass. `overlap-grad-reduce: false` in a file turns it off."""
+    parallel = config.parallel
+    if parallel.overlap_grad_reduce or parallel.no_overlap_grad_reduce or config.given("overlap_grad_reduce"):
+        return parallel.overlap_grad_reduce
     return runs_ahead(device) and not config.kernels.cuda_graphs
 
 

@@ -61,7 +61,7 @@ class MoE(nn.Module):
         rows = self.kernels.taken(x.reshape(-1, hidden), order, topk)  # [rows, hidden], sorted by expert
         rows, shared = self.dispatcher(rows, order.groups, self.experts, lambda: self._shared(x))
         y = self.kernels.weighted_sum(rows, order, routing.weights.reshape(-1, topk)).view(x.shape)
-        return y if shared is None else y + shared
+        return y if shared is None else y + shared  # [batch, seq, hidden]
 
     def _shared(self, x: Tensor) -> Tensor | None:
         return None if self.shared_expert is None else self.shared_expert(x)

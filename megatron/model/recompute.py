@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Recomputation:
-    """Calls parts of one model whose activations are recomputed in backward."""
+    """Recomputes activations of one model in its backward pass."""
 
     def __init__(self) -> None:
         self._kept: list[Any] | None = None

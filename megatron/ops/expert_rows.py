@@ -31,7 +31,7 @@ from megatron.ops.operation import (
 
 
 class RowGroups:
-    """Sizes of consecutive groups of rows, on the device and, where something needs them there, on the host."""
+    """Row counts of consecutive groups, on the device. The host reads them if it needs them."""
 
     def __init__(self, counts: Tensor, rows: int, on_host: Sequence[int] | None = None, *, fixed: bool = False) -> None:
         """`counts` [groups]: rows of each group; `rows`: of all groups. `on_host`: the counts, if the host knows them.
@@ -42,7 +42,7 @@ class RowGroups:
 
     @cached_property
     def on_host(self) -> list[int]:
-        """The counts. The first use waits for the device if the host does not know them."""
+        """Row counts on the host. Unless the host knows them, the first use waits for the device."""
         counts: list[int] = self.counts.tolist()
         return counts
 

@@ -72,7 +72,7 @@ def _layer(config: RunConfig, has_experts: bool, backend: Backend) -> float:
     numbers = residual * model.hidden_size / _pieces(config)
     numbers += _attention(config, "core_attn" in recomputed, backend) / config.parallel.tensor_model_parallel_size
     if ("moe" if has_experts else "mlp") not in recomputed:
-        numbers += _experts(config, "moe_act" in recomputed) if has_experts else _mlp(config, model.ffn_size, backend)
+        numbers += _experts(config, backend) if has_experts else _mlp(config, model.ffn_size, backend)
     return numbers * _size(config)
 
 
@@ -101,15 +101,23 @@ def _mlp(config: RunConfig, width: int, backend: Backend) -> float:
     return (gated + 1 + own) * width / config.parallel.tensor_model_parallel_size
 
 
-def _experts(config: RunConfig, recomputed: bool) -> float:
-    """Numbers kept per token, with even routing: input, hidden layer and output of each chosen expert, and the hidden
-    layer of the shared expert. With `recomputed`, outputs of the chosen experts' activation function are not kept.
-    """
+def _experts(config: RunConfig, backend: Backend) -> float:
+    """Numbers kept per token: input, hidden layer and output of each chosen expert, and the hidden layer of the shared
+    expert."""
     model, moe, tp = config.model, config.moe, config.parallel.tensor_model_parallel_size
     width, per_width = moe.moe_ffn_hidden_size or model.ffn_size, 3 if model.gated else 2
-    kept = per_width - 1 if recomputed else per_width
-    chosen = moe.moe_router_topk * (2 * model.hidden_size / _pieces(config) + kept * width / tp)
+    kept = per_width - 1 if "moe_act" in config.recompute.modules else per_width
+    chosen = _rows_of_experts(config, backend) * (2 * model.hidden_size / _pieces(config) + kept * width / tp)
     return chosen + per_width * (moe.moe_shared_expert_intermediate_size or 0) / tp
+
+
+def _rows_of_experts(config: RunConfig, backend: Backend) -> float:
+    """Rows of all experts per token, with even routing. With a capacity, a GPU has buffers of that size; a CPU, where
+    the products of experts are those of the formula, has only rows of accepted tokens."""
+    factor = config.moe.moe_expert_capacity_factor
+    if factor is None:
+        return config.moe.moe_router_topk
+    return config.moe.moe_router_topk * (factor if backend("grouped_linear") != "ref" else min(factor, 1.0))
 
 
 def _most_in_flight(config: RunConfig, stage: int, micro_batches: int, chunks: Sequence[float]) -> float:

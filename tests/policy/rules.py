@@ -76,7 +76,7 @@ def shipped_python() -> list[Path]:
 
 @cache
 def nodes_of(source: str) -> tuple[ast.AST, ...]:
-    """All nodes of a file. Most rules read most files: each is parsed once for all of them."""
+    """Returns the syntax nodes of a file. A file is parsed once for all rules."""
     return tuple(ast.walk(ast.parse(source)))
 
 

@@ -129,7 +129,8 @@ def check_recompute(config: RunConfig) -> None:
     recompute = config.recompute
     parts = set(recompute.modules)
     if {"moe", "moe_act"} <= parts:
-        raise ConfigError("--recompute-modules moe moe_act: the former includes the latter; remove moe_act")
+        also = "" if "moe" in (recompute.recompute_modules or ()) else " of --moe-layer-recompute"
+        raise ConfigError(f"{spelled(config, 'recompute_modules')}: moe{also} includes moe_act; remove moe_act")
     if recompute.cpu_offloading_num_layers and parts & {"layernorm", "moe_act"}:
         raise ConfigError(
             "--cpu-offloading-num-layers and --recompute-modules layernorm or moe_act exclude each other: what these "

@@ -109,7 +109,11 @@ ADDED = {
         "give moe",
     ),
     "--recompute-granularity selective --recompute-modules moe moe_act --num-experts 4 --disable-bias-linear": (
-        "--recompute-modules moe moe_act",
+        "--recompute-modules moe moe_act: moe includes moe_act",
+        "remove moe_act",
+    ),
+    "--moe-layer-recompute --recompute-modules moe_act --num-experts 4 --disable-bias-linear": (
+        "--recompute-modules moe_act: moe of --moe-layer-recompute includes moe_act",
         "remove moe_act",
     ),
     "--recompute-granularity selective --recompute-modules moe_act": ("--recompute-modules moe_act: no", "give mlp"),

@@ -124,7 +124,13 @@ REFUSED = {"no_overlap_grad_reduce": True}
 
 @pytest.mark.parametrize(
     ("settings", "on_gpu", "on_cpu"),
-    [({}, True, False), (ASKED, True, True), (REFUSED, False, False), ({"cuda_graphs": True}, False, None)],
+    [
+        ({}, True, False),
+        (ASKED, True, True),
+        (REFUSED, False, False),
+        ({"overlap_grad_reduce=false": True}, False, False),
+        ({"cuda_graphs": True}, False, None),
+    ],
 )
 def test_where_gradients_are_reduced_during_backward(
     settings: dict[str, Any], on_gpu: bool, on_cpu: bool | None

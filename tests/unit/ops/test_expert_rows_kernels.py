@@ -1,4 +1,4 @@
-"""Kernels of experts' rows: what the table of proofs lacks. Orders that a layer makes, wrong indices, what is saved."""
+"""Kernels of experts' rows beyond the table of proofs: orders that a layer makes, wrong indices, saved tensors."""
 
 from __future__ import annotations
 

@@ -102,6 +102,18 @@ def test_a_layer_keeps_what_is_predicted(name: str, native: bool, least: float) 
     assert least <= share <= 1.001, share
 
 
+@pytest.mark.parametrize(("device", "factor", "rows"), [("cpu", 3.0, 1.0), ("cpu", 0.5, 0.5), ("cuda", 3.0, 3.0)])
+def test_a_gpu_keeps_whole_buffers_of_experts(device: str, factor: float, rows: float) -> None:
+    kernels = resolve("auto", device)
+
+    def of_experts(**capacity: Any) -> float:
+        settings = {**LLAMA, "num_experts": 4, "moe_ffn_hidden_size": 32}
+        return predicted({**settings, **capacity}, 2, kernels) - predicted({**settings, **none}, 2, kernels)
+
+    none = {"recompute_granularity": "selective", "recompute_modules": ("moe",)}
+    assert of_experts(moe_expert_capacity_factor=factor) == pytest.approx(rows * of_experts())
+
+
 def in_flight(stage: int, micro_batches: int, **layout: Any) -> float:
     """Activations in flight, in micro-batches of a whole stage."""
     settings = {**SHAPE, "num_layers": 8, "seq_length": SEQ, "micro_batch_size": 1, **layout}
