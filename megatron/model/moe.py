@@ -15,6 +15,7 @@ from megatron.model.mlp import MLP
 from megatron.model.parameters import EXPERT, SHARED_EXPERT
 from megatron.model.router import Router, Routing
 from megatron.ops.expert_rows import ByExpert, RowGroups, by_expert, within_buffers
+from megatron.utils.device_kind import kind_of
 
 
 class Experts(nn.ModuleDict):
@@ -70,7 +71,7 @@ class MoE(nn.Module):
         chosen, accepted = routing.experts.flatten(1), routing.accepted  # [batch, seq * k]: choice c is of token c // k
         if accepted is None:
             return by_expert(chosen.flatten(), self.num_experts, self.dispatcher.padding)
-        if chosen.device.type == "cpu":  # reading a number costs less there than computing unused rows
+        if not kind_of(chosen.device.type).asynchronous:  # reading a number costs less than computing unused rows
             padding = self.dispatcher.padding
             return by_expert(chosen.flatten(), self.num_experts, padding, accepted=accepted.flatten())
         capacity = self.router.capacity(routing.experts.shape[1])

@@ -15,7 +15,7 @@ from megatron.checkpoint import manifest
 from megatron.config import parse_args
 from megatron.data_parallel import bucket_size
 from megatron.distributed.parallel_state import ParallelState
-from megatron.engine import build_engine
+from megatron.engine import assembly, build_engine
 from megatron.engine.assembly import _overlaps
 from megatron.engine.groups import Groups, check_marked
 from megatron.errors import ConfigError
@@ -152,6 +152,20 @@ def test_both_answers_about_overlap_are_rejected() -> None:
 )
 def test_buckets_grow_with_the_ranks(given: int | None, ranks: int, expected: int) -> None:
     assert bucket_size(given, ranks) == expected
+
+
+def test_context_parallel_ranks_count_for_the_size_of_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    store = assembly.BucketStore
+
+    def noted(*arguments: Any, bucket_size: int, **more: Any) -> Any:
+        sizes.append(bucket_size)
+        return store(*arguments, bucket_size=bucket_size, **more)
+
+    monkeypatch.setattr(assembly, "BucketStore", noted)
+    settings = {"context_parallel_size": 2, "micro_batch_size": 1, "global_batch_size": 48}
+    with fake_parts(flags(bf16=True, **settings), 0, 96):
+        assert sizes == [96_000_000]
 
 
 def test_the_size_of_buckets_is_in_the_checkpoint(tmp_path: Path) -> None:

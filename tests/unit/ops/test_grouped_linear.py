@@ -10,11 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.model.moe import MoE
 from megatron.model.wgrads import WgradQueue
 from megatron.ops import grouped_linear, resolve
 from megatron.ops.expert_rows import RowGroups, by_expert, taken
 from megatron.ops.grouped_linear import Grouped, Loop, by_grouped_mm, by_loop, least_rows
 from tests.cluster.fake_device import fake_cuda
+from tests.cluster.fake_run import fake_parts
+from tests.helpers.runs import flags
 
 IN, OUT = 16, 24
 SHARES = {
@@ -100,6 +103,19 @@ def test_a_rank_whose_experts_nobody_chose_asks_for_no_grouped_product(rows: int
             patch.setattr(grouped_linear, "_grouped_linear", lambda how, x, *_: asked.append(how) or x)
             by_grouped_mm(x, groups_of([rows, 0]), weights)
     assert asked == [how]
+
+
+@pytest.mark.parametrize("axes", [{}, {"tensor_model_parallel_size": 2}, {"expert_model_parallel_size": 2}])
+def test_every_expert_has_a_row_on_a_gpu(axes: dict[str, int]) -> None:
+    """The device's kernel needs one. Rows that travel are padded when they have arrived."""
+    settings = {"num_experts": 4, "disable_bias_linear": True, "bf16": True, "moe_ffn_hidden_size": 48}
+    with fake_parts(flags(**settings, **axes), 0, 2) as parts:
+        found = [module.dispatcher for module in parts.engine.model.modules() if isinstance(module, MoE)]
+    assert found
+    for dispatcher in found:
+        travels = "expert_model_parallel_size" in axes
+        assert dispatcher.padding == (0 if travels else 1)
+        assert not travels or dispatcher.padding_after_exchange == 1
 
 
 def test_gradients_that_wait_in_a_queue() -> None:
